@@ -1,0 +1,1 @@
+"""manylora: serve hundreds to thousands of LoRA adapters of one base model from shared hardware."""

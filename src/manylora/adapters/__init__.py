@@ -1,0 +1,1 @@
+"""Adapters: checkpoint formats, identity, layout in pages, names and tiers."""

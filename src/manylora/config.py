@@ -1,0 +1,195 @@
+"""Configuration: frozen dataclasses, composed, checked on construction.
+
+Only what a person chooses is here. Sizes that follow from it (pages, bytes per page, largest context)
+are computed where they are needed, and the environment is read in ``cli`` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from manylora.errors import ConfigError
+
+__all__ = ["AdapterConfig", "EngineConfig", "MemoryConfig", "ModelConfig", "SchedulerConfig", "ServerConfig"]
+
+MIB = 1024 * 1024
+GIB = 1024 * MIB
+
+
+def _check(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise ConfigError(f"Got {name} = {value!r}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which base model, and how it is held.
+
+    Args:
+        model: A Hugging Face checkpoint directory (or hub name where a network is at hand), or ``demo``.
+        tokenizer: Directory or name of the tokenizer; the model's own when ``None``.
+        served_model_name: Name in the API; the model's own when ``None``.
+        dtype: ``auto`` is float32 on CPU, the checkpoint's 16-bit type on GPU.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        max_model_len: Longest prompt plus answer in tokens; the model's own limit when ``None``.
+        lora_kernel: LoRA implementation: ``grouped`` or ``reference``.
+        revision: Hub revision.
+        trust_remote_code: Never by default: a checkpoint must not run code.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    lora_kernel: str = "grouped"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _check(bool(self.model), "model", self.model, "a checkpoint directory, a hub name or 'demo'")
+        _check(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "dtype",
+            self.dtype,
+            "one of auto, float32, bfloat16, float16",
+        )
+        _check(self.max_model_len is None or self.max_model_len >= 1, "max_model_len", self.max_model_len, "at least 1")
+        _check(
+            self.lora_kernel in ("grouped", "reference"), "lora_kernel", self.lora_kernel, "one of grouped, reference"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """The one pool of pages that KV, prefix blocks and adapters share.
+
+    Args:
+        block_size: Tokens of KV in a page.
+        num_pages: Size of the pool in pages; overrides the two below.
+        memory_bytes: Size of the pool in bytes (CPU default: 1 GiB).
+        gpu_memory_utilization: Share of the device the process may take, when ``memory_bytes`` is not given on a GPU.
+        prefix_caching: Keep the KV of finished prompts in idle pages.
+    """
+
+    block_size: int = 16
+    num_pages: int | None = None
+    memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.block_size <= 1024, "block_size", self.block_size, "1 to 1024 tokens")
+        _check(self.num_pages is None or self.num_pages >= 2, "num_pages", self.num_pages, "at least 2")
+        _check(self.memory_bytes is None or self.memory_bytes > 0, "memory_bytes", self.memory_bytes, "above 0")
+        _check(
+            0.0 < self.gpu_memory_utilization <= 1.0,
+            "gpu_memory_utilization",
+            self.gpu_memory_utilization,
+            "a share in (0, 1]",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What a step may hold and who goes first.
+
+    Args:
+        policy: Order of waiting requests, by name in ``scheduling.POLICIES``.
+        max_num_seqs: Most sequences running at once.
+        max_num_batched_tokens: Most tokens in one step: what chunks long prompts.
+        max_loras: Most distinct adapters in one step; ``None`` is no limit (there is no slot to run out of).
+        max_waiting: Most requests waiting; more are refused with 429.
+    """
+
+    policy: str = "fifo"
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    max_loras: int | None = None
+    max_waiting: int = 2048
+
+    def __post_init__(self) -> None:
+        _check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
+        _check(
+            self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1"
+        )
+        _check(self.max_loras is None or self.max_loras >= 1, "max_loras", self.max_loras, "at least 1")
+        _check(self.max_waiting >= 1, "max_waiting", self.max_waiting, "at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """How adapters are cached.
+
+    Args:
+        eviction: Which idle thing goes first when pages run short, by name in ``memory.EVICTION_POLICIES``.
+        host_bytes: Limit of the host tier; adapters beyond it are read from disk again when asked for.
+        max_cpu_loras: Limit of the host tier in adapters.
+        max_registered: Most adapters registered at once.
+        max_adapter_bytes: Largest weight file accepted.
+    """
+
+    eviction: str = "lru"
+    host_bytes: int = 4 * GIB
+    max_cpu_loras: int | None = None
+    max_registered: int = 100_000
+    max_adapter_bytes: int = 16 * GIB
+
+    def __post_init__(self) -> None:
+        _check(self.host_bytes > 0, "host_bytes", self.host_bytes, "above 0")
+        _check(self.max_cpu_loras is None or self.max_cpu_loras >= 1, "max_cpu_loras", self.max_cpu_loras, "at least 1")
+        _check(self.max_registered >= 1, "max_registered", self.max_registered, "at least 1")
+        _check(self.max_adapter_bytes > 0, "max_adapter_bytes", self.max_adapter_bytes, "above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from.
+
+    Args:
+        model: The base.
+        memory: The pool.
+        scheduler: The step.
+        adapters: The adapter cache.
+        seed: Seed of whatever the engine draws itself (seeds of requests that bring none).
+    """
+
+    model: ModelConfig
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP face.
+
+    Args:
+        host: Address to listen on.
+        port: Port; 0 picks a free one.
+        api_keys: Keys for the inference routes; none means open.
+        admin_key: Key for the adapter routes; ``None`` means they take ``api_keys`` where set, else only callers
+            from loopback.
+        lora_dirs: Directories adapters may be loaded from; a path outside them is refused.
+        in_process: Run the engine in a thread of the API process, for debugging.
+        drain_timeout_s: How long SIGTERM waits for requests in flight, in seconds.
+        max_body_bytes: Largest request body.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
+    lora_dirs: tuple[str, ...] = ()
+    in_process: bool = False
+    drain_timeout_s: float = 30.0
+    max_body_bytes: int = 32 * MIB
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
+        _check(self.drain_timeout_s >= 0, "drain_timeout_s", self.drain_timeout_s, "0 or more")
+        _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
+        _check(all(self.api_keys), "api_keys", self.api_keys, "keys that are not empty")
+        _check(self.admin_key != "", "admin_key", self.admin_key, "a key that is not empty")

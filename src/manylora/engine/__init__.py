@@ -1,0 +1,1 @@
+"""The engine: decides each step, and the one loop that serves and simulates."""

@@ -1,0 +1,101 @@
+"""Snapshots of the engine for people, routers and metrics: plain data, made on request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manylora.types import AdapterVersion, Tier
+
+__all__ = ["AdapterStatus", "EngineStats"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStatus:
+    """One registered name.
+
+    Args:
+        name: The name requests use.
+        version: What it points to now.
+        generation: 1 when first loaded, one more with every replacement in place.
+        tier: Highest tier its weights are in.
+        state: ``idle``, ``active``, ``loading`` or ``evicting`` (waiting for its last request to end).
+        is_pinned: Never evicted while set.
+        num_running: Running requests that use it.
+        num_waiting: Waiting requests that use it.
+        num_requests: Requests it has been asked for since it was loaded.
+        num_hits: Those that found it on the device.
+        last_used_s: Seconds since its last use, ``None`` if never used.
+    """
+
+    name: str
+    version: AdapterVersion
+    generation: int
+    tier: Tier
+    state: str
+    is_pinned: bool
+    num_running: int
+    num_waiting: int
+    num_requests: int
+    num_hits: int
+    last_used_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges and counters of one engine; counters are since start.
+
+    Args:
+        num_running: Running sequences.
+        num_waiting: Waiting sequences.
+        num_pages: Pages in the pool.
+        num_free_pages: Unowned pages.
+        num_kv_pages: Pages of running sequences (shared prefix pages in use count here).
+        num_prefix_pages: Idle prefix blocks.
+        num_adapter_pages: Pages of adapters on the device or on their way.
+        num_registered: Registered adapter names.
+        num_resident: Adapter versions on the device.
+        num_loading: Versions on their way to the device.
+        num_active: Versions used by a running sequence.
+        num_host: Versions in the host tier.
+        host_bytes: Bytes of the host tier in use.
+        running_adapters: Names of adapters with running requests, sorted.
+        waiting_adapters: Names of adapters with waiting requests, sorted.
+        num_loads: Host to device copies completed.
+        num_disk_loads: Disk to host reads completed by the engine.
+        num_evictions: Adapters dropped from the device for room.
+        num_prefix_evictions: Prefix pages dropped for room.
+        num_preemptions: Sequences that gave their pages back.
+        num_steps: Steps completed.
+        num_prompt_tokens: Prompt tokens of admitted requests.
+        num_cached_tokens: Those that the prefix cache held.
+        num_generated_tokens: Tokens generated.
+        num_adapter_requests: Requests that asked for an adapter.
+        num_adapter_hits: Those that found it on the device when first looked at.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_kv_pages: int
+    num_prefix_pages: int
+    num_adapter_pages: int
+    num_registered: int
+    num_resident: int
+    num_loading: int
+    num_active: int
+    num_host: int
+    host_bytes: int
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
+    num_loads: int
+    num_disk_loads: int
+    num_evictions: int
+    num_prefix_evictions: int
+    num_preemptions: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_adapter_requests: int
+    num_adapter_hits: int

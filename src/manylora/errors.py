@@ -1,0 +1,120 @@
+"""Every error that a user or load can cause, as one tree.
+
+    ManyloraError
+    ├── ConfigError              wrong configuration; raised before anything starts
+    ├── RequestError     4xx     wrong request; other requests are untouched
+    │   └── ModelNotFound  404   the request names a model that is not served
+    ├── AdapterError     4xx     wrong adapter; names the adapter and the reason
+    │   ├── AdapterNotFound  404 no such adapter, or no such path
+    │   ├── AdapterExists    400 the name is taken
+    │   └── AdapterForbidden 403 the path lies outside the allowed roots
+    ├── CapacityError    429/503 no room now; says when to try again
+    ├── EngineDead       500     the engine process is gone; in-flight requests end with this
+    └── Stalled                  requests are left but nothing is pending: a bug in a policy
+
+Raise these for what users or load can cause; assert for what only a bug can.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AdapterError",
+    "AdapterExists",
+    "AdapterForbidden",
+    "AdapterNotFound",
+    "CapacityError",
+    "ConfigError",
+    "EngineDead",
+    "ManyloraError",
+    "ModelNotFound",
+    "RequestError",
+    "Stalled",
+]
+
+
+class ManyloraError(Exception):
+    """Root of the tree; ``status`` is the HTTP status the server answers with."""
+
+    status: int = 500
+
+
+class ConfigError(ManyloraError):
+    """A configuration value is wrong; the message shows the value and what was expected."""
+
+    status = 400
+
+
+class RequestError(ManyloraError):
+    """A request is wrong.
+
+    Args:
+        message: What was wrong with what.
+        param: The request field at fault, if one is.
+    """
+
+    status = 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelNotFound(RequestError):
+    """A request names a model (base or adapter) that is not served."""
+
+    status = 404
+
+
+class AdapterError(ManyloraError):
+    """An adapter cannot be served.
+
+    Args:
+        adapter: The name (or path) the caller used.
+        reason: What is wrong with it, in words that let its owner mend it.
+    """
+
+    status = 400
+
+    def __init__(self, adapter: str, reason: str) -> None:
+        super().__init__(f"adapter {adapter!r}: {reason}")
+        self.adapter = adapter
+        self.reason = reason
+
+
+class AdapterNotFound(AdapterError):
+    """No adapter of that name is loaded, or nothing is at that path."""
+
+    status = 404
+
+
+class AdapterExists(AdapterError):
+    """The name is already taken by an adapter or by the base model."""
+
+
+class AdapterForbidden(AdapterError):
+    """The path lies outside the directories adapters may be loaded from."""
+
+    status = 403
+
+
+class CapacityError(ManyloraError):
+    """There is no room now.
+
+    Args:
+        message: What is full.
+        retry_after_s: When trying again makes sense, in seconds.
+        status: 429 where the caller should slow down, 503 where the service is going or gone.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, status: int = 429) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.status = status
+
+
+class EngineDead(ManyloraError):
+    """The engine is gone; what it was working on is lost, later requests may succeed."""
+
+
+class Stalled(ManyloraError):
+    """Requests are left, the engine is idle and no event is pending: liveness is broken."""

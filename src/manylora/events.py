@@ -1,0 +1,146 @@
+"""What happened, typed: every metric, table and plot is derived from these, live and simulated alike.
+
+The core hands each event to the sinks it was given, on the loop's thread, in order. ``at`` is seconds on the
+loop's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manylora.types import AdapterKey, FinishReason, Tier
+
+__all__ = [
+    "AdapterEvicted",
+    "AdapterLoaded",
+    "AdapterLoadStarted",
+    "Event",
+    "EventSink",
+    "PrefixEvicted",
+    "RequestAdmitted",
+    "RequestArrived",
+    "RequestFinished",
+    "RequestPreempted",
+    "StepFinished",
+    "StepLaunched",
+    "TokensEmitted",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened at ``at`` seconds."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived(Event):
+    """A request was accepted into the waiting set."""
+
+    request_id: str
+    adapter: AdapterKey | None
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdmitted(Event):
+    """A waiting request joined the running set; ``num_cached_tokens`` came from the prefix cache."""
+
+    request_id: str
+    adapter: AdapterKey | None
+    waited_s: float
+    num_cached_tokens: int
+    adapter_was_resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreempted(Event):
+    """A running request gave its pages back and waits again; its tokens are kept."""
+
+    request_id: str
+    num_tokens_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEmitted(Event):
+    """A request got tokens; ``is_first`` marks its first."""
+
+    request_id: str
+    num_tokens: int
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished(Event):
+    """A request ended; times are seconds on the loop's clock."""
+
+    request_id: str
+    adapter: AdapterKey | None
+    reason: FinishReason
+    arrived_at: float
+    admitted_at: float | None
+    first_token_at: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoadStarted(Event):
+    """An adapter began to move up to ``tier``."""
+
+    adapter: AdapterKey
+    tier: Tier
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded(Event):
+    """An adapter arrived in ``tier`` after ``took_s`` seconds, or failed with ``error``."""
+
+    adapter: AdapterKey
+    tier: Tier
+    took_s: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEvicted(Event):
+    """An idle (or unloaded) adapter left ``tier``."""
+
+    adapter: AdapterKey
+    tier: Tier
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixEvicted(Event):
+    """Idle prefix blocks were dropped."""
+
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLaunched(Event):
+    """A step was handed to the executor."""
+
+    step_id: int
+    num_sequences: int
+    num_tokens: int
+    num_adapters: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished(Event):
+    """A step's results are in, ``took_s`` after its launch."""
+
+    step_id: int
+    took_s: float
+    num_sequences: int
+    num_tokens: int
+
+
+EventSink = Callable[[Event], None]

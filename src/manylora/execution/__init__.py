@@ -1,0 +1,1 @@
+"""Execution: the torch executor; the only package that imports torch."""

@@ -1,0 +1,1 @@
+"""Memory: one pool of equal pages for KV, prefix blocks and adapters."""

@@ -1,0 +1,1 @@
+"""Scheduling: one file per policy."""

@@ -1,0 +1,1 @@
+"""Server: the OpenAI-compatible HTTP face and the engine process behind it."""

@@ -1,0 +1,1 @@
+"""Simulation: the engine on a virtual clock and a cost model."""

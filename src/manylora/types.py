@@ -1,0 +1,213 @@
+"""The nouns every package shares: what is asked for, and what comes back.
+
+Pure data. A *request* is the user's; a *sequence* (``engine/sequence.py``) is its state in the engine.
+An *adapter version* is LoRA weights by content: names point to versions, so replacing an adapter in
+place is a new version, and nothing keyed by version (KV, prefix blocks, pages) can ever mix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from manylora.errors import RequestError
+
+__all__ = [
+    "AdapterKey",
+    "AdapterVersion",
+    "FinishReason",
+    "Output",
+    "Request",
+    "SampledToken",
+    "SamplingParams",
+    "Tier",
+]
+
+AdapterKey = NewType("AdapterKey", str)
+"""Content hash of an adapter's weights and effective configuration: its identity everywhere below the names."""
+
+
+class Tier(Enum):
+    """Where adapter weights can be; each tier holds what the one above it can be refilled from."""
+
+    DISK = "disk"
+    HOST = "host"
+    DEVICE = "device"
+
+
+class FinishReason(Enum):
+    """Why a request ended; the values are OpenAI's where OpenAI has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens, by OpenAI's and vLLM's names.
+
+    A seed makes the tokens a function of the request alone: position *i* draws from a counter-based
+    generator keyed by ``(seed, i)``, whatever shares the batch and however often the request is
+    pre-empted and recomputed.
+
+    Args:
+        max_tokens: Most tokens to generate; ``None`` means as many as fit.
+        min_tokens: End-of-sequence and stop tokens are masked until this many are generated.
+        temperature: 0 is greedy.
+        top_p: Nucleus mass in (0, 1].
+        top_k: Number of candidates; 0 means all.
+        min_p: Least probability relative to the most likely token.
+        presence_penalty: Subtracted once from logits of generated tokens, in [-2, 2].
+        frequency_penalty: Subtracted per occurrence, in [-2, 2].
+        repetition_penalty: Divides (multiplies) positive (negative) logits of seen tokens, prompt included; > 0.
+        seed: Seed of this request; ``None`` lets the engine draw one.
+        stop: Strings that end the text (applied where text is made, not in the engine core).
+        stop_token_ids: Tokens that end the sequence, beside the model's own.
+        include_stop_str_in_output: Whether the matched stop string stays in the text.
+        ignore_eos: Go on past end-of-sequence tokens, as load generators ask.
+        logprobs: Number of most likely tokens to report per position; ``None`` reports nothing, 0 only the chosen one.
+        skip_special_tokens: Leave special tokens out of the text.
+        json_schema: JSON schema (as text) the answer must match; ``"{}"`` means any JSON value.
+        logit_bias: Pairs of token id and additive bias in [-100, 100].
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    json_schema: str | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise RequestError(f"Got {name} = {getattr(self, name)!r}, expected {expected}", param=name)
+
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(self.min_tokens >= 0, "min_tokens", "at least 0")
+        check(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "no more than max_tokens"
+        )
+        check(0.0 <= self.temperature <= 100.0, "temperature", "a number from 0 to 100")
+        check(0.0 < self.top_p <= 1.0, "top_p", "a number in (0, 1]")
+        check(self.top_k >= 0, "top_k", "0 (all) or more")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "a number from 0 to 1")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "a number from -2 to 2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "a number from -2 to 2")
+        check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "a number above 0, at most 100")
+        check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+        check(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "a number from 0 to 20")
+        check(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 strings, none of them empty")
+        check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
+        check(
+            len(self.logit_bias) <= 1024 and all(t >= 0 and -100.0 <= b <= 100.0 for t, b in self.logit_bias),
+            "logit_bias",
+            "at most 1024 token ids with a bias from -100 to 100",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a user asks for.
+
+    Args:
+        request_id: Unique among requests in flight.
+        prompt: Token ids.
+        sampling: How to choose tokens.
+        model: Name of the base or of an adapter; resolved to a version when the request arrives, so that a
+            later replacement does not touch it.
+        tenant: Who asks, for fairness and accounting.
+        cache_salt: Prefix blocks are shared only between equal salts.
+        priority: Lower is sooner, for policies that look at it.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    model: str = ""
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One generated token.
+
+    Args:
+        token_id: The token.
+        logprob: Its log-probability after temperature-free softmax of the raw logits; ``None`` when not asked for.
+        top: The most likely tokens as (token id, log-probability), most likely first; empty when not asked for.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a request got since its last output: new tokens, and its end when ``finish`` is set.
+
+    Args:
+        request_id: Whose.
+        tokens: New tokens in order; may be empty on the last output.
+        finish: Set on the last output.
+        stop_token: The token that ended the sequence, when one did: the last of ``tokens``, counted in usage, its
+            text no part of the answer.
+        num_cached_tokens: Prompt tokens served from the prefix cache.
+        adapter: The version that answered, ``None`` for the base.
+        error: What went wrong, when ``finish`` is ``ERROR``.
+    """
+
+    request_id: str
+    tokens: tuple[SampledToken, ...] = ()
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    num_cached_tokens: int = 0
+    adapter: AdapterKey | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterVersion:
+    """LoRA weights as the scheduler sees them: an identity and sizes.
+
+    Args:
+        key: Content hash.
+        source: Directory it was read from (and can be read from again).
+        rank: Largest rank over its modules.
+        total_rank: Sum of the ranks of all its modules: what an unpadded kernel pays for.
+        num_modules: Modules it changes.
+        target_modules: Their distinct last names, sorted (``q_proj``, ``down_proj`` ...).
+        num_pages: Device pages it takes.
+        weight_bytes: Its weights at device precision, without padding.
+        host_bytes: What its host copy takes.
+        disk_bytes: Size of its weight file.
+    """
+
+    key: AdapterKey
+    source: str
+    rank: int
+    total_rank: int
+    num_modules: int
+    target_modules: tuple[str, ...]
+    num_pages: int
+    weight_bytes: int
+    host_bytes: int
+    disk_bytes: int
