@@ -1,1 +1,24 @@
-"""Memory: one pool of equal pages for KV, prefix blocks and adapters."""
+"""Memory: one pool of equal pages for KV, prefix blocks and adapters; page numbers only, no tensor."""
+
+from manylora.memory.blocks import BlockTable, num_blocks
+from manylora.memory.eviction import EVICTION_POLICIES, EvictionPolicy, IdleItem, LruEviction, make_eviction_policy
+from manylora.memory.pool import Owner, PagePool
+from manylora.memory.prefix import PrefixIndex, block_digests, prefix_root
+from manylora.memory.store import Depth, PageStore
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "BlockTable",
+    "Depth",
+    "EvictionPolicy",
+    "IdleItem",
+    "LruEviction",
+    "Owner",
+    "PagePool",
+    "PageStore",
+    "PrefixIndex",
+    "block_digests",
+    "make_eviction_policy",
+    "num_blocks",
+    "prefix_root",
+]

@@ -1,0 +1,74 @@
+"""Block tables: which page holds which positions of one sequence.
+
+::
+
+    tokens   0 .. 15 | 16 .. 31 | 32 .. 40
+    pages      p7    |    p2    |    p9          position i lies in pages[i // block_size]
+    digests    d0    |    d1    |                full blocks only; d0, d1 are in the prefix index once computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from manylora.memory.prefix import PrefixIndex, block_digests
+
+__all__ = ["BlockTable", "num_blocks"]
+
+
+def num_blocks(num_tokens: int, block_size: int) -> int:
+    """Return how many pages ``num_tokens`` positions take."""
+    return -(-num_tokens // block_size)
+
+
+class BlockTable:
+    """Pages and block digests of one sequence.
+
+    Args:
+        root: Digest the chain starts from (``prefix_root``).
+        block_size: Tokens per page.
+    """
+
+    __slots__ = ("_block_size", "_digests", "_num_indexed", "_root", "pages")
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        self.pages: list[int] = []
+        self._root = root
+        self._block_size = block_size
+        self._digests: list[bytes] = []
+        self._num_indexed = 0
+
+    def match(self, tokens: Seq[int], index: PrefixIndex) -> list[int]:
+        """Return pages that hold the longest computed prefix of ``tokens``, at least one token short of all.
+
+        The last token is always run: its logits are what the next token is drawn from.
+        """
+        self._extend_digests(tokens, len(tokens))
+        return index.match(self._digests, (len(tokens) - 1) // self._block_size)
+
+    def adopt(self, pages: list[int]) -> None:
+        """Start from shared pages."""
+        assert not self.pages
+        self.pages.extend(pages)
+        self._num_indexed = len(pages)
+
+    def index_computed(self, tokens: Seq[int], num_computed: int, index: PrefixIndex) -> None:
+        """Put every full block below ``num_computed`` into the index."""
+        num_full = num_computed // self._block_size
+        if num_full <= self._num_indexed:
+            return
+        self._extend_digests(tokens, num_computed)
+        for block in range(self._num_indexed, num_full):
+            index.insert(self._digests[block], self.pages[block])
+        self._num_indexed = num_full
+
+    def clear(self) -> list[int]:
+        """Forget and return the pages; digests stay, for the tokens stay."""
+        pages, self.pages = self.pages, []
+        self._num_indexed = 0
+        return pages
+
+    def _extend_digests(self, tokens: Seq[int], stop: int) -> None:
+        start = len(self._digests) * self._block_size
+        parent = self._digests[-1] if self._digests else self._root
+        self._digests += block_digests(parent, tokens, start, stop, self._block_size)

@@ -1,0 +1,90 @@
+"""Prefix cache: which page holds the KV of which tokens.
+
+A block of tokens is named by a digest chained over everything before it, and the chain starts from a *root*
+that holds the base model, the adapter's content and the caller's salt. Two tenants' blocks can therefore be
+equal only if the very same weights would compute the very same KV, and a replaced adapter never meets the
+KV of the version before. Digests are cryptographic: a tenant must not be able to craft a collision.
+
+::
+
+    root = H(base, adapter, salt)
+    d0 = H(root, tokens[0:16])    d1 = H(d0, tokens[16:32])    ...      one digest per full block
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence as Seq
+
+from manylora.types import AdapterKey
+
+__all__ = ["PrefixIndex", "block_digests", "prefix_root"]
+
+DIGEST_BYTES = 16
+
+
+def prefix_root(fingerprint: str, adapter: AdapterKey | None, salt: str) -> bytes:
+    """Return the digest that starts the chain of one (base, adapter version, salt)."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in (fingerprint, adapter or "", salt):
+        encoded = part.encode()
+        # Lengths in front, so that no two different triples spell the same bytes.
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+def block_digests(parent: bytes, tokens: Seq[int], start: int, stop: int, block_size: int) -> list[bytes]:
+    """Return the digests of the full blocks in ``tokens[start:stop]``, chained from ``parent``.
+
+    Args:
+        parent: Digest of the block that ends at ``start``, or the root when ``start`` is 0.
+        tokens: Token ids, each below 2**31.
+        start: A multiple of ``block_size``.
+        stop: Tokens from here on are left out; so is a last block that is not full.
+        block_size: Tokens per block.
+    """
+    digests = []
+    for begin in range(start, stop - block_size + 1, block_size):
+        block = array("i", tokens[begin : begin + block_size])
+        parent = hashlib.blake2b(parent + block.tobytes(), digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+    return digests
+
+
+class PrefixIndex:
+    """Maps digests to the pages that hold their KV, both ways."""
+
+    def __init__(self) -> None:
+        self._page_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._page_of)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._digest_of
+
+    def match(self, digests: Seq[bytes], max_blocks: int) -> list[int]:
+        """Return the pages of the longest indexed run of blocks from the first, at most ``max_blocks``."""
+        pages = []
+        for digest in digests[:max_blocks]:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def insert(self, digest: bytes, page: int) -> None:
+        """Index ``page`` under ``digest`` unless the block is indexed already (two requests computed it at once)."""
+        if digest not in self._page_of and page not in self._digest_of:
+            self._page_of[digest] = page
+            self._digest_of[page] = digest
+
+    def remove(self, page: int) -> None:
+        """Drop ``page`` from the index: its contents are about to change."""
+        del self._page_of[self._digest_of.pop(page)]
+
+    def pages(self) -> list[int]:
+        """Return all indexed pages."""
+        return list(self._digest_of)
