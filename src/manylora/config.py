@@ -111,9 +111,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
-        _check(
-            self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1"
-        )
+        _check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1")
         _check(self.max_loras is None or self.max_loras >= 1, "max_loras", self.max_loras, "at least 1")
         _check(self.max_waiting >= 1, "max_waiting", self.max_waiting, "at least 1")
 

@@ -13,8 +13,8 @@ from manylora.types import AdapterKey, FinishReason, Tier
 
 __all__ = [
     "AdapterEvicted",
-    "AdapterLoaded",
     "AdapterLoadStarted",
+    "AdapterLoaded",
     "Event",
     "EventSink",
     "PrefixEvicted",

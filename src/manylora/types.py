@@ -100,9 +100,7 @@ class SamplingParams:
 
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         check(self.min_tokens >= 0, "min_tokens", "at least 0")
-        check(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "no more than max_tokens"
-        )
+        check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "no more than max_tokens")
         check(0.0 <= self.temperature <= 100.0, "temperature", "a number from 0 to 100")
         check(0.0 < self.top_p <= 1.0, "top_p", "a number in (0, 1]")
         check(self.top_k >= 0, "top_k", "0 (all) or more")

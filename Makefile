@@ -1,0 +1,87 @@
+# Every target installs what it needs into .venv first, and again only when pyproject.toml changes.
+#
+#   make demo            the two commands worth knowing
+#   make test
+#   make PYTHON=python3.12 demo     another interpreter
+#   make test ARGS="-k server -x"   arguments for pytest
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+FOR_RUN := $(VENV)/.installed-for-run
+FOR_TEST := $(VENV)/.installed-for-test
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(FOR_RUN) ## serve the demo model with its twelve adapters and ask all of them at once
+	@$(BIN)/manylora demo $(ARGS)
+
+.PHONY: test
+test: $(FOR_TEST) ## all checks and all tests; the tests run even when a check fails, and come last
+	@checks=0; $(MAKE) --no-print-directory check || checks=$$?; \
+	$(BIN)/python -m pytest $(ARGS); \
+	[ $$checks -eq 0 ] || echo 'The tests passed, but `make check` did not: see above.' >&2; \
+	exit $$checks
+
+.PHONY: check
+check: $(FOR_TEST) ## lint, format, types and the layering of imports
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+.PHONY: bench
+bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (minutes; wants a quiet machine)
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+
+.PHONY: docs
+docs: $(FOR_TEST) ## check that the documentation's links, commands and claims about the tree hold
+	@$(BIN)/python -m pytest tests/unit/test_project.py $(ARGS)
+
+.PHONY: setup
+setup: $(FOR_TEST) ## install everything a developer needs
+	@echo 'Ready: source $(BIN)/activate'
+
+.PHONY: clean
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One environment, two levels of it: to run, and to develop. A test environment can run as well, so making it stamps both.
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo 'manylora needs Python 3.11 or newer, and there is no "$(PYTHON)" here. Try: make PYTHON=python3.12 ...' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "manylora needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo '$(PYTHON) has no venv module. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv --clear $(VENV)
+
+# pip's log goes to a file; of it, what is being fetched and how large it is, so that a slow line looks like one.
+define pip_install
+	@echo 'Installing $(1) (PyTorch is the large one: minutes on the first run, nothing afterwards)'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e '$(2)' 2>&1 \
+	  | tee $(VENV)/install.log \
+	  | awk '/Downloading .*MB\)/ {print "  " $$2, $$3, $$4; fflush()} /^Installing collected/ {print "  unpacking " NF-3 " packages"; fflush()} /^ERROR/ {print; fflush()}' \
+	  || { echo 'Installing failed; the whole log is in $(VENV)/install.log' >&2; exit 1; }
+endef
+
+$(FOR_RUN): pyproject.toml | $(BIN)/python
+	$(call pip_install,what manylora needs to run,.)
+	@touch $(FOR_RUN)
+
+$(FOR_TEST): pyproject.toml | $(BIN)/python
+	$(call pip_install,what manylora needs to run and be tested,.[test$(comma)dev$(comma)cpu$(comma)grammar])
+	@touch $(FOR_RUN) $(FOR_TEST)
+
+comma := ,
