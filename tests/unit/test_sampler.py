@@ -342,5 +342,11 @@ def test_without_a_grammar_a_constrained_row_ends_rather_than_answer_wrongly() -
     assert sample_ids(logits, [sequence(constrained), sequence(greedy)]) == [EOS, 0]
 
 
+def test_an_absurd_top_k_means_all() -> None:
+    logits = torch.randn(1, 50)
+    all_of_them = sample_ids(logits, [sequence(SamplingParams(), seed=3)])
+    assert sample_ids(logits, [sequence(SamplingParams(top_k=2**70), seed=3)]) == all_of_them
+
+
 def test_nothing_to_sample() -> None:
     assert Sampler(3, ()).sample(torch.empty(0, 3), []) == []
