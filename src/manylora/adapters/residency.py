@@ -1,0 +1,104 @@
+"""Where one adapter version is, and who needs it: a state machine per tier, told what happens.
+
+::
+
+    host     ABSENT --read--> LOADING --done--> RESIDENT --dropped--> ABSENT
+    device   ABSENT --copy--> LOADING --done--> RESIDENT --dropped--> ABSENT        (a copy needs the host RESIDENT)
+
+The disk tier is its source; it is never ours to drop. References count sequences: *running* ones hold the
+device copy, *waiting* ones ask for it to be spared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from manylora.types import AdapterVersion, Tier
+
+__all__ = ["Residency", "TierState"]
+
+
+class TierState(Enum):
+    """Whether the weights are in a tier."""
+
+    ABSENT = "absent"
+    LOADING = "loading"
+    RESIDENT = "resident"
+
+
+@dataclass(slots=True)
+class Residency:
+    """State of one version.
+
+    Args:
+        version: Which.
+        host: Its host tier.
+        device: Its device tier.
+        num_running: Running sequences that use it.
+        num_waiting: Waiting sequences that ask for it.
+        is_retired: No name points to it any more: it goes when its last request has ended.
+        last_used_at: When a sequence last stopped or started using it, in seconds.
+    """
+
+    version: AdapterVersion
+    host: TierState = TierState.ABSENT
+    device: TierState = TierState.ABSENT
+    num_running: int = 0
+    num_waiting: int = 0
+    is_retired: bool = False
+    last_used_at: float | None = None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load is in flight to any tier."""
+        return TierState.LOADING in (self.host, self.device)
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether any sequence in flight needs it."""
+        return self.num_running + self.num_waiting > 0
+
+    @property
+    def tier(self) -> Tier:
+        """The highest tier it is in."""
+        if self.device is TierState.RESIDENT:
+            return Tier.DEVICE
+        return Tier.HOST if self.host is TierState.RESIDENT else Tier.DISK
+
+    @property
+    def state(self) -> str:
+        """``idle``, ``active``, ``loading`` or ``evicting``, as people are shown it."""
+        if self.is_retired:
+            return "evicting"
+        if self.is_loading:
+            return "loading"
+        return "active" if self.num_running else "idle"
+
+    def begin(self, tier: Tier) -> None:
+        """A load to ``tier`` started."""
+        assert self._get(tier) is TierState.ABSENT
+        assert tier is not Tier.DEVICE or self.host is TierState.RESIDENT, "copies start from the host"
+        self._set(tier, TierState.LOADING)
+
+    def end(self, tier: Tier, *, ok: bool) -> None:
+        """A load to ``tier`` ended."""
+        assert self._get(tier) is TierState.LOADING
+        self._set(tier, TierState.RESIDENT if ok else TierState.ABSENT)
+
+    def drop(self, tier: Tier) -> None:
+        """The copy in ``tier`` is given up."""
+        assert self._get(tier) is TierState.RESIDENT
+        assert tier is not Tier.DEVICE or not self.num_running, "in use"
+        assert tier is not Tier.HOST or self.device is not TierState.LOADING, "being copied from"
+        self._set(tier, TierState.ABSENT)
+
+    def _get(self, tier: Tier) -> TierState:
+        assert tier is not Tier.DISK
+        return self.host if tier is Tier.HOST else self.device
+
+    def _set(self, tier: Tier, state: TierState) -> None:
+        if tier is Tier.HOST:
+            self.host = state
+        else:
+            self.device = state

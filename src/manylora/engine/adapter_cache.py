@@ -1,0 +1,317 @@
+"""The adapter cache: moves versions up the tiers when sequences need them, and lets them idle in free pages.
+
+It has no size of its own on the device: pages come from the one store, and an adapter nobody uses stays until
+somebody needs its room. Loads are asynchronous on every hop, so a step never waits for one.
+
+::
+
+    ensure(version)   device resident   -> READY
+                      host resident     -> claim pages, start the copy   -> LOADING   (NO_ROOM if none to claim)
+                      on disk           -> start the read                -> LOADING
+
+Source: Chameleon, section 4.2; S-LoRA, section 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from manylora.adapters.residency import Residency, TierState
+from manylora.config import AdapterConfig
+from manylora.engine.ports import AdapterLoad, Executor, LoadResult, Work
+from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
+from manylora.memory import Depth, PageStore
+from manylora.types import AdapterKey, AdapterVersion, Tier
+
+__all__ = ["AdapterCache", "Readiness"]
+
+
+class Readiness(Enum):
+    """Whether an adapter can run in the next step."""
+
+    READY = "ready"
+    LOADING = "loading"
+    NO_ROOM = "no_room"
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    version: AdapterVersion
+    tier: Tier
+    work: Work
+    started_at: float
+
+
+class AdapterCache:
+    """Keeps track of every version that a name or a sequence refers to.
+
+    Args:
+        store: The pages.
+        executor: Carries loads out.
+        config: Limits of the host tier.
+        is_pinned: Whether a version is pinned to the device.
+        emit: Takes events.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: PageStore,
+        executor: Executor,
+        config: AdapterConfig,
+        is_pinned: Callable[[AdapterKey], bool],
+        emit: EventSink,
+    ) -> None:
+        self._store = store
+        self._executor = executor
+        self._config = config
+        self._is_pinned = is_pinned
+        self._emit = emit
+        self._residencies: dict[AdapterKey, Residency] = {}
+        self._loads: list[_Load] = []
+        self._host: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
+        self._warming: dict[AdapterKey, None] = {}
+        self.num_active = 0  # versions that a running sequence uses
+        self.host_bytes = 0
+        self.num_loads = 0
+        self.num_disk_loads = 0
+        self.num_evictions = 0
+
+    # -- what is where -----------------------------------------------------------------------------------------------
+
+    def residency(self, key: AdapterKey) -> Residency:
+        """Return the state of a known version."""
+        return self._residencies[key]
+
+    def residencies(self) -> list[Residency]:
+        """Return the state of every known version."""
+        return list(self._residencies.values())
+
+    @property
+    def num_host(self) -> int:
+        """Versions in the host tier."""
+        return len(self._host)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether any load is in flight."""
+        return bool(self._loads)
+
+    def next_event_at(self) -> float:
+        """Return when the next load completes, as far as is known; infinite otherwise."""
+        return min((load.work.ready_at for load in self._loads), default=math.inf)
+
+    # -- versions come and go ----------------------------------------------------------------------------------------
+
+    def add(self, version: AdapterVersion, now: float) -> None:
+        """Take in a version whose weights the executor holds in the host tier."""
+        residency = self._residencies.setdefault(version.key, Residency(version))
+        residency.is_retired = False
+        if residency.host is TierState.ABSENT:
+            residency.begin(Tier.HOST)
+            residency.end(Tier.HOST, ok=True)
+            self._host[version.key] = version.host_bytes
+            self.host_bytes += version.host_bytes
+            self._trim_host(now)
+
+    def retire(self, key: AdapterKey, now: float) -> None:
+        """Let a version go once nothing refers to it: its last name is gone."""
+        self._residencies[key].is_retired = True
+        self._warming.pop(key, None)
+        self.refresh(key, now)  # the name that pinned it may be the one that went
+        self._free_if_over(key, now)
+
+    # -- references --------------------------------------------------------------------------------------------------
+
+    def want(self, key: AdapterKey, now: float) -> None:
+        """A waiting sequence asks for it to be spared."""
+        self._residencies[key].num_waiting += 1
+        self.refresh(key, now)
+
+    def unwant(self, key: AdapterKey, now: float) -> None:
+        """A waiting sequence is admitted or gone."""
+        residency = self._residencies[key]
+        assert residency.num_waiting > 0
+        residency.num_waiting -= 1
+        self.refresh(key, now)
+        self._free_if_over(key, now)
+
+    def hold(self, key: AdapterKey, now: float) -> None:
+        """A sequence starts to run on it."""
+        residency = self._residencies[key]
+        assert residency.device is TierState.RESIDENT, "not on the device"
+        self.num_active += residency.num_running == 0
+        residency.num_running += 1
+        residency.last_used_at = now
+        self.refresh(key, now)
+
+    def release(self, key: AdapterKey, now: float) -> None:
+        """A sequence ends or is pre-empted."""
+        residency = self._residencies[key]
+        assert residency.num_running > 0
+        residency.num_running -= 1
+        self.num_active -= residency.num_running == 0
+        residency.last_used_at = now
+        self.refresh(key, now)
+        self._free_if_over(key, now)
+
+    def refresh(self, key: AdapterKey, now: float) -> None:
+        """Put its pages into the class its references and pins call for."""
+        residency = self._residencies[key]
+        if residency.device is not TierState.RESIDENT:
+            return
+        if residency.num_running or self._is_pinned(key):
+            depth = None
+        elif residency.num_waiting:
+            depth = Depth.WANTED
+        else:
+            depth = Depth.IDLE
+        self._store.set_adapter_depth(key, depth, now)
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def ensure(self, version: AdapterVersion, now: float, depth: Depth) -> Readiness:
+        """Bring a version nearer to the device, as far as ``depth`` allows.
+
+        Args:
+            version: Which.
+            now: Seconds.
+            depth: ``WANTED`` may take pages from adapters that others wait for, and overshoot the host limit: it is
+                for whoever is first in line, so that it always gets on.
+        """
+        key = version.key
+        residency = self._residencies[key]
+        if residency.device is TierState.RESIDENT:
+            return Readiness.READY
+        if residency.is_loading:
+            return Readiness.LOADING
+        if residency.host is TierState.ABSENT:
+            if depth is Depth.IDLE and not self._has_host_room(version):
+                return Readiness.NO_ROOM
+            self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
+            return Readiness.LOADING
+        pages = self._store.claim_adapter(key, version.num_pages, now, depth)
+        if pages is None:
+            return Readiness.NO_ROOM
+        self._host.move_to_end(key)
+        self._start(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages), now)
+        return Readiness.LOADING
+
+    def warm(self, version: AdapterVersion, now: float) -> Readiness:
+        """Bring a version all the way to the device without anybody waiting for it."""
+        readiness = self.ensure(version, now, Depth.IDLE)
+        if readiness is Readiness.LOADING:
+            self._warming[version.key] = None
+        return readiness
+
+    def poll(self, now: float) -> list[tuple[AdapterKey, str]]:
+        """Take in completed loads; return the failed ones with their reason."""
+        if not self._loads:
+            return []
+        failures = []
+        in_flight = []
+        for load in self._loads:
+            result = load.work.poll(now)
+            if result is None:
+                in_flight.append(load)
+                continue
+            assert isinstance(result, LoadResult)
+            self._finish(load, result, now)
+            if result.error is not None:
+                failures.append((load.version.key, result.error))
+        self._loads = in_flight
+        for key in list(self._warming):
+            residency = self._residencies.get(key)
+            if residency is None or self.warm(residency.version, now) is not Readiness.LOADING:
+                del self._warming[key]
+        return failures
+
+    def _start(self, load: AdapterLoad, now: float) -> None:
+        residency = self._residencies[load.version.key]
+        residency.begin(load.tier)
+        work = self._executor.load_adapter(load, now)
+        self._loads.append(_Load(load.version, load.tier, work, now))
+        num_bytes = load.version.disk_bytes if load.tier is Tier.HOST else load.version.host_bytes
+        self._emit(AdapterLoadStarted(now, load.version.key, load.tier, num_bytes))
+
+    def _finish(self, load: _Load, result: LoadResult, now: float) -> None:
+        key, ok = load.version.key, result.error is None
+        residency = self._residencies[key]
+        residency.end(load.tier, ok=ok)
+        if load.tier is Tier.HOST:
+            self.num_disk_loads += ok
+            if ok:
+                self._host[key] = load.version.host_bytes
+                self.host_bytes += load.version.host_bytes
+                self._trim_host(now)
+        elif ok:
+            self.num_loads += 1
+            # Start from "held": the claim left it so.
+            self.refresh(key, now)
+        else:
+            self._store.release_adapter(key)
+        if not ok:
+            self._warming.pop(key, None)
+        self._emit(AdapterLoaded(now, key, load.tier, now - load.started_at, result.error))
+        self._free_if_over(key, now)
+
+    # -- giving up copies --------------------------------------------------------------------------------------------
+
+    def on_dropped(self, key: AdapterKey, now: float) -> None:
+        """The store took an adapter's pages for something else."""
+        residency = self._residencies[key]
+        residency.drop(Tier.DEVICE)
+        self.num_evictions += 1
+        self._executor.drop_adapter(key, Tier.DEVICE)
+        self._emit(AdapterEvicted(now, key, Tier.DEVICE, residency.version.num_pages))
+
+    def _free_if_over(self, key: AdapterKey, now: float) -> None:
+        residency = self._residencies.get(key)
+        if residency is None or not residency.is_retired or residency.is_referenced or residency.is_loading:
+            return
+        if residency.device is TierState.RESIDENT:
+            self._store.release_adapter(key)
+            residency.drop(Tier.DEVICE)
+            self._executor.drop_adapter(key, Tier.DEVICE)
+            self._emit(AdapterEvicted(now, key, Tier.DEVICE, residency.version.num_pages))
+        if residency.host is TierState.RESIDENT:
+            self._drop_host(residency, now)
+        del self._residencies[key]
+
+    def _drop_host(self, residency: Residency, now: float) -> None:
+        key = residency.version.key
+        residency.drop(Tier.HOST)
+        self.host_bytes -= self._host.pop(key)
+        self._executor.drop_adapter(key, Tier.HOST)
+        self._emit(AdapterEvicted(now, key, Tier.HOST, 0))
+
+    def _is_over(self, num_bytes: int, num_adapters: int) -> bool:
+        limit = self._config.max_cpu_loras
+        return num_bytes > self._config.host_bytes or (limit is not None and num_adapters > limit)
+
+    def _has_host_room(self, version: AdapterVersion) -> bool:
+        """Whether reading one more stays within the limit once all that may go has gone."""
+        kept = [num_bytes for key, num_bytes in self._host.items() if not self._can_drop_host(self._residencies[key])]
+        loading = [load.version.host_bytes for load in self._loads if load.tier is Tier.HOST]
+        return not self._is_over(sum(kept) + sum(loading) + version.host_bytes, len(kept) + len(loading) + 1)
+
+    @staticmethod
+    def _can_drop_host(residency: Residency) -> bool:
+        """Whether the host copy may go: nobody is about to copy from it, and it could be read again."""
+        is_about_to_move = residency.num_waiting > 0 and residency.device is not TierState.RESIDENT
+        return not (is_about_to_move or residency.is_retired or residency.device is TierState.LOADING)
+
+    def _trim_host(self, now: float) -> None:
+        """Drop the least recently used host copies beyond the limit; the disk tier has them still."""
+        if not self._is_over(self.host_bytes, len(self._host)):
+            return
+        for key in list(self._host):
+            residency = self._residencies[key]
+            if self._can_drop_host(residency) and key not in self._warming:
+                self._drop_host(residency, now)
+                if not self._is_over(self.host_bytes, len(self._host)):
+                    return

@@ -1,0 +1,116 @@
+"""A sequence: a request's state in the engine."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from manylora.memory import BlockTable
+from manylora.types import AdapterKey, AdapterVersion, Request
+
+__all__ = ["Sequence", "SequenceStatus"]
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One request on its way.
+
+    ::
+
+        tokens   | prompt ....................... | generated ... |
+                 0        num_computed                        len(tokens)
+                 |-- KV in pages --|-- to run (1 when decoding) --|
+
+    Args:
+        seq_id: Unique for the life of the engine; also the order of arrival.
+        request: What was asked for.
+        version: The adapter version it was resolved to on arrival, ``None`` for the base.
+        table: Its block table, empty.
+        max_tokens: Most tokens to generate.
+        stop_token_ids: Tokens that end it.
+        seed: What its draws are keyed by.
+        arrived_at: Seconds on the loop's clock.
+    """
+
+    __slots__ = (
+        "admitted_at",
+        "arrived_at",
+        "first_token_at",
+        "is_cancelled",
+        "max_tokens",
+        "num_bypassed",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "request",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_token_ids",
+        "table",
+        "tokens",
+        "version",
+        "was_looked_at",
+    )
+
+    def __init__(
+        self,
+        *,
+        seq_id: int,
+        request: Request,
+        version: AdapterVersion | None,
+        table: BlockTable,
+        max_tokens: int,
+        stop_token_ids: frozenset[int],
+        seed: int,
+        arrived_at: float,
+    ) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.version = version
+        self.table = table
+        self.max_tokens = max_tokens
+        self.stop_token_ids = stop_token_ids
+        self.seed = seed
+        self.arrived_at = arrived_at
+        self.status = SequenceStatus.WAITING
+        self.tokens: list[int] = list(request.prompt)
+        self.num_prompt_tokens = len(self.tokens)
+        self.num_computed = 0
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.num_bypassed = 0
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.is_cancelled = False
+        self.was_looked_at = False
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed}/{len(self.tokens)} computed)"
+
+    @property
+    def adapter(self) -> AdapterKey | None:
+        """Its adapter version's key, ``None`` for the base."""
+        return self.version.key if self.version else None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_to_run(self) -> int:
+        """Tokens whose KV is missing."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_adapter_pages(self) -> int:
+        """Pages its adapter takes on the device."""
+        return self.version.num_pages if self.version else 0

@@ -1,0 +1,85 @@
+"""The simulated executor: work completes when the cost model says so, and tokens are made up.
+
+On the virtual clock this turns the engine into a simulator; on the wall clock into a server that needs no
+model. Loads share one link per tier, first in first out, and run beside steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from zlib import crc32
+
+from manylora.engine.ports import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
+from manylora.sim.cost import FixedCost
+from manylora.types import AdapterKey, SampledToken, Tier
+
+__all__ = ["SimulatedExecutor", "SimulatedWork", "made_up_token"]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedWork:
+    """Work whose result is known and whose time has not come.
+
+    Args:
+        ready_at: When it completes, in seconds.
+        result: What ``poll`` returns from then on.
+    """
+
+    ready_at: float
+    result: StepResult | LoadResult
+
+    def poll(self, now: float) -> StepResult | LoadResult | None:
+        """Return the result from ``ready_at`` on."""
+        return self.result if now >= self.ready_at else None
+
+
+def made_up_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ...] = ()) -> SampledToken:
+    """Return a token that depends on the adapter, the seed and the position alone: as recomputable as a real one."""
+    position = len(part.tokens)
+    draw = crc32(f"{part.adapter}/{part.seed if part.sampling.temperature else 0}/{position}".encode())
+    token_id = draw % vocab_size
+    while token_id in avoid:
+        token_id = (token_id + 1) % vocab_size
+    if part.sampling.logprobs is None:
+        return SampledToken(token_id=token_id)
+    others = [(token_id + step) % vocab_size for step in range(part.sampling.logprobs)]
+    top = tuple((other, -0.1 - rank) for rank, other in enumerate(others))
+    return SampledToken(token_id=token_id, logprob=-0.1, top=top)
+
+
+class SimulatedExecutor:
+    """Carries plans out in no time, and reports them done at the modelled time.
+
+    Args:
+        cost: Step and load times.
+        vocab_size: Tokens are drawn below this.
+        avoid: Tokens never made up (those that would end a sequence early).
+        choose: Makes the token of a sequence; by default ``made_up_token``.
+    """
+
+    def __init__(
+        self,
+        cost: FixedCost,
+        *,
+        vocab_size: int,
+        avoid: tuple[int, ...] = (),
+        choose: Callable[[PlannedSequence], SampledToken] | None = None,
+    ) -> None:
+        self._cost = cost
+        self._choose = choose or (lambda part: made_up_token(part, vocab_size, avoid))
+        self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
+
+    def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
+        """Start a step."""
+        tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
+        return SimulatedWork(now + self._cost.step_time_s(plan), StepResult(tokens=tokens))
+
+    def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
+        """Start a load behind those already on its link."""
+        ready_at = max(now, self._link_free_at[load.tier]) + self._cost.load_time_s(load)
+        self._link_free_at[load.tier] = ready_at
+        return SimulatedWork(ready_at, LoadResult())
+
+    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
+        """Nothing is kept, so nothing is dropped."""

@@ -1,0 +1,120 @@
+"""The fake executor: work completes when a test says so, and every promise the core makes is checked.
+
+It keeps a model of device memory: which adapter's weights lie in which page and which token's KV lies where.
+A step that would read KV or weights which are not there, or that uses a page two things think they own, fails
+at once, in the test that caused it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.sim.executor import made_up_token
+from manylora.types import AdapterKey, SampledToken, Tier
+
+__all__ = ["FakeExecutor", "FakeWork"]
+
+
+class FakeWork:
+    """Work that is done when told."""
+
+    def __init__(self) -> None:
+        self.result: StepResult | LoadResult | None = None
+
+    @property
+    def ready_at(self) -> float:
+        """Nobody knows."""
+        return -math.inf if self.result is not None else math.inf
+
+    def poll(self, now: float) -> StepResult | LoadResult | None:
+        """Return the result once there is one."""
+        return self.result
+
+
+class FakeExecutor:
+    """Completes work on command and checks memory.
+
+    Args:
+        vocab_size: Tokens are drawn below this.
+        block_size: Tokens per page.
+    """
+
+    def __init__(self, *, vocab_size: int, block_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._contents: dict[int, object] = {}  # page -> adapter key, or list of (adapter, tokens up to here)
+        self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
+        self.host: set[AdapterKey] = set()
+        self.plan: StepPlan | None = None
+        self._step: FakeWork | None = None
+        self.loads: list[tuple[AdapterLoad, FakeWork]] = []
+        self.released: list[int] = []
+
+    def launch(self, plan: StepPlan, now: float) -> FakeWork:
+        """Start a step; its reads and writes are checked when it completes, as a device would do them."""
+        assert self.plan is None, "two steps in flight"
+        assert plan.sequences
+        assert len({part.seq_id for part in plan.sequences}) == len(plan.sequences)
+        self.plan, self._step = plan, FakeWork()
+        self.released += plan.released
+        return self._step
+
+    def load_adapter(self, load: AdapterLoad, now: float) -> FakeWork:
+        """Start a load."""
+        work = FakeWork()
+        if load.tier is Tier.DEVICE:
+            assert load.version.key in self.host, "copied from a host that has it not"
+            assert len(load.pages) == load.version.num_pages
+        self.loads.append((load, work))
+        return work
+
+    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
+        """Forget an adapter."""
+        assert self.plan is None or all(part.adapter != key for part in self.plan.sequences) or tier is Tier.HOST
+        if tier is Tier.HOST:
+            self.host.remove(key)
+        else:
+            del self._adapter_pages[key]
+
+    def complete_step(self) -> None:
+        """Run the step in flight."""
+        plan, step = self.plan, self._step
+        assert plan is not None and step is not None
+        tokens: dict[int, SampledToken] = {}
+        for part in plan.sequences:
+            self._check_adapter(part.adapter)
+            for position in range(part.start + part.num_tokens):
+                page, slot = part.pages[position // self._block_size], position % self._block_size
+                expected = (part.adapter, tuple(part.tokens[: position + 1]))
+                if position >= part.start:
+                    slots = self._contents.get(page)
+                    if slot == 0 or not isinstance(slots, dict):
+                        slots = self._contents[page] = {}
+                    slots[slot] = expected
+                else:
+                    slots = self._contents[page]
+                    assert isinstance(slots, dict) and slots[slot] == expected, f"stale KV at {position} of {part}"
+            if part.is_sampled:
+                assert part.start + part.num_tokens == len(part.tokens)
+                tokens[part.seq_id] = made_up_token(part, self._vocab_size)
+        step.result = StepResult(tokens=tokens)
+        self.plan = self._step = None
+
+    def complete_load(self, index: int = 0, error: str | None = None) -> None:
+        """End a load in flight, with ``error`` if it is to fail."""
+        load, work = self.loads.pop(index)
+        key = load.version.key
+        if error is None and load.tier is Tier.HOST:
+            self.host.add(key)
+        elif error is None:
+            for page in load.pages:
+                self._contents[page] = key
+            self._adapter_pages[key] = load.pages
+        work.result = LoadResult(error=error)
+
+    def _check_adapter(self, key: AdapterKey | None) -> None:
+        if key is None:
+            return
+        assert key in self._adapter_pages, f"{key} runs but is not on the device"
+        assert all(self._contents[page] == key for page in self._adapter_pages[key]), f"pages of {key} were overwritten"
