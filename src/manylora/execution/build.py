@@ -1,0 +1,128 @@
+"""Put a live engine's parts together: model, pages, sampler, threads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from manylora.adapters.shape import BaseShape
+from manylora.clock import Clock
+from manylora.config import GIB, EngineConfig, MemoryConfig
+from manylora.engine.ports import EngineParts
+from manylora.errors import ConfigError
+from manylora.execution.executor import TorchExecutor
+from manylora.execution.fused import adapt_modules
+from manylora.execution.host_store import HostStore
+from manylora.execution.lora import LORA_KERNELS, StepContext
+from manylora.execution.models import context_limit, load_model
+from manylora.execution.pages import PageStorage
+from manylora.execution.probe import measure_activations, probe_model
+from manylora.execution.reader import HostReader
+from manylora.execution.resident import ResidentAdapter
+from manylora.execution.runner import ModelRunner, TokenSampler
+from manylora.execution.sampler import Sampler
+from manylora.execution.self_check import check_sequences_are_separate
+from manylora.execution.shape import describe_model
+from manylora.types import AdapterKey
+
+__all__ = ["build_parts"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CPU_BYTES = GIB
+
+
+def build_parts(
+    config: EngineConfig, clock: Clock, *, make_sampler: Callable[[BaseShape], TokenSampler] | None = None
+) -> EngineParts:
+    """Load the model and build everything a live ``EngineCore`` needs.
+
+    Args:
+        config: What to build; ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
+        clock: Woken when steps and loads complete.
+        make_sampler: Builds the sampler from the base's shape; the plain one, without grammars, when ``None``.
+
+    Raises:
+        ConfigError: The model cannot be served, or the pool cannot hold one sequence of ``max_model_len``.
+    """
+    loaded = load_model(config.model)
+    text_config = loaded.text_config
+    probe = probe_model(
+        loaded.model, architecture=str(text_config.model_type), num_layers=int(text_config.num_hidden_layers)
+    )
+    limit = context_limit(text_config)
+    asked = config.model.max_model_len
+    if asked is not None and asked > limit:
+        raise ConfigError(f"Got max_model_len = {asked}, but the model's context is {limit} tokens")
+    base = describe_model(
+        loaded, probe, block_size=config.memory.block_size, max_model_len=limit if asked is None else asked
+    )
+    step = StepContext(LORA_KERNELS[config.model.lora_kernel])
+    adapt_modules(loaded.model, base, step)
+    num_pages = _num_pages(config, base, loaded.model, loaded.device)
+    base = _fit_context(base, num_pages, is_asked=asked is not None)
+    storage = PageStorage(base.page, num_pages, loaded.device)
+    sampler = make_sampler(base) if make_sampler is not None else _plain_sampler(base, loaded.device)
+    resident: dict[AdapterKey, ResidentAdapter] = {}
+    runner = ModelRunner(loaded.model, step, storage, sampler, resident)
+    check_sequences_are_separate(runner, base, num_pages)
+    store = HostStore(loaded.dtype, is_pinned=loaded.device.type == "cuda")
+    reader = HostReader(base, store, max_bytes=config.adapters.max_adapter_bytes)
+    executor = TorchExecutor(runner=runner, pool=storage, store=store, reader=reader, resident=resident, clock=clock)
+    logger.info(
+        "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
+        base.name,
+        base.architecture,
+        loaded.device,
+        base.page.dtype,
+        num_pages,
+        base.page.num_bytes,
+        base.max_model_len,
+    )
+    return EngineParts(base=base, num_pages=num_pages, executor=executor, reader=reader, close=executor.close)
+
+
+def _plain_sampler(base: BaseShape, device: torch.device) -> TokenSampler:
+    return Sampler(base.vocab_size, base.eos_token_ids, device)
+
+
+def _num_pages(config: EngineConfig, base: BaseShape, model: torch.nn.Module, device: torch.device) -> int:
+    """Return how many pages the configuration asks for, or the device has room for."""
+    memory: MemoryConfig = config.memory
+    if memory.num_pages is not None:
+        return memory.num_pages
+    num_bytes = memory.memory_bytes
+    if num_bytes is None and device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        activations = measure_activations(
+            model,
+            num_tokens=config.scheduler.max_num_batched_tokens,
+            num_sampled=min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
+        )
+        num_bytes = int(total * memory.gpu_memory_utilization) - (total - free) - activations
+    if num_bytes is None:
+        num_bytes = DEFAULT_CPU_BYTES
+    num_pages = num_bytes // base.page.num_bytes
+    if num_pages < 2:
+        raise ConfigError(
+            f"Got room for {max(num_bytes, 0)} bytes of pages, expected at least two pages of "
+            f"{base.page.num_bytes} bytes: raise memory_bytes or gpu_memory_utilization, or lower block_size"
+        )
+    return num_pages
+
+
+def _fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape:
+    """Return ``base`` with a context that the pool can hold; one that was asked for is not cut in silence."""
+    room = num_pages * base.page.block_size
+    if base.max_model_len <= room:
+        return base
+    if is_asked:
+        raise ConfigError(
+            f"Got max_model_len = {base.max_model_len}, but {num_pages} pages hold {room} tokens: "
+            "lower it or give the pool more memory"
+        )
+    logger.warning("context_limited num_pages=%d max_model_len=%d model_limit=%d", num_pages, room, base.max_model_len)
+    return replace(base, max_model_len=room)

@@ -1,0 +1,144 @@
+"""The live executor: a thread per link, so that loading never stops decoding.
+
+::
+
+    step     one thread    plan -> model -> tokens
+    copy     one thread    host image -> device pages, then the views of its tiles
+    read     two threads   files -> packed host image
+
+Each thread takes its work first in, first out. Whoever finishes wakes the clock, and the loop sees the result
+through ``Work.poll``.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from manylora.clock import Clock
+from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.errors import AdapterError
+from manylora.execution.host_store import HostStore
+from manylora.execution.pages import PageStorage
+from manylora.execution.reader import HostReader
+from manylora.execution.resident import ResidentAdapter, make_resident
+from manylora.execution.runner import LogitsHook, ModelRunner
+from manylora.types import AdapterKey, Tier
+
+__all__ = ["FutureWork", "TorchExecutor"]
+
+ResultT = TypeVar("ResultT", StepResult, LoadResult)
+
+
+class FutureWork(Generic[ResultT]):
+    """Work on another thread: done when that thread says so."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[ResultT]) -> None:
+        self._future: Future[ResultT] = future
+
+    @property
+    def ready_at(self) -> float:
+        """Return infinity: only the device knows."""
+        return math.inf
+
+    def poll(self, now: float) -> ResultT | None:
+        """Return the result once complete, else ``None``; raises what the thread raised."""
+        return self._future.result() if self._future.done() else None
+
+
+class TorchExecutor:
+    """Carries plans out with torch.
+
+    Args:
+        runner: The model.
+        pool: The pages.
+        store: The host tier.
+        reader: Reads adapters into ``store``.
+        resident: Adapters on the device; shared with ``runner``.
+        clock: Woken when work completes.
+    """
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        pool: PageStorage,
+        store: HostStore,
+        reader: HostReader,
+        resident: dict[AdapterKey, ResidentAdapter],
+        clock: Clock,
+    ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._store = store
+        self._reader = reader
+        self._resident = resident
+        self._clock = clock
+        self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
+        self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
+        device = pool.flat.device
+        self._copy_stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def logits_hook(self) -> LogitsHook | None:
+        """What looks at every step's logits, for debugging and parity tests; called on the step's thread."""
+        return self._runner.logits_hook
+
+    @logits_hook.setter
+    def logits_hook(self, hook: LogitsHook | None) -> None:
+        self._runner.logits_hook = hook
+
+    def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:
+        """Start a step."""
+        return self._watch(self._steps.submit(self._runner.run, plan))
+
+    def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
+        """Start a load: files to host, or host to device pages."""
+        if load.tier is Tier.HOST:
+            return self._watch(self._reads.submit(self._read, load))
+        assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
+        return self._watch(self._copies.submit(self._copy, load))
+
+    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
+        """Forget an adapter's host image or device views."""
+        if tier is Tier.HOST:
+            self._store.drop(key)
+        elif tier is Tier.DEVICE:
+            self._resident.pop(key, None)
+
+    def close(self) -> None:
+        """Finish the step in flight, cancel what waits and end the threads."""
+        for threads in (self._reads, self._copies, self._steps):
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def _watch(self, future: Future[ResultT]) -> FutureWork[ResultT]:
+        future.add_done_callback(lambda _: self._clock.wake())
+        return FutureWork(future)
+
+    def _read(self, load: AdapterLoad) -> LoadResult:
+        try:
+            self._reader.read_again(load.version)
+        except (AdapterError, OSError, MemoryError) as error:
+            return LoadResult(error=str(error) or type(error).__name__)
+        return LoadResult()
+
+    def _copy(self, load: AdapterLoad) -> LoadResult:
+        adapter = self._store.get(load.version.key)
+        if adapter is None:
+            return LoadResult(error="its host copy is gone")
+        if len(load.pages) != adapter.image.shape[0]:
+            return LoadResult(error=f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
+        if self._copy_stream is None:
+            self._pool.write(load.pages, adapter.image)
+        else:
+            with torch.cuda.stream(self._copy_stream):
+                self._pool.write(load.pages, adapter.image)
+                self._copy_stream.synchronize()
+        self._resident[load.version.key] = make_resident(adapter.layout, load.pages, self._pool)
+        return LoadResult()

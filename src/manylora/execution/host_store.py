@@ -1,0 +1,73 @@
+"""The host tier: packed adapter images in main memory, by key.
+
+Which adapters may stay is the engine's decision (it calls ``drop``); this is only the shelf, safe from the
+threads that read files, copy to the device and run the loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from manylora.adapters.layout import AdapterLayout
+from manylora.adapters.packed import PackedAdapter
+from manylora.execution.pages import image_tensor
+from manylora.types import AdapterKey
+
+__all__ = ["HostAdapter", "HostStore"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter ready to be copied: its pages ``[num_pages, page_elements]`` and where what lies in them."""
+
+    layout: AdapterLayout
+    image: torch.Tensor
+
+
+class HostStore:
+    """Packed adapters by key.
+
+    Args:
+        dtype: Of the images.
+        is_pinned: Keep them page-locked, so that copies to a GPU run beside its work.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, is_pinned: bool) -> None:
+        self._dtype = dtype
+        self._is_pinned = is_pinned
+        self._lock = threading.Lock()
+        self._adapters: dict[AdapterKey, HostAdapter] = {}
+
+    def put(self, packed: PackedAdapter) -> None:
+        """Keep an adapter; the same content again changes nothing."""
+        key = packed.version.key
+        with self._lock:
+            if key in self._adapters:
+                return
+        image = image_tensor(packed.image, self._dtype)
+        adapter = HostAdapter(packed.layout, image.pin_memory() if self._is_pinned else image)
+        with self._lock:
+            self._adapters.setdefault(key, adapter)
+
+    def get(self, key: AdapterKey) -> HostAdapter | None:
+        """Return the adapter, ``None`` when it is not in the host tier."""
+        with self._lock:
+            return self._adapters.get(key)
+
+    def drop(self, key: AdapterKey) -> None:
+        """Let go of an adapter; its memory returns once no copy in flight reads it."""
+        with self._lock:
+            self._adapters.pop(key, None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._adapters)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all images."""
+        with self._lock:
+            return sum(adapter.image.nbytes for adapter in self._adapters.values())

@@ -1,0 +1,77 @@
+"""The device's memory for everything that comes and goes: one tensor of equal pages.
+
+A page is one KV block across all layers, or the same elements seen flat and filled with adapter tiles. Who
+owns which page is decided in ``memory/``; here is only the storage and its views::
+
+    blocks  [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]     what attention sees
+    flat    [num_pages, page_elements]                                        what adapters see
+    rows    [num_pages * num_layers * 2 * block_size, num_kv_heads, head_dim]  what a KV write indexes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from manylora.adapters.shape import PageShape
+
+__all__ = ["PageStorage", "image_tensor"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def image_tensor(image: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Return packed adapter pages as a tensor of ``dtype`` that shares their memory.
+
+    numpy has no bfloat16, so such images hold its bits as ``uint16``.
+    """
+    if dtype == torch.bfloat16 and image.dtype == np.uint16:
+        return torch.from_numpy(image.view(np.int16)).view(torch.bfloat16)
+    tensor = torch.from_numpy(image)
+    assert tensor.dtype == dtype, f"image is {tensor.dtype}, the pool is {dtype}"
+    return tensor
+
+
+class PageStorage:
+    """The storage of all pages.
+
+    It starts as zeros, and a page is cleared when KV first enters it, so that no path that reads whole pages
+    and masks afterwards can meet another owner's leftovers (a masked weight of zero times NaN is NaN).
+
+    Args:
+        shape: The page.
+        num_pages: How many.
+        device: Where.
+    """
+
+    def __init__(self, shape: PageShape, num_pages: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_pages = num_pages
+        self.dtype = _DTYPES[shape.dtype]
+        self.blocks = torch.zeros(
+            (num_pages, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim),
+            dtype=self.dtype,
+            device=device,
+        )
+        self.flat = self.blocks.view(num_pages, shape.num_elements)
+        self.rows = self.blocks.view(-1, shape.num_kv_heads, shape.head_dim)
+        self._bits = None if device.type != "cpu" else self._numpy_bits()
+
+    def write(self, pages: Sequence[int], image: torch.Tensor) -> None:
+        """Fill ``pages`` with the rows of ``image`` ``[len(pages), page_elements]``.
+
+        On the CPU numpy copies: one thread, without the interpreter lock, so that a load neither stops a step
+        nor takes part in its thread team.
+        """
+        if self._bits is not None:
+            source = image.view(torch.int16).numpy() if self.dtype != torch.float32 else image.numpy()
+            for row, page in enumerate(pages):
+                self._bits[page] = source[row]
+            return
+        for row, page in enumerate(pages):
+            self.flat[page].copy_(image[row], non_blocking=True)
+
+    def _numpy_bits(self) -> np.ndarray:
+        return self.flat.numpy() if self.dtype == torch.float32 else self.flat.view(torch.int16).numpy()

@@ -1,0 +1,56 @@
+"""Read adapters from disk into the host tier."""
+
+from __future__ import annotations
+
+from manylora.adapters.read import read_adapter
+from manylora.adapters.shape import BaseShape
+from manylora.errors import AdapterError
+from manylora.execution.bin_reader import read_bin
+from manylora.execution.host_store import HostStore
+from manylora.types import AdapterVersion
+
+__all__ = ["HostReader"]
+
+_TENSOR_READERS = {".bin": read_bin}
+
+
+class HostReader:
+    """Checks, packs and keeps adapters; blocks, safe from any thread.
+
+    Args:
+        base: The base they must fit.
+        store: Where the packed weights go.
+        max_bytes: Largest weight file accepted.
+    """
+
+    def __init__(self, base: BaseShape, store: HostStore, *, max_bytes: int) -> None:
+        self._base = base
+        self._store = store
+        self._max_bytes = max_bytes
+
+    def read(self, name: str, path: str) -> AdapterVersion:
+        """Read an adapter and keep it in the host tier.
+
+        Raises:
+            AdapterError: It cannot be served on this base; says why.
+        """
+        packed = read_adapter(name, path, self._base, max_bytes=self._max_bytes, tensor_readers=_TENSOR_READERS)
+        self._store.put(packed)
+        return packed.version
+
+    def read_again(self, version: AdapterVersion) -> None:
+        """Bring a known version back into the host tier.
+
+        Raises:
+            AdapterError: Its directory is gone, broken, or holds other weights by now.
+        """
+        packed = read_adapter(
+            version.source, version.source, self._base, max_bytes=self._max_bytes, tensor_readers=_TENSOR_READERS
+        )
+        if packed.version.key != version.key:
+            raise AdapterError(
+                version.source,
+                f"its files changed since it was registered (version {version.key[:12]} then, "
+                f"{packed.version.key[:12]} now); register it again",
+            )
+        self._store.put(packed)

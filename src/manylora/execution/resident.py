@@ -1,0 +1,107 @@
+"""An adapter on the device: views of its tiles in the page pool, made once when it becomes resident.
+
+Tiles that lie directly behind one another in a page are seen as one matrix, so that a CPU (where a tile of
+16 rows is far too small a product) works on pieces as large as the layout left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from manylora.adapters.layout import AdapterLayout, GroupLayout, Tile
+from manylora.execution.pages import PageStorage
+
+__all__ = ["GroupWeights", "ModuleWeights", "Piece", "ResidentAdapter", "make_resident"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A contiguous part of a matrix: ``weight`` holds its rows ``[row, ...)`` and columns ``[col, ...)``."""
+
+    weight: torch.Tensor
+    row: int
+    col: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """B^T of one module.
+
+    Args:
+        row: Its first row in the group's A stack.
+        rank: Its rank.
+        offset: First column of its output in the group's output.
+        b: Pieces of B^T ``[rank, out_features]``, scale folded in.
+    """
+
+    row: int
+    rank: int
+    offset: int
+    b: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWeights:
+    """LoRA weights of one group.
+
+    Args:
+        rank: Rows of the A stack.
+        a: Pieces of the A stack ``[rank, in_features]``.
+        modules: Its modules.
+    """
+
+    rank: int
+    a: tuple[Piece, ...]
+    modules: tuple[ModuleWeights, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentAdapter:
+    """The weights by group name; the views die with it, the pages belong to the pool."""
+
+    groups: dict[str, GroupWeights]
+
+
+def make_resident(layout: AdapterLayout, pages: Sequence[int], pool: PageStorage) -> ResidentAdapter:
+    """Build the views of an adapter that lies in ``pages``."""
+    return ResidentAdapter({name: _group(group, pages, pool) for name, group in layout.groups.items()})
+
+
+def _group(group: GroupLayout, pages: Sequence[int], pool: PageStorage) -> GroupWeights:
+    modules = tuple(
+        ModuleWeights(part.row, part.rank, part.module.offset, _pieces(part.b, pages, pool)) for part in group.modules
+    )
+    return GroupWeights(group.rank, _pieces(group.a, pages, pool), modules)
+
+
+def _pieces(tiles: Sequence[Tile], pages: Sequence[int], pool: PageStorage) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(
+            pool.flat[pages[run.page]][run.offset : run.offset + run.num_rows * run.num_cols].view(
+                run.num_rows, run.num_cols
+            ),
+            run.row,
+            run.col,
+        )
+        for run in _runs(tiles)
+    )
+
+
+def _runs(tiles: Sequence[Tile]) -> list[Tile]:
+    """Merge tiles that continue one another in rows and in memory."""
+    runs: list[Tile] = []
+    for tile in tiles:
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and (tile.page, tile.col, tile.num_cols) == (last.page, last.col, last.num_cols)
+            and tile.row == last.row + last.num_rows
+            and tile.offset == last.offset + last.num_rows * last.num_cols
+        ):
+            runs[-1] = Tile(last.page, last.offset, last.row, last.num_rows + tile.num_rows, last.col, last.num_cols)
+        else:
+            runs.append(tile)
+    return runs

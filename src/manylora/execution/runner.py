@@ -1,0 +1,131 @@
+"""Carry out one step: from a plan to sampled tokens. Blocking and single-threaded; threads are the executor's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from manylora.engine.ports import PlannedSequence, StepPlan, StepResult
+from manylora.execution.lora import LoraBatch, LoraSegment, StepContext
+from manylora.execution.paged_attention import PagedBatch
+from manylora.execution.pages import PageStorage
+from manylora.execution.resident import ResidentAdapter
+from manylora.types import AdapterKey, SampledToken
+
+__all__ = ["LogitsHook", "ModelRunner", "TokenSampler"]
+
+LogitsHook = Callable[[StepPlan, torch.Tensor], None]
+"""Gets a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
+
+
+class TokenSampler(Protocol):
+    """Chooses tokens from logits."""
+
+    def sample(self, logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken]:
+        """Return a token per row of ``logits`` ``[n, vocab]``, float32; row *i* belongs to ``sequences[i]``."""
+        ...
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Drop what is kept for sequences that will not come back."""
+        ...
+
+
+class ModelRunner:
+    """The model with its pages and the adapters that are resident.
+
+    Args:
+        model: The causal language model with its modules replaced (``fused.adapt_modules``).
+        step: The context those modules look at.
+        pool: The pages.
+        sampler: Chooses tokens.
+        resident: Adapters on the device by key; changed by the executor, read here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: StepContext,
+        pool: PageStorage,
+        sampler: TokenSampler,
+        resident: Mapping[AdapterKey, ResidentAdapter],
+    ) -> None:
+        self._model = model
+        self._step = step
+        self._pool = pool
+        self._sampler = sampler
+        self._resident = resident
+        self.logits_hook: LogitsHook | None = None
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run the step and return its tokens."""
+        self._sampler.release(plan.released)
+        if not plan.sequences:
+            return StepResult()
+        sequences = _by_adapter(plan.sequences)
+        sampled = [sequence for sequence in sequences if sequence.is_sampled]
+        batch = PagedBatch(self._pool, sequences)
+        device = self._pool.flat.device
+        token_ids = torch.tensor(
+            [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]], device=device
+        )
+        self._step.lora = self._lora_batch(sequences, token_ids)
+        try:
+            logits = (
+                self._model(
+                    input_ids=token_ids[None],
+                    position_ids=batch.positions[None],
+                    use_cache=False,
+                    logits_to_keep=torch.tensor(_sampled_rows(sequences), dtype=torch.int64, device=device),
+                    paged=batch,
+                )
+                .logits[0]
+                .float()
+            )
+        finally:
+            self._step.lora = None
+        if self.logits_hook is not None:
+            row_of = {sequence.seq_id: row for row, sequence in enumerate(sampled)}
+            order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
+            self.logits_hook(plan, logits[order])
+        if not sampled:
+            return StepResult()
+        tokens = self._sampler.sample(logits, sampled)
+        return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)})
+
+    def _lora_batch(self, sequences: Sequence[PlannedSequence], token_ids: torch.Tensor) -> LoraBatch | None:
+        """Return the step's segments, ``None`` when no sequence has an adapter."""
+        segments: list[LoraSegment] = []
+        row = sampled = first = 0
+        while first < len(sequences):
+            key = sequences[first].adapter
+            last, start, sampled_start = first, row, sampled
+            while last < len(sequences) and sequences[last].adapter == key:
+                row += sequences[last].num_tokens
+                sampled += sequences[last].is_sampled
+                last += 1
+            if key is not None:
+                segments.append(LoraSegment(self._resident[key], start, row, sampled_start, sampled))
+            first = last
+        return LoraBatch(tuple(segments), token_ids) if segments else None
+
+
+def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:
+    """Order sequences so that rows of one adapter are adjacent, adapters by first appearance."""
+    rank: dict[AdapterKey | None, int] = {}
+    for sequence in sequences:
+        rank.setdefault(sequence.adapter, len(rank))
+    return sorted(sequences, key=lambda sequence: rank[sequence.adapter])
+
+
+def _sampled_rows(sequences: Sequence[PlannedSequence]) -> list[int]:
+    rows: list[int] = []
+    row = 0
+    for sequence in sequences:
+        row += sequence.num_tokens
+        if sequence.is_sampled:
+            rows.append(row - 1)
+    return rows
