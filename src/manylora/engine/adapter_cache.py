@@ -118,6 +118,12 @@ class AdapterCache:
             self.host_bytes += version.host_bytes
             self._trim_host(now)
 
+    def refuse(self, version: AdapterVersion) -> None:
+        """Give back the host copy of a version that was read and then not registered."""
+        residency = self._residencies.get(version.key)
+        if residency is None or residency.host is TierState.ABSENT:
+            self._executor.drop_adapter(version.key, Tier.HOST)
+
     def retire(self, key: AdapterKey, now: float) -> None:
         """Let a version go once nothing refers to it: its last name is gone."""
         self._residencies[key].is_retired = True

@@ -37,7 +37,7 @@ from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.adapter_cache import AdapterCache, Readiness
 from manylora.engine.ports import Executor, PlannedSequence, StepPlan, StepResult, Work
 from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.errors import AdapterError, CapacityError, ModelNotFound, RequestError
+from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound, RequestError
 from manylora.events import (
     Event,
     EventSink,
@@ -271,21 +271,20 @@ class EngineCore:
     ) -> AdapterStatus:
         """Point a name to a version whose weights the executor holds in the host tier.
 
-        Requests that arrived before stay on the version the name had then.
+        Requests that arrived before stay on the version the name had then. If it is refused, the host copy is
+        given back.
 
         Raises:
             AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
             AdapterError: It leaves no room for a single token beside it.
             CapacityError: Too many adapters, or the name is pinned and the new version has no room to be.
         """
-        if version.num_pages >= self.store.pool.num_pages:
-            raise AdapterError(
-                name, f"needs {version.num_pages} pages, and the pool has {self.store.pool.num_pages} in all"
-            )
-        is_pinned = replace and name in self._registry and self._registry.get(name).is_pinned
-        if is_pinned and not self._registry.is_pinned(version.key):
-            self._check_can_pin(name, version)
-        old = self._registry.add(name, version, replace=replace)
+        try:
+            is_pinned = self._check_can_register(name, version, replace=replace)
+            old = self._registry.add(name, version, replace=replace)
+        except ManyloraError:
+            self._cache.refuse(version)
+            raise
         self._cache.add(version, now)
         self._cache.refresh(version.key, now)
         if old is not None and old.key != version.key:
@@ -293,6 +292,18 @@ class EngineCore:
         if is_pinned:
             self._cache.warm(version, now)
         return self._status(self._registry.get(name), now)
+
+    def _check_can_register(self, name: str, version: AdapterVersion, *, replace: bool) -> bool:
+        """Raise what ``register_adapter`` would; return whether the name is pinned."""
+        self._registry.check_can_add(name, replace=replace)
+        if version.num_pages >= self.store.pool.num_pages:
+            raise AdapterError(
+                name, f"needs {version.num_pages} pages, and the pool has {self.store.pool.num_pages} in all"
+            )
+        is_pinned = name in self._registry and self._registry.get(name).is_pinned
+        if is_pinned and not self._registry.is_pinned(version.key):
+            self._check_can_pin(name, version)
+        return is_pinned
 
     def unregister_adapter(self, name: str, now: float) -> None:
         """Forget a name; its version is freed when the requests on it have ended.

@@ -1,0 +1,140 @@
+"""What tests of the core share: a small base, made-up adapter versions, and an engine on the fake executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from manylora.adapters.shape import BaseShape, PageShape
+from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.engine.core import EngineCore
+from manylora.events import Event
+from manylora.sim.fake import FakeExecutor
+from manylora.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams
+
+VOCAB_SIZE = 1000
+
+
+def small_base(*, block_size: int = 4, max_model_len: int = 256, eos: tuple[int, ...] = ()) -> BaseShape:
+    """Return a base without modules: the core asks for sizes only."""
+    return BaseShape(
+        name="base",
+        architecture="llama",
+        fingerprint="f" * 16,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        num_layers=2,
+        max_model_len=max_model_len,
+        page=PageShape(
+            block_size=block_size, num_layers=2, num_kv_heads=1, head_dim=8, element_bytes=4, dtype="float32"
+        ),
+        modules=(),
+        all_linear=(),
+        eos_token_ids=eos,
+    )
+
+
+def version(key: str, num_pages: int = 2, rank: int = 8) -> AdapterVersion:
+    """Return a made-up adapter version."""
+    return AdapterVersion(
+        key=AdapterKey(key),
+        source=f"/adapters/{key}",
+        rank=rank,
+        total_rank=rank,
+        num_modules=1,
+        target_modules=("q_proj",),
+        num_pages=num_pages,
+        weight_bytes=num_pages * 500,
+        host_bytes=num_pages * 512,
+        disk_bytes=num_pages * 500,
+    )
+
+
+def request(
+    request_id: str, num_prompt: int = 5, max_tokens: int | None = 4, model: str = "", **sampling: object
+) -> Request:
+    """Return a request whose prompt depends on its id."""
+    start = sum(request_id.encode())
+    return Request(
+        request_id=request_id,
+        prompt=tuple((start + i) % VOCAB_SIZE for i in range(num_prompt)),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
+        model=model,
+    )
+
+
+@dataclass
+class Rig:
+    """An engine core on the fake executor, with everything it emitted."""
+
+    core: EngineCore
+    executor: FakeExecutor
+    events: list[Event]
+    now: float = 0.0
+    outputs: dict[str, list[Output]] = field(default_factory=dict)
+
+    def add(self, *requests: Request) -> None:
+        for one in requests:
+            self.core.add_request(one, self.now)
+
+    def register(self, name: str, num_pages: int = 2, *, key: str | None = None, replace: bool = False) -> None:
+        made = version(key or f"key-{name}", num_pages)
+        self.executor.host.add(made.key)
+        self.core.register_adapter(name, made, self.now, replace=replace)
+
+    def turn(self) -> None:
+        """Collect and launch."""
+        self.now += 1.0
+        for output in self.core.collect(self.now):
+            self.outputs.setdefault(output.request_id, []).append(output)
+        self.core.launch(self.now)
+
+    def step(self) -> None:
+        """Complete whatever is in flight, then take a turn."""
+        while self.executor.loads:
+            self.executor.complete_load()
+        if self.executor.plan is not None:
+            self.executor.complete_step()
+        self.turn()
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        """Step until no request is left."""
+        self.turn()
+        for _ in range(max_steps):
+            if not self.core.has_requests and not self.core.has_pending_work:
+                return
+            assert self.core.has_pending_work, f"stalled: {self.core.stats()}"
+            self.step()
+        raise AssertionError(f"requests are left after {max_steps} steps: {self.core.stats()}")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token.token_id for output in self.outputs[request_id] for token in output.tokens]
+
+    def finish(self, request_id: str) -> str | None:
+        reason = self.outputs[request_id][-1].finish
+        return reason.value if reason else None
+
+
+def make_rig(
+    *,
+    num_pages: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 256,
+    eos: tuple[int, ...] = (),
+    prefix_caching: bool = True,
+    adapters: AdapterConfig | None = None,
+    **scheduler: object,
+) -> Rig:
+    """Make an engine on the fake executor."""
+    executor = FakeExecutor(vocab_size=VOCAB_SIZE, block_size=block_size)
+    events: list[Event] = []
+    core = EngineCore(
+        base=small_base(block_size=block_size, max_model_len=max_model_len, eos=eos),
+        num_pages=num_pages,
+        executor=executor,
+        scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
+        memory=MemoryConfig(block_size=block_size, prefix_caching=prefix_caching),
+        adapters=adapters or AdapterConfig(),
+        served_name="base",
+        sinks=[events.append],
+    )
+    return Rig(core, executor, events)

@@ -1,0 +1,241 @@
+"""The engine core under every interleaving that hypothesis thinks of.
+
+The fake executor holds a model of device memory and fails on stale KV, overwritten weights or a copy from
+nowhere; here we only make things happen, and check that everything adds up and everybody is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import replace
+
+from harness import VOCAB_SIZE, Rig, make_rig, request
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from manylora.config import AdapterConfig
+from manylora.engine.ports import PlannedSequence
+from manylora.engine.status import EngineStats
+from manylora.errors import CapacityError, ManyloraError
+from manylora.sim.executor import made_up_token
+from manylora.types import FinishReason, Request
+
+NUM_SOAKS = 20
+NAMES = [f"a{i}" for i in range(6)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    rig: Rig
+
+    @initialize(
+        num_pages=st.integers(12, 30),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 24),
+        max_loras=st.none() | st.integers(1, 3),
+        prefix_caching=st.booleans(),
+        max_cpu_loras=st.none() | st.integers(1, 4),
+    )
+    def start(self, num_pages, max_num_seqs, budget, max_loras, prefix_caching, max_cpu_loras) -> None:
+        self.rig = make_rig(
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_loras=max_loras,
+            prefix_caching=prefix_caching,
+            max_model_len=40,
+            adapters=AdapterConfig(max_cpu_loras=max_cpu_loras),
+        )
+        self.accepted: dict[str, Request] = {}
+        self.cancelled: set[str] = set()
+        self.version_of: dict[str, str | None] = {}
+        self.broken: set[str] = set()
+        self.count = 0
+        for index, name in enumerate(NAMES):
+            self.register(name, 1 + index % 5, False)
+
+    def names(self) -> list[str]:
+        return [status.name for status in self.rig.core.adapter_statuses(self.rig.now)]
+
+    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 5), in_place=st.booleans())
+    def register(self, name, num_pages, in_place) -> None:
+        self.count += 1
+        try:
+            # The size is part of the content, so part of the key; a few contents recur under other names.
+            self.rig.register(name, num_pages, key=f"k{self.count % 9}-{num_pages}", replace=in_place)
+        except ManyloraError:
+            assert name in self.names()
+
+    @rule(name=st.sampled_from(NAMES))
+    def unregister(self, name) -> None:
+        if name in self.names():
+            self.rig.core.unregister_adapter(name, self.rig.now)
+
+    @rule(name=st.sampled_from(NAMES), pinned=st.booleans())
+    def pin(self, name, pinned) -> None:
+        if name in self.names():
+            try:
+                self.rig.core.pin_adapter(name, pinned, self.rig.now)
+            except CapacityError:
+                assert pinned
+
+    @rule(name=st.sampled_from(NAMES))
+    def warm(self, name) -> None:
+        if name in self.names():
+            with contextlib.suppress(CapacityError):
+                self.rig.core.warm_adapter(name, self.rig.now)
+
+    @rule(
+        asks=st.lists(
+            st.tuples(st.sampled_from(["", *NAMES]), st.integers(1, 20), st.integers(1, 16)), min_size=1, max_size=8
+        )
+    )
+    def ask(self, asks) -> None:
+        for model, num_prompt, max_tokens in asks:
+            self.ask_one(model, num_prompt, max_tokens)
+
+    def ask_one(self, model, num_prompt, max_tokens) -> None:
+        self.count += 1
+        # Few distinct prompts, so that prefixes are shared.
+        made = replace(request(f"r{self.count}", 1, max_tokens, model), prompt=tuple(range(num_prompt)))
+        try:
+            self.rig.add(made)
+        except ManyloraError:
+            return
+        self.accepted[made.request_id] = made
+        self.version_of[made.request_id] = (
+            self.rig.core.adapter_status(model, self.rig.now).version.key if model else None
+        )
+
+    @precondition(lambda self: self.accepted)
+    @rule(data=st.data())
+    def cancel(self, data) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.accepted)))
+        if self.rig.core.cancel(request_id, self.rig.now):
+            self.cancelled.add(request_id)
+
+    @rule()
+    def turn(self) -> None:
+        self.rig.turn()
+
+    @rule()
+    def complete_step(self) -> None:
+        if self.rig.executor.plan is not None:
+            self.rig.executor.complete_step()
+
+    @precondition(lambda self: self.rig.executor.loads)
+    @rule(data=st.data(), fails=st.integers(0, 9))
+    def complete_load(self, data, fails) -> None:
+        index = data.draw(st.integers(0, len(self.rig.executor.loads) - 1))
+        load = self.rig.executor.loads[index][0]
+        if fails == 0:
+            self.broken.add(load.version.key)
+        self.rig.executor.complete_load(index, error="gone" if fails == 0 else None)
+
+    @rule(num_steps=st.integers(1, 6))
+    def run_on(self, num_steps) -> None:
+        for _ in range(num_steps):
+            self.rig.step()
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.core.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.drain()
+        self.rig.core.check_integrity()
+        for request_id, asked in self.accepted.items():
+            outputs = self.rig.outputs[request_id]
+            assert [output.finish for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+            reason = outputs[-1].finish
+            if reason is FinishReason.ERROR:
+                assert self.version_of[request_id] in self.broken
+            elif reason is FinishReason.CANCELLED:
+                assert request_id in self.cancelled
+            else:
+                assert reason is FinishReason.LENGTH
+                assert self.rig.tokens(request_id) == expected_tokens(asked, self.version_of[request_id])
+        for name in self.names():
+            self.rig.core.unregister_adapter(name, self.rig.now)
+        self.rig.drain()
+        stats = self.rig.core.stats()
+        assert stats.num_adapter_pages == stats.num_kv_pages == stats.num_host == stats.host_bytes == 0
+        assert stats.num_free_pages + stats.num_prefix_pages == stats.num_pages
+        assert not self.rig.executor.host
+
+
+def expected_tokens(asked: Request, key: str | None) -> list[int]:
+    """What the executor makes up for a request, whatever happened on the way."""
+    tokens = list(asked.prompt)
+    assert asked.sampling.max_tokens is not None
+    for _ in range(asked.sampling.max_tokens):
+        part = PlannedSequence(
+            seq_id=0,
+            tokens=tokens,
+            num_prompt_tokens=len(asked.prompt),
+            start=0,
+            num_tokens=len(tokens),
+            pages=(),
+            adapter=key,  # type: ignore[arg-type]
+            rank=0,
+            sampling=asked.sampling,
+            is_sampled=True,
+            seed=0,
+        )
+        tokens.append(made_up_token(part, VOCAB_SIZE).token_id)
+    return tokens[len(asked.prompt) :]
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_soak_under_pressure() -> None:
+    """Hundreds of actions on a pool that is always too small: what short examples do not reach."""
+    stats = [soak(seed) for seed in range(NUM_SOAKS)]
+    assert sum(one.num_preemptions for one in stats) > NUM_SOAKS
+    assert sum(one.num_evictions for one in stats) > 10 * NUM_SOAKS
+    assert sum(one.num_cached_tokens for one in stats) > 100 * NUM_SOAKS
+
+
+def soak(seed: int) -> EngineStats:
+    rng = random.Random(seed)
+    machine = EngineMachine()
+    machine.start(
+        num_pages=rng.randint(14, 24),
+        max_num_seqs=rng.randint(2, 8),
+        budget=rng.randint(2, 24),
+        max_loras=rng.choice([None, 1, 2]),
+        prefix_caching=rng.random() < 0.7,
+        max_cpu_loras=rng.choice([None, 2, 4]),
+    )
+    for _ in range(400):
+        action = rng.random()
+        if action < 0.35:
+            machine.ask_one(rng.choice(["", *NAMES]), rng.randint(1, 20), rng.randint(1, 16))
+        elif action < 0.75:
+            machine.rig.step()
+        elif action < 0.8:
+            machine.rig.turn()
+        elif action < 0.85 and machine.rig.executor.loads:
+            machine.rig.executor.complete_load(rng.randrange(len(machine.rig.executor.loads)))
+        elif action < 0.9 and machine.accepted:
+            request_id = rng.choice(sorted(machine.accepted))
+            if machine.rig.core.cancel(request_id, machine.rig.now):
+                machine.cancelled.add(request_id)
+        elif action < 0.93:
+            machine.register(rng.choice(NAMES), rng.randint(1, 5), True)
+        elif action < 0.95:
+            machine.unregister(rng.choice(NAMES))
+        elif action < 0.97:
+            machine.pin(rng.choice(NAMES), rng.random() < 0.4)
+        else:
+            machine.warm(rng.choice(NAMES))
+        machine.adds_up()
+    stats = machine.rig.core.stats()
+    machine.teardown()
+    return stats
