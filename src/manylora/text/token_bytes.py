@@ -1,0 +1,77 @@
+"""The bytes a single token stands for, by the tokenizer's own decoder.
+
+Decoding one token alone loses what log-probabilities must show: half a character becomes a replacement mark,
+a leading space vanishes. So tokens are mapped one by one, by the three conventions that fast tokenizers use:
+byte-level alphabets, ``<0xE2>`` byte fallback, and a mark that stands for a space.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+__all__ = ["TokenBytes"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet: the character that stands for each byte, printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield the decoder's parts, sequences opened up."""
+    if decoder is None:
+        return
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _decoders(part)
+    else:
+        yield decoder
+
+
+class TokenBytes:
+    """Map token ids to bytes; a plain table once asked, so threads can share it.
+
+    Args:
+        fast: The tokenizer.
+    """
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        self._fast = fast
+        self._known: dict[int, bytes] = {}
+        self._added = {id_: token.content for id_, token in fast.get_added_tokens_decoder().items()}
+        parts = list(_decoders(json.loads(fast.to_str())["decoder"]))
+        kinds = [part["type"] for part in parts]
+        self._alphabet = _byte_level_alphabet() if "ByteLevel" in kinds else None
+        self._has_byte_tokens = "ByteFallback" in kinds
+        self._space = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), None) or next(
+            (part["pattern"].get("String") for part in parts if part["type"] == "Replace" and part["content"] == " "),
+            None,
+        )
+
+    def __call__(self, token_id: int) -> bytes:
+        """Return the token's bytes, empty for an id that names no token."""
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._look_up(token_id)
+        return known
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._alphabet is not None and all(char in self._alphabet for char in token):
+            return bytes(self._alphabet[char] for char in token)
+        if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        return (token.replace(self._space, " ") if self._space else token).encode()

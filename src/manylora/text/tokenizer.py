@@ -1,0 +1,157 @@
+"""The tokenizer: text to ids, chats to ids, ids to text.
+
+Wraps a Hugging Face fast tokenizer and keeps to the calls of its Rust core that do not change it, so that one
+instance serves every thread (transformers' own ``__call__`` sets truncation on the shared core each time, and
+raises "Already borrowed" under load).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import AutoTokenizer
+
+from manylora.errors import ConfigError, RequestError
+from manylora.text.token_bytes import TokenBytes
+
+__all__ = ["Tokenizer"]
+
+MAX_TOKEN_ID = 2**32 - 1
+
+_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
+"""Arguments of ``apply_chat_template`` that callers may set; the others change what it is, not what it renders."""
+
+
+class Tokenizer:
+    """Turn text and chats into token ids and back; safe to share between threads.
+
+    Args:
+        hf: A ``PreTrainedTokenizerFast``; nothing else may use it afterwards.
+        name: What to call it in messages.
+    """
+
+    def __init__(self, hf: Any, name: str) -> None:
+        if not getattr(hf, "is_fast", False):
+            raise ConfigError(f"Got a slow tokenizer {type(hf).__name__} from {name!r}, expected a fast one")
+        self._hf = hf
+        self._name = name
+        self._fast: FastTokenizer = hf.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._token_bytes = TokenBytes(self._fast)
+        ids = self._fast.get_vocab(with_added_tokens=True).values()
+        self._vocab_size = max(ids, default=-1) + 1
+        own = inspect.signature(hf.apply_chat_template).parameters
+        self._reserved = frozenset(own) - _TEMPLATE_ARGUMENTS
+
+    @classmethod
+    def load(cls, path_or_name: str | Path, *, revision: str | None = None) -> Tokenizer:
+        """Load a tokenizer from a directory (or hub name where a network is at hand).
+
+        Raises:
+            ConfigError: There is none, it cannot be read, or it is not a fast one.
+        """
+        name = str(path_or_name)
+        try:
+            hf = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        except Exception as error:  # whatever a broken tokenizer file makes the loader raise
+            raise ConfigError(f"Got no tokenizer from {name!r}: {str(error) or type(error).__name__}") from error
+        return cls(hf, name)
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest token id plus one, added tokens included (the model's embedding may be larger)."""
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end-of-sequence token, if it has one; the model may know more."""
+        return () if self._hf.eos_token_id is None else (int(self._hf.eos_token_id),)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``chat`` can work."""
+        return self._hf.chat_template is not None
+
+    @property
+    def huggingface(self) -> Any:
+        """The wrapped ``PreTrainedTokenizerFast``, to read from (grammars need it)."""
+        return self._hf
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``.
+
+        Args:
+            text: Any text; special tokens written out in it are recognised.
+            add_special_tokens: Add what the model expects around a text (a beginning-of-sequence token, mostly).
+
+        Raises:
+            RequestError: The text is no Unicode text (a lone surrogate).
+        """
+        try:
+            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (UnicodeEncodeError, TypeError) as error:  # the Rust core takes a lone surrogate for "no string"
+            raise RequestError(f"Got text that is not valid Unicode: {ascii(text)[:80]}", param="prompt") from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``token_ids``; ids that name no token stand for nothing.
+
+        Raises:
+            RequestError: A number that can be no token id.
+        """
+        for token_id in token_ids:
+            if not 0 <= token_id <= MAX_TOKEN_ID:
+                raise RequestError(f"Got token id {token_id}, expected 0 to {self._vocab_size - 1}", param="tokens")
+        return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> list[int]:
+        """Return the token ids of a chat, by the model's own template.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order.
+            add_generation_prompt: End with what makes the model answer.
+            template_kwargs: More variables for the template (``tools``, ``enable_thinking`` ...).
+
+        Raises:
+            RequestError: There is no template, it refuses the messages, or a variable would replace one of the
+                renderer's own.
+        """
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        return self.encode(text, add_special_tokens=False)  # the template writes them itself
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> str:
+        """Return the text of a chat; arguments and errors as ``chat``."""
+        if not self.has_chat_template:
+            raise RequestError(f"The tokenizer {self._name!r} has no chat template", param="messages")
+        if not messages:
+            raise RequestError("Got no messages, expected at least one", param="messages")
+        if refused := sorted(self._reserved.intersection(template_kwargs)):
+            raise RequestError(f"Got {refused[0]!r}, which a template cannot take", param="chat_template_kwargs")
+        try:
+            text = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **template_kwargs,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            # A template is a program over what the caller sent: whatever it stumbles on is theirs to mend.
+            raise RequestError(f"The chat template refused the messages: {error}", param="messages") from error
+        return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes a token stands for; half a character is half a character."""
+        return self._token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token as text on its own, its leading space kept, U+FFFD for half a character."""
+        return self._token_bytes(token_id).decode("utf-8", errors="replace")

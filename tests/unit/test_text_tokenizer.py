@@ -1,0 +1,120 @@
+"""The tokenizer: agreement with transformers, chats, bytes of tokens, sharing, refusals."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from text_tokenizers import CORPUS, MAKERS, make_huggingface, make_tokenizer
+
+from manylora.errors import ConfigError, RequestError
+from manylora.text import Tokenizer
+
+KINDS = list(MAKERS)
+CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the world"}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["hello world", " hello  world ", "", "</s> STOP", "naïve 世界 🙂"])
+def test_ids_and_text_are_those_of_transformers(kind: str, text: str) -> None:
+    tokenizer, hf = make_tokenizer(kind), make_huggingface(kind)
+    for special in (True, False):
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        assert ids == hf(text, add_special_tokens=special)["input_ids"]
+        for skip in (True, False):
+            expected = hf.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_tokenizer_loads_alike(kind: str, tmp_path: Path) -> None:
+    made = make_tokenizer(kind)
+    make_huggingface(kind).save_pretrained(tmp_path)
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.vocab_size == made.vocab_size
+    assert loaded.eos_token_ids == made.eos_token_ids == (made.encode("</s>", add_special_tokens=False)[0],)
+    assert loaded.encode("hello world") == made.encode("hello world")
+    assert loaded.chat(CHAT) == made.chat(CHAT)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer from"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    with pytest.raises(ConfigError, match="no tokenizer from"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(ConfigError, match="slow tokenizer"):
+        Tokenizer(object(), "x")
+
+
+def test_a_chat_is_its_template_in_ids() -> None:
+    tokenizer = make_tokenizer("byte_level")
+    expected = "<|user|>hello</s><|assistant|>the world</s>"
+    assert tokenizer.decode(tokenizer.chat(CHAT, add_generation_prompt=False), skip_special_tokens=False) == expected
+    assert tokenizer.decode(tokenizer.chat(CHAT), skip_special_tokens=False) == expected + "<|assistant|>"
+
+
+def test_what_a_template_refuses_is_the_request_at_fault() -> None:
+    tokenizer = make_tokenizer("byte_level")
+    for messages, part in [
+        ([{"role": "pirate", "content": "arr"}], "unknown role pirate"),
+        ([{"role": 3, "content": "x"}], "template refused"),
+        ([], "no messages"),
+    ]:
+        with pytest.raises(RequestError, match=part) as caught:
+            tokenizer.chat(messages)
+        assert caught.value.param == "messages"
+    for taken in ("tokenize", "chat_template", "return_tensors", "conversation"):
+        with pytest.raises(RequestError, match=taken):
+            tokenizer.chat(CHAT, **{taken: "x"})
+    bare = Tokenizer(make_huggingface("byte_level", template=None), "bare")
+    assert not bare.has_chat_template
+    with pytest.raises(RequestError, match="'bare' has no chat template"):
+        bare.chat(CHAT)
+
+
+def test_template_variables_reach_the_template() -> None:
+    tokenizer = Tokenizer(make_huggingface("byte_level", template="{{ mood }} {{ messages[0].content }}"), "moody")
+    assert tokenizer.render_chat(CHAT, mood="glad") == "glad hello"
+
+
+def test_text_and_ids_that_are_none() -> None:
+    tokenizer = make_tokenizer("byte_level")
+    with pytest.raises(RequestError, match="Unicode"):
+        tokenizer.encode("half a pair \ud83d")
+    for token_id in (-1, 2**32):
+        with pytest.raises(RequestError, match="token id"):
+            tokenizer.decode([token_id])
+    assert tokenizer.decode([2**32 - 1]) == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_the_tokens_are_the_bytes_of_the_text(kind: str) -> None:
+    tokenizer = make_tokenizer(kind)
+    for text in CORPUS[:4] if kind != "byte_fallback" else ["hello 世界 🙂 fox", "the text, quick"]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode().removeprefix(" ") == text
+    assert tokenizer.token_bytes(tokenizer.eos_token_ids[0]) == b"</s>"
+    assert tokenizer.token_bytes(10**9) == b"" and tokenizer.token_text(10**9) == ""
+
+
+def test_half_a_character_has_its_byte_and_shows_as_a_mark() -> None:
+    for kind in ("byte_level", "byte_fallback"):
+        tokenizer = make_tokenizer(kind)
+        ids = tokenizer.encode("🙃", add_special_tokens=False)[-4:]
+        assert b"".join(map(tokenizer.token_bytes, ids)) == "🙃".encode()
+        assert tokenizer.token_text(ids[-1]) == "\ufffd"
+
+
+def test_threads_share_one_tokenizer() -> None:
+    tokenizer = make_tokenizer("byte_level")
+    texts = [f"hello world {i} naïve" * 20 for i in range(32)]
+
+    def round_trip(text: str) -> bool:
+        chat = tokenizer.chat([{"role": "user", "content": text}])
+        ids = tokenizer.encode(text)
+        return tokenizer.decode(ids) == text and bool(chat) and tokenizer.token_bytes(ids[-1]) != b""
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(round_trip, texts * 4))
