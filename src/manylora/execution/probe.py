@@ -193,5 +193,5 @@ def measure_activations(model: nn.Module, *, num_tokens: int, num_sampled: int) 
         logits_to_keep=torch.arange(num_sampled, device=device),
         paged=_Blank(),
     ).logits
-    peak: int = torch.cuda.max_memory_allocated(device) - before
-    return peak + 4 * logits.numel() * torch.float32.itemsize
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return int(peak + 4 * logits.numel() * torch.float32.itemsize)

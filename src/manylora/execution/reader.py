@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from manylora.adapters.read import read_adapter
 from manylora.adapters.shape import BaseShape
+from manylora.adapters.tensors import read_safetensors
 from manylora.errors import AdapterError
-from manylora.execution.bin_reader import read_bin
 from manylora.execution.host_store import HostStore
 from manylora.types import AdapterVersion
 
 __all__ = ["HostReader"]
 
-_TENSOR_READERS = {".bin": read_bin}
+_TENSOR_READERS = {".safetensors": read_safetensors}
 
 
 class HostReader:

@@ -1,0 +1,24 @@
+"""Seven architectures, twelve kinds of adapter, one mixed batch: the same logits as transformers + PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, run_oracle
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES])
+def test_logits_and_greedy_tokens_equal_peft(architecture: str, tmp_path: Path) -> None:
+    result = run_oracle(architecture, tmp_path)
+    assert result.num_rows == 16 * 64
+    assert result.max_error <= 1e-4
+    assert result.num_wrong_tokens == 0
+    # A comparison that cannot fail is worth nothing: the logits spread, every adapter changes them ...
+    assert result.logit_std > 0.3
+    assert result.smallest_effect > 0.05
+    # ... and the engine did what makes it hard.
+    assert result.num_preemptions > 0
+    assert result.num_cached_tokens > 0
+    assert result.num_chunked_prompts > 0
+    assert result.num_mixed_steps > 0

@@ -1,0 +1,141 @@
+"""The LoRA kernels against dense products, on pages so small that every matrix is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from manylora.adapters.layout import AdapterLayout, Tile, lay_out
+from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.execution.lora import LORA_KERNELS, LoraBatch, LoraSegment, add_embedding
+from manylora.execution.pages import PageStorage
+from manylora.execution.resident import ResidentAdapter, make_resident
+
+IN, SIZES, VOCAB = 24, (20, 8, 12), 50
+GROUP = "layers.0.qkv"
+NAMES = ("layers.0.q_proj", "layers.0.k_proj", "layers.0.v_proj")
+
+
+def make_base(page_elements: int) -> BaseShape:
+    offsets = np.cumsum([0, *SIZES]).tolist()
+    modules = [
+        TargetModule(
+            name=name,
+            kind=ModuleKind.LINEAR,
+            in_features=IN,
+            out_features=size,
+            layer=0,
+            group=GROUP,
+            offset=offset,
+        )
+        for name, size, offset in zip(NAMES, SIZES, offsets, strict=False)
+    ]
+    embedding = TargetModule(
+        name="embed", kind=ModuleKind.EMBEDDING, in_features=VOCAB, out_features=IN, layer=None, group="embed", offset=0
+    )
+    return BaseShape(
+        name="toy",
+        architecture="toy",
+        fingerprint="toy",
+        vocab_size=VOCAB,
+        hidden_size=IN,
+        num_layers=1,
+        max_model_len=64,
+        page=PageShape(
+            block_size=1,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=page_elements // 2,
+            element_bytes=4,
+            dtype="float32",
+        ),
+        modules=(*modules, embedding),
+        all_linear=NAMES,
+        eos_token_ids=(),
+    )
+
+
+def put(storage: PageStorage, pages: list[int], tiles: tuple[Tile, ...], matrix: torch.Tensor) -> None:
+    for tile in tiles:
+        rows = matrix[tile.row : tile.row + tile.num_rows, tile.col : tile.col + tile.num_cols]
+        size = tile.num_rows * tile.num_cols
+        storage.flat[pages[tile.page], tile.offset : tile.offset + size] = rows.reshape(-1)
+
+
+def load(
+    base: BaseShape, storage: PageStorage, first_page: int, ranks: dict[str, int]
+) -> tuple[ResidentAdapter, dict[str, torch.Tensor], int]:
+    """Store a random adapter; return it, each module's dense ``A^T B^T`` and the next free page."""
+    layout: AdapterLayout = lay_out(ranks, base)
+    pages = list(range(first_page, first_page + layout.num_pages))[::-1]
+    dense = {}
+    for group in layout.groups.values():
+        a = torch.randn(group.rank, group.in_features)
+        put(storage, pages, group.a, a)
+        for module in group.modules:
+            b = torch.randn(module.rank, module.module.out_features)
+            put(storage, pages, module.b, b)
+            dense[module.module.name] = a[module.row : module.row + module.rank].t() @ b
+    return make_resident(layout, pages, storage), dense, first_page + layout.num_pages
+
+
+@pytest.mark.parametrize("page_elements", [16, 40, 4096])
+@pytest.mark.parametrize("kernel", sorted(LORA_KERNELS))
+def test_kernel_equals_dense_product(kernel: str, page_elements: int) -> None:
+    torch.manual_seed(0)
+    base = make_base(page_elements)
+    storage = PageStorage(base.page, 1500, torch.device("cpu"))
+    first, dense_first, page = load(base, storage, 0, {NAMES[0]: 5, NAMES[2]: 17})
+    second, dense_second, page = load(base, storage, page, dict.fromkeys(NAMES, 3))
+    only_embedding, _, page = load(base, storage, page, {"embed": 2})
+    assert page <= storage.num_pages
+    batch = LoraBatch(
+        (
+            LoraSegment(first, 1, 4, 0, 1),
+            LoraSegment(only_embedding, 4, 6, 1, 1),
+            LoraSegment(second, 6, 7, 1, 2),
+        ),
+        torch.zeros(8, dtype=torch.int64),
+    )
+    x, out = torch.randn(8, IN), torch.randn(8, sum(SIZES))
+    expected = out.clone()
+    for rows, dense in ((slice(1, 4), dense_first), (slice(6, 7), dense_second)):
+        for module in base.modules[:3]:
+            if module.name in dense:
+                columns = slice(module.offset, module.offset + module.out_features)
+                expected[rows, columns] += x[rows] @ dense[module.name]
+    LORA_KERNELS[kernel](x, out, batch.parts(GROUP))
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_head_parts_are_sampled_rows_only() -> None:
+    base = make_base(64)
+    storage = PageStorage(base.page, 100, torch.device("cpu"))
+    adapter, _, _ = load(base, storage, 0, {NAMES[0]: 2})
+    batch = LoraBatch(
+        (LoraSegment(adapter, 0, 5, 0, 0), LoraSegment(adapter, 5, 9, 0, 2)), torch.zeros(9, dtype=torch.int64)
+    )
+    assert [part[:2] for part in batch.sampled_parts(GROUP)] == [(0, 2)]
+    assert [part[:2] for part in batch.parts(GROUP)] == [(0, 5), (5, 9)]
+
+
+@pytest.mark.parametrize("page_elements", [16, 4096])
+def test_embedding_gathers_columns_of_a(page_elements: int) -> None:
+    torch.manual_seed(0)
+    base = make_base(page_elements)
+    storage = PageStorage(base.page, 200, torch.device("cpu"))
+    adapter, dense, _ = load(base, storage, 0, {"embed": 7})
+    tokens = torch.tensor([3, 49, 0, 3, 17])
+    out = torch.zeros(5, IN)
+    add_embedding(LoraBatch((LoraSegment(adapter, 1, 4, 0, 0),), tokens), out, "embed", 2.0)
+    torch.testing.assert_close(out[1:4], 2.0 * dense["embed"][tokens[1:4]], atol=1e-5, rtol=1e-5)
+    assert not out[0].any() and not out[4].any()
+
+
+def test_tiles_behind_one_another_become_one_view() -> None:
+    base = make_base(4096)
+    storage = PageStorage(base.page, 4, torch.device("cpu"))
+    adapter, _, _ = load(base, storage, 0, dict.fromkeys(NAMES, 40))
+    weights = adapter.groups[GROUP]
+    assert sum(len(module.b) for module in weights.modules) <= 5 and len(weights.a) <= 2
