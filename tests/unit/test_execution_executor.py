@@ -1,0 +1,206 @@
+"""Threads, tiers and isolation of the torch executor on a tiny model."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from manylora.clock import WallClock
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.engine.ports import AdapterLoad, EngineParts, PlannedSequence, StepPlan, StepResult, Work
+from manylora.execution.build import build_parts
+from manylora.execution.executor import TorchExecutor
+from manylora.types import AdapterKey, AdapterVersion, SamplingParams, Tier
+
+BLOCK = 4
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        LlamaForCausalLM(config).save_pretrained(path / "base")
+        for seed, name in enumerate(("one", "two")):
+            torch.manual_seed(seed)
+            model = LlamaForCausalLM.from_pretrained(path / "base")
+            lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+            get_peft_model(model, lora).save_pretrained(path / name)
+    return {name: path / name for name in ("base", "one", "two")}
+
+
+@pytest.fixture
+def clock() -> WallClock:
+    return WallClock()
+
+
+@pytest.fixture
+def parts(folders: dict[str, Path], clock: WallClock) -> Iterator[EngineParts]:
+    config = EngineConfig(
+        model=ModelConfig(model=str(folders["base"]), device="cpu"),
+        memory=MemoryConfig(block_size=BLOCK, num_pages=64),
+    )
+    parts = build_parts(config, clock)
+    yield parts
+    parts.close()
+
+
+def executor_of(parts: EngineParts) -> TorchExecutor:
+    assert isinstance(parts.executor, TorchExecutor)
+    return parts.executor
+
+
+def finish(work: Work) -> object:
+    deadline = time.monotonic() + 20
+    while (result := work.poll(0.0)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return result
+
+
+def sequence(
+    tokens: list[int], start: int, num_tokens: int, first_page: int, adapter: AdapterKey | None = None, seq_id: int = 0
+) -> PlannedSequence:
+    return PlannedSequence(
+        seq_id=seq_id,
+        tokens=tokens,
+        num_prompt_tokens=len(tokens),
+        start=start,
+        num_tokens=num_tokens,
+        pages=tuple(range(first_page, first_page + 8)),
+        adapter=adapter,
+        rank=4 if adapter else 0,
+        sampling=SamplingParams(temperature=0.0),
+        is_sampled=True,
+        seed=0,
+    )
+
+
+def run(parts: EngineParts, *sequences: PlannedSequence) -> torch.Tensor:
+    """Run a step; return its logits in the plan's order."""
+    executor = executor_of(parts)
+    rows: list[torch.Tensor] = []
+    executor.logits_hook = lambda plan, logits: rows.append(logits)
+    result = finish(executor.launch(StepPlan(step_id=1, sequences=sequences), 0.0))
+    executor.logits_hook = None
+    assert isinstance(result, StepResult) and set(result.tokens) == {s.seq_id for s in sequences}
+    return rows[0]
+
+
+def load(parts: EngineParts, version: AdapterVersion, tier: Tier, pages: tuple[int, ...] = ()) -> str | None:
+    result = finish(parts.executor.load_adapter(AdapterLoad(version=version, tier=tier, pages=pages), 0.0))
+    return result.error  # type: ignore[attr-defined,no-any-return]
+
+
+def pages_for(version: AdapterVersion) -> tuple[int, ...]:
+    return tuple(range(40, 40 + version.num_pages))[::-1]
+
+
+def test_work_is_polled_and_wakes_the_clock(parts: EngineParts, clock: WallClock) -> None:
+    work = parts.executor.launch(StepPlan(step_id=1, sequences=(sequence([1, 2, 3], 0, 3, 0),)), 0.0)
+    assert work.ready_at == float("inf")
+    clock.wait_until(clock.now() + 20)  # returns when woken
+    assert finish(work) == work.poll(0.0)
+
+
+def test_a_failed_step_raises_where_it_is_polled(parts: EngineParts) -> None:
+    plan = StepPlan(step_id=1, sequences=(sequence([1, 2], 0, 2, 0, AdapterKey("unknown")),))
+    with pytest.raises(KeyError, match="unknown"):
+        finish(parts.executor.launch(plan, 0.0))
+    assert run(parts, sequence([1, 2], 0, 2, 0)).isfinite().all()
+
+
+def test_sequences_come_back_in_the_plans_order(parts: EngineParts, folders: dict[str, Path]) -> None:
+    versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]
+    assert load(parts, versions[0], Tier.DEVICE, pages_for(versions[0])) is None
+    second = tuple(range(20, 20 + versions[1].num_pages))
+    assert load(parts, versions[1], Tier.DEVICE, second) is None
+    plan = [
+        sequence([5, 6, 7], 0, 3, 0, versions[0].key, 0),
+        sequence([8, 9], 0, 2, 1, None, 1),
+        sequence([5, 6, 7], 0, 3, 2, versions[1].key, 2),
+        sequence([8, 9], 0, 2, 3, versions[0].key, 3),
+    ]
+    together = run(parts, *plan)
+    for row, part in enumerate(plan):
+        torch.testing.assert_close(run(parts, part)[0], together[row], atol=1e-5, rtol=1e-5)
+    assert (together[0] - together[2]).abs().max() > 1e-3
+
+
+def test_a_load_that_cannot_be_done_is_a_result(parts: EngineParts, folders: dict[str, Path]) -> None:
+    version = parts.reader.read("one", str(folders["one"]))
+    assert "pages" in (load(parts, version, Tier.DEVICE, (1,) * (version.num_pages + 1)) or "")
+    parts.executor.drop_adapter(version.key, Tier.HOST)
+    assert "host copy is gone" in (load(parts, version, Tier.DEVICE, pages_for(version)) or "")
+
+
+def test_a_host_load_reads_the_files_again(parts: EngineParts, folders: dict[str, Path], tmp_path: Path) -> None:
+    path = shutil.copytree(folders["one"], tmp_path / "adapter")
+    version = parts.reader.read("mine", str(path))
+    parts.executor.drop_adapter(version.key, Tier.HOST)
+    assert load(parts, version, Tier.HOST) is None
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+
+    parts.executor.drop_adapter(version.key, Tier.HOST)
+    shutil.copy(folders["two"] / "adapter_model.safetensors", path / "adapter_model.safetensors")
+    assert "changed" in (load(parts, version, Tier.HOST) or "")
+    shutil.rmtree(path)
+    assert str(path) in (load(parts, version, Tier.HOST) or "")
+
+
+def test_dropping_gives_host_memory_back(parts: EngineParts, folders: dict[str, Path]) -> None:
+    version = parts.reader.read("one", str(folders["one"]))
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    store = executor_of(parts)._store
+    adapter = store.get(version.key)
+    assert adapter is not None and store.num_bytes == adapter.image.nbytes == version.host_bytes
+    image = weakref.ref(adapter.image)
+    del adapter
+    parts.executor.drop_adapter(version.key, Tier.HOST)
+    gc.collect()
+    assert image() is None and len(store) == 0
+    # The device copy does not need it.
+    assert run(parts, sequence([1, 2], 0, 2, 0, version.key)).isfinite().all()
+    parts.executor.drop_adapter(version.key, Tier.DEVICE)
+    with pytest.raises(KeyError):
+        run(parts, sequence([1, 2], 0, 2, 0, version.key))
+
+
+def test_the_same_weights_are_kept_once(parts: EngineParts, folders: dict[str, Path], tmp_path: Path) -> None:
+    path = shutil.copytree(folders["one"], tmp_path / "copy")
+    first, second = parts.reader.read("a", str(folders["one"])), parts.reader.read("b", str(path))
+    assert first.key == second.key and replace(first, source="") == replace(second, source="")
+    assert len(executor_of(parts)._store) == 1
+
+
+def test_what_a_page_held_before_does_not_reach_its_next_owner(parts: EngineParts) -> None:
+    tokens = [7, 8, 9, 10, 11, 12, 13]
+    other = sequence([3, 4, 5], 0, 3, 8, None, 1)
+    run(parts, other)
+    run(parts, sequence(tokens, 0, 6, 0))
+    clean = run(parts, sequence(tokens, 6, 1, 0), sequence([3, 4, 5, 6], 3, 1, 8, None, 1))
+    executor_of(parts)._pool.flat[:8] = float("nan")
+    run(parts, sequence(tokens, 0, 6, 0))
+    dirty = run(parts, sequence(tokens, 6, 1, 0), sequence([3, 4, 5, 6], 3, 1, 8, None, 1))
+    torch.testing.assert_close(dirty, clean)
