@@ -1,0 +1,149 @@
+"""What people type: sizes, adapters, vLLM's flags, configuration files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manylora.cli.config_file import read_config_file
+from manylora.cli.values import collect_adapters, parse_adapter, parse_size
+from manylora.cli.vllm_flags import VLLM_FLAGS, spread_lists, take_out
+from manylora.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1024", 1024),
+        ("2GiB", 2 * 2**30),
+        ("512 MiB".replace(" ", ""), 512 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("4g", 4 * 2**30),
+        (" 10k ", 10 * 1024),
+        ("3b", 3),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 2", "2XiB", "1e9", "many"])
+def test_sizes_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="Got a size of"):
+        parse_size(text)
+
+
+def test_adapters_as_name_and_path_or_json() -> None:
+    assert parse_adapter("sql=/a/b=c") == ("sql", "/a/b=c")
+    assert parse_adapter('{"name": "sql", "path": "/a", "base_model_name": "llama"}') == ("sql", "/a")
+
+
+@pytest.mark.parametrize(
+    "text", ["sql", "=x", "sql=", "{", '{"name": "a"}', '{"name": 3, "path": "/a"}', '{"nam": "a"}']
+)
+def test_adapters_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--lora-modules"):
+        parse_adapter(text)
+
+
+def _make_adapter(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_gives_its_adapters_by_name(tmp_path: Path) -> None:
+    _make_adapter(tmp_path / "many" / "sql")
+    _make_adapter(tmp_path / "many" / "poet")
+    (tmp_path / "many" / "notes").mkdir()
+    one = _make_adapter(tmp_path / "one")
+    assert collect_adapters([f"mine={one}"], [str(tmp_path / "many")]) == {
+        "mine": str(one),
+        "poet": str(tmp_path / "many" / "poet"),
+        "sql": str(tmp_path / "many" / "sql"),
+    }
+
+
+def test_a_name_stands_for_one_path(tmp_path: Path) -> None:
+    first, second = _make_adapter(tmp_path / "a" / "sql"), _make_adapter(tmp_path / "b" / "sql")
+    assert collect_adapters([f"sql={first}"], [str(tmp_path / "a")]) == {"sql": str(first)}
+    with pytest.raises(ConfigError, match="two adapters named 'sql'"):
+        collect_adapters([f"sql={first}", f"sql={second}"], [])
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        collect_adapters([], [str(tmp_path / "nowhere")])
+
+
+def test_vllm_flags_are_taken_out_and_explained() -> None:
+    ours, remarks = take_out(
+        ["llama", "--enable-lora", "--max-lora-rank", "64", "--port", "1", "-tp", "1", "--lora-dtype=auto"]
+        + ["--no-enable-prefix-caching"]
+    )
+    assert ours == ["llama", "--port", "1", "--no-prefix-caching"]
+    assert [remark.split(":")[0] for remark in remarks] == [
+        "--enable-lora is not needed",
+        "--max-lora-rank is not needed",
+        "--tensor-parallel-size is not needed",
+        "--lora-dtype is not needed",
+    ]
+
+
+@pytest.mark.parametrize(
+    "line", ["-tp 2", "--tensor-parallel-size=4", "--lora-dtype float16", "--no-enable-chunked-prefill", "--swap-space"]
+)
+def test_vllm_flags_that_would_mislead_are_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="--"):
+        take_out(line.split())
+
+
+def test_nothing_after_a_double_dash_is_a_flag() -> None:
+    assert take_out(["--", "--enable-lora"]) == (["--", "--enable-lora"], [])
+
+
+def test_every_flag_says_why() -> None:
+    assert all(flag.why and name.startswith("--") for name, flag in VLLM_FLAGS.items())
+
+
+def test_one_flag_takes_several_adapters_but_not_the_model() -> None:
+    line = ["--lora-modules", "a=x", '{"name": "b"}', "c=z", "llama", "--port", "80", "d=no"]
+    assert spread_lists(line) == [
+        *("--lora-modules", "a=x", "--lora-modules", '{"name": "b"}', "--lora-modules", "c=z"),
+        *("llama", "--port", "80", "d=no"),
+    ]
+
+
+def test_configuration_file(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "llama"\nmax-num-seqs = 4\nlora_dir = "x"\n[lora-modules]\nsql = "/a"\n')
+    options = ["model", "max_num_seqs", "lora_dir", "lora_modules"]
+    assert read_config_file(str(file), options=options, lists=["lora_dir", "lora_modules"]) == {
+        "model": "llama",
+        "max_num_seqs": 4,
+        "lora_dir": ["x"],
+        "lora_modules": ["sql=/a"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port = 1", "'port' in .*expected one of lists, max_num_seqs"),
+        ("max-num-seqs = 1\nmax_num_seqs = 2", "twice"),
+        ("max-num-seqs = [1]", "expected a string, a number or a boolean"),
+        ("lists = [1]", "list of strings"),
+        ("max-num-seqs =", "not TOML"),
+    ],
+)
+def test_configuration_file_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_config_file(str(file), options=["max_num_seqs", "lists"], lists=["lists"])
+
+
+def test_configuration_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config_file("/nonexistent.toml", options=[], lists=[])

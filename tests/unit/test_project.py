@@ -1,0 +1,150 @@
+"""The project as a whole: its layers, its public names, and whether its documents are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import typer
+
+from manylora.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "manylora"
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".cfg", ".jinja", ""}
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__main__.py")
+
+
+def tracked_files() -> Iterator[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    names = listed.stdout.decode().split("\0")[:-1] if listed.returncode == 0 else None
+    for path in ROOT.rglob("*") if names is None else map(ROOT.joinpath, names):
+        if path.is_file() and ".venv" not in path.parts and path.suffix in TEXT_SUFFIXES:
+            yield path
+
+
+def test_imports_go_downwards() -> None:
+    result = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports")), "--no-logo"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def public_names(path: Path) -> list[str] | None:
+    """Return a module's ``__all__``, ``None`` if it has none."""
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                names: list[str] = ast.literal_eval(value)
+                return names
+    return None
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_names_that_modules_share_are_public(path: Path) -> None:
+    """A module lists its public names, each once, and imports from others only what they list."""
+    listed = public_names(path)
+    assert listed is not None or path.name == "__init__.py", "no __all__"
+    assert listed is None or len(listed) == len(set(listed)), "a name twice in __all__"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("manylora"):
+            continue
+        place = SOURCE.parent.joinpath(*str(node.module).split("."))
+        origin = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        assert origin.exists(), f"{node.module} does not exist"
+        modules = {other.stem for other in place.glob("*")} if place.is_dir() else set()
+        private = {alias.name for alias in node.names} - modules - set(public_names(origin) or ())
+        assert not private, f"{private} of {node.module} is not in its __all__"
+
+
+def test_public_names_exist() -> None:
+    """Every ``__all__`` that can be imported without torch tells the truth."""
+    code = """
+import importlib, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    missing = [public for public in getattr(module, "__all__", ()) if not hasattr(module, public)]
+    assert not missing, f"{name} has no {missing}"
+"""
+    folders = ("adapters", "cli", "engine", "memory", "scheduling", "sim")
+    paths = [path for path in MODULES if path.parent == SOURCE or path.relative_to(SOURCE).parts[0] in folders]
+    names = [".".join(path.with_suffix("").relative_to(SOURCE.parent).parts).removesuffix(".__init__") for path in paths]
+    result = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_nothing_of_one_machine_or_left_over_is_in_the_tree() -> None:
+    patterns = {
+        "an absolute path of one machine": r"(?<![\w.~])/(?:work|root|home/\w+|Users/\w+)/",
+        "something left to do": r"\b(?:TODO|FIXME|XXX)\b",
+        "a stub": r"raise NotImplementedError",
+    }
+    found = [
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {what}: {match.group()}"
+        for path in tracked_files()
+        if path != Path(__file__)
+        for text in [path.read_text(encoding="utf-8")]
+        for what, pattern in patterns.items()
+        for match in re.finditer(pattern, text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_one_version() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version("manylora") == declared
+
+
+def test_importing_needs_no_torch() -> None:
+    """The command line answers at once, and the package can be asked for its names."""
+    code = "import manylora, manylora.cli.app, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def command_options() -> dict[str, set[str]]:
+    """Return the options of every command of the program, by command."""
+    group = typer.main.get_command(app)
+    options: dict[str, set[str]] = {}
+
+    def visit(command: object, path: str) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            visit(inner, f"{path} {name}".strip())
+        options[path] = {option for param in command.params for option in param.opts}  # type: ignore[attr-defined]
+
+    visit(group, "")
+    return options
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_are_true(path: Path) -> None:
+    """Links lead somewhere, commands exist, and so do their options."""
+    text = path.read_text()
+    for link in re.findall(r"\]\((?!https?:|mailto:|#)([^)\s#]+)", text):
+        assert (path.parent / link).exists(), f"broken link: {link}"
+
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    options = command_options()
+    # A command is what stands on its own line in a block of code, or alone in backticks.
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *re.findall(r"`([^`\n]+)`", text)]:
+        words = line.split("#")[0].removeprefix("$ ").split()
+        if words[:1] == ["make"] and len(words) > 1:
+            assert {word for word in words[1:] if re.fullmatch("[a-z]+", word)} & targets, f"no such target: {line}"
+        if words[:1] == ["manylora"] and len(words) > 1 and not words[1].startswith(("-", "0", "1")):
+            command = " ".join(words[1:3]) if " ".join(words[1:3]) in options else words[1]
+            assert command in options, f"no such command: {line}"
+            given = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert given <= options[command], f"no such option: {given - options[command]}"
