@@ -1,0 +1,38 @@
+"""The ASGI application: every route, and what becomes of errors."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from manylora.errors import ManyloraError
+from manylora.server.chat import chat_routes
+from manylora.server.completions import completion_routes
+from manylora.server.context import Context
+from manylora.server.errors import HttpError, error_response, on_error, on_http_exception
+from manylora.server.routes_admin import admin_routes
+from manylora.server.routes_models import model_routes
+
+__all__ = ["make_app"]
+
+logger = logging.getLogger(__name__)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Answer where we have a bug; its details are for the log, not for whoever is out there."""
+    logger.error("bug path=%s error=%r", request.url.path, error)
+    return error_response(HttpError(500, "The server failed on this request; its log says why."))
+
+
+def make_app(context: Context) -> Starlette:
+    """Return the application that serves ``context``."""
+    app = Starlette(
+        routes=[*completion_routes, *chat_routes, *admin_routes, *model_routes],
+        exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
+    )
+    app.state.context = context
+    return app

@@ -1,0 +1,119 @@
+"""Who may call what.
+
+* Inference routes take any of ``api_keys``; with none configured they are open.
+* Admin routes take ``admin_key``. Without one they take ``api_keys``; without those either, only callers on this
+  machine: a loopback peer that came straight to us, and no web page (a browser on this machine can be made to send
+  requests by any site it visits, so a foreign ``Origin`` and a ``Host`` that is not loopback are refused).
+* Health, version and metrics are open, as probes and scrapers expect.
+
+Keys are compared by digest in constant time, and never logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Iterable
+
+from starlette.requests import Request
+
+from manylora.config import ServerConfig
+from manylora.server.errors import HttpError
+
+__all__ = ["Gate"]
+
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class Gate:
+    """Decides whether a request may pass.
+
+    Args:
+        config: The keys.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._api_keys = tuple(_digest(key) for key in config.api_keys)
+        self._admin_key = None if config.admin_key is None else _digest(config.admin_key)
+
+    def check_inference(self, request: Request) -> str:
+        """Let a caller of the inference routes pass.
+
+        Returns:
+            The tenant: a name for the key that was used, empty where no key is needed.
+
+        Raises:
+            HttpError: 401, the key is missing or wrong.
+        """
+        if not self._api_keys:
+            return ""
+        given = self._bearer(request)
+        # The admin's key opens everything.
+        if not self._matches(given, (*self._api_keys, *((self._admin_key,) if self._admin_key else ()))):
+            raise _unauthorized()
+        return "key-" + given.hex()[:12]
+
+    def check_admin(self, request: Request) -> None:
+        """Let a caller of the admin routes pass.
+
+        Raises:
+            HttpError: 401, no key or an unknown one; 403, a key that is not the admin's, or not from this machine.
+        """
+        if self._admin_key is not None:
+            given = self._bearer(request)
+            if not self._matches(given, (self._admin_key,)):
+                if self._matches(given, self._api_keys):
+                    raise HttpError(403, "This key is for inference; the adapter routes need the admin key.")
+                raise _unauthorized()
+        elif self._api_keys:
+            self.check_inference(request)
+        else:
+            self._check_local(request)
+
+    def _check_local(self, request: Request) -> None:
+        peer = request.client.host if request.client is not None else ""
+        is_direct = not any(header in request.headers for header in FORWARDED)
+        if not (_is_loopback(peer) and is_direct):
+            raise HttpError(
+                403,
+                "Without an admin key the adapter routes take calls from this machine only; "
+                "start the server with an admin key to use them from elsewhere.",
+            )
+        origin = request.headers.get("origin")
+        if not _is_loopback(request.url.hostname or "") or (
+            origin is not None and origin != f"{request.url.scheme}://{request.url.netloc}"
+        ):
+            raise HttpError(403, "Without an admin key the adapter routes take no calls from web pages.")
+
+    def _bearer(self, request: Request) -> bytes:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _unauthorized()
+        return _digest(key.strip())
+
+    def _matches(self, given: bytes, keys: Iterable[bytes]) -> bool:
+        # Compare with all of them, so that time tells nothing about which one was close.
+        matches = [hmac.compare_digest(given, key) for key in keys]
+        return any(matches)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _unauthorized() -> HttpError:
+    return HttpError(
+        401,
+        "This server needs an API key: send 'Authorization: Bearer <key>' with a valid one.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )

@@ -1,0 +1,101 @@
+"""What goes wrong, as HTTP: vLLM's error shape, types and status codes, so that its clients' handling works.
+
+``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, with ``code`` the HTTP status and, where
+trying again makes sense, a ``Retry-After`` in whole seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from manylora.errors import (
+    AdapterExists,
+    CapacityError,
+    ManyloraError,
+    RequestError,
+)
+
+__all__ = ["HttpError", "error_body", "error_response", "on_error", "on_http_exception"]
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class HttpError(ManyloraError):
+    """Something wrong that only HTTP knows: a key, a body, a media type.
+
+    Args:
+        status: HTTP status.
+        message: What was wrong.
+        param: The field at fault, if one is.
+        kind: The error's ``type``, where it is not the usual one of the status.
+        headers: More response headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        kind: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.kind = kind
+        self.headers = headers or {}
+
+
+def error_body(error: ManyloraError) -> dict[str, Any]:
+    """Return the JSON object for an error."""
+    kind = TYPES.get(error.status, "InternalServerError")
+    if isinstance(error, HttpError) and error.kind is not None:
+        kind = error.kind
+    elif isinstance(error, AdapterExists):
+        kind = "InvalidUserInput"
+    param = error.param if isinstance(error, RequestError | HttpError) else None
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.status}}
+
+
+def error_response(error: ManyloraError) -> Response:
+    """Return the response for an error."""
+    headers = dict(error.headers) if isinstance(error, HttpError) else {}
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return Response(
+        msgspec.json.encode(error_body(error)), error.status, headers=headers, media_type="application/json"
+    )
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Answer with an error of our tree; Starlette calls this."""
+    assert isinstance(error, ManyloraError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Answer in our shape where Starlette itself refuses: no such route, wrong method."""
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"There is no route {request.url.path}.",
+        405: f"{request.method} is not allowed on {request.url.path}.",
+    }.get(error.status_code, error.detail)
+    return error_response(HttpError(error.status_code, message, headers=dict(error.headers or {})))

@@ -1,0 +1,255 @@
+"""What the API process and the engine process say to each other: msgpack, one struct per message.
+
+Commands go down, messages come up, each on its own socket, in order. A command that wants an answer carries a
+``call`` number, and the answer repeats it. All tokens of one turn of the engine's loop travel in one ``Turn``,
+whatever the number of requests, so that the price of a message is paid per step and not per token.
+
+::
+
+    API process                                engine process
+    AddRequests(call=7, [r1, r2])   ------>
+                                    <------    Reply(call=7)                  both accepted, or neither
+                                    <------    Turn([Output(r1, ...), Output(r2, ...)])
+    Cancel([r2])                    ------>
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+import manylora.errors as errors
+from manylora.config import EngineConfig
+from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.types import Output, Request
+
+__all__ = [
+    "AddRequests",
+    "Cancel",
+    "Command",
+    "EngineInfo",
+    "EngineSetup",
+    "Fault",
+    "FinishedRequest",
+    "LoadAdapter",
+    "Message",
+    "Observations",
+    "PinAdapter",
+    "Ready",
+    "Refused",
+    "Reply",
+    "TakeSnapshot",
+    "Turn",
+    "UnloadAdapter",
+    "WarmAdapter",
+    "decode_command",
+    "decode_message",
+    "encode",
+]
+
+
+class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a new engine process reads from its standard input, never from its command line.
+
+    Args:
+        config: The engine's configuration.
+        served_name: The base model's name in the API.
+        simulate: Use the simulated executor.
+        commands_address: Where the engine listens for commands.
+        messages_address: Where it sends messages.
+        log_level: Level of its standard-error log.
+    """
+
+    config: EngineConfig
+    served_name: str
+    simulate: bool
+    commands_address: str
+    messages_address: str
+    log_level: int
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API needs to know of an engine that is ready: limits and sizes that never change while it lives."""
+
+    served_name: str
+    base_name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    num_pages: int
+    block_size: int
+    page_bytes: int
+    dtype: str
+
+
+class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Add requests, all or none."""
+
+    call: int
+    requests: list[Request]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Stop requests; no answer. ``stopped`` says that their text reached a stop string, which is a good end."""
+
+    request_ids: list[str]
+    stopped: bool = False
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Read an adapter and register it under a name."""
+
+    call: int
+    name: str
+    path: str
+    replace: bool
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget a name; requests in flight finish first."""
+
+    call: int
+    name: str
+
+
+class PinAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Keep an adapter from being evicted, or no longer."""
+
+    call: int
+    name: str
+    pinned: bool
+
+
+class WarmAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Begin to copy an adapter to the device."""
+
+    call: int
+    name: str
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Report counters and the state of every adapter."""
+
+    call: int
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """An error of our tree on its way between processes: the class by name and what its constructor took."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    adapter: str = ""
+    reason: str = ""
+    retry_after_s: float = 1.0
+    status: int = 500
+
+    @classmethod
+    def of(cls, error: errors.ManyloraError) -> Fault:
+        """Pack an error."""
+        return cls(
+            kind=type(error).__name__,
+            message=str(error),
+            param=getattr(error, "param", None),
+            adapter=getattr(error, "adapter", ""),
+            reason=getattr(error, "reason", ""),
+            retry_after_s=getattr(error, "retry_after_s", 1.0),
+            status=error.status,
+        )
+
+    def to_error(self) -> errors.ManyloraError:
+        """Make the same error again."""
+        kind = getattr(errors, self.kind) if self.kind in errors.__all__ else errors.ManyloraError
+        assert isinstance(kind, type)
+        if issubclass(kind, errors.AdapterError):
+            return kind(self.adapter, self.reason)
+        if issubclass(kind, errors.RequestError):
+            return kind(self.message, param=self.param)
+        if issubclass(kind, errors.CapacityError):
+            return kind(self.message, retry_after_s=self.retry_after_s, status=self.status)
+        assert issubclass(kind, errors.ManyloraError)
+        return kind(self.message)
+
+
+class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One ended request, for the histograms; ``None`` where it never got that far."""
+
+    reason: str
+    e2e_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What happened since the last message, as numbers that histograms take; times in seconds.
+
+    Args:
+        queue_s: Waiting time of each request admitted.
+        ttft_s: Time to first token of each request that got one.
+        inter_token_s: Gaps between tokens.
+        finished: Requests that ended.
+        device_loads_s: Durations of adapter copies to the device.
+        host_loads_s: Durations of adapter reads to the host tier.
+        num_failed_loads: Loads that failed.
+    """
+
+    queue_s: list[float] = msgspec.field(default_factory=list)
+    ttft_s: list[float] = msgspec.field(default_factory=list)
+    inter_token_s: list[float] = msgspec.field(default_factory=list)
+    finished: list[FinishedRequest] = msgspec.field(default_factory=list)
+    device_loads_s: list[float] = msgspec.field(default_factory=list)
+    host_loads_s: list[float] = msgspec.field(default_factory=list)
+    num_failed_loads: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine serves."""
+
+    info: EngineInfo
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start with this configuration; it ends after this."""
+
+    fault: Fault
+
+
+class Turn(msgspec.Struct, frozen=True, tag=True):
+    """What one turn of the loop yielded for all requests, and what there is to observe."""
+
+    outputs: list[Output]
+    observations: Observations
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The answer to a call: an error, or whatever the call asked for."""
+
+    call: int
+    fault: Fault | None = None
+    statuses: tuple[AdapterStatus, ...] = ()
+    stats: EngineStats | None = None
+    observations: Observations | None = None
+
+
+Command: TypeAlias = AddRequests | Cancel | LoadAdapter | UnloadAdapter | PinAdapter | WarmAdapter | TakeSnapshot
+Message: TypeAlias = Ready | Refused | Turn | Reply
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_message_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Command | Message | EngineSetup) -> bytes:
+    """Return the message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """Return the command in ``data``."""
+    return _command_decoder.decode(data)  # type: ignore[no-any-return]
+
+
+def decode_message(data: bytes) -> Message:
+    """Return the message in ``data``."""
+    return _message_decoder.decode(data)  # type: ignore[no-any-return]

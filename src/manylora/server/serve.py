@@ -1,0 +1,380 @@
+"""Starting and stopping: the sockets, the engine, the signals, and the order of things.
+
+::
+
+    bind -> load tokenizer, start engine -> listen (503) -> adapters loaded -> ready (200)
+         -> first signal: drain (503 to the new, the old may finish) -> stop engine -> exit 0
+         -> second signal: exit at once
+
+``run`` blocks, for the command line; ``BackgroundServer`` runs the same in a thread, for tests, notebooks and demos.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+
+import uvicorn
+
+from manylora.config import EngineConfig, ServerConfig
+from manylora.demo import demo_model_path
+from manylora.errors import ConfigError, EngineDead
+from manylora.server.app import make_app
+from manylora.server.auth import Gate
+from manylora.server.context import Context
+from manylora.server.link import EngineLink
+from manylora.server.metrics import Metrics
+from manylora.server.process_link import ProcessLink
+from manylora.server.service import BuildParts, parts_builder
+from manylora.server.supervisor import LoraModule, RestartPolicy, Supervisor
+from manylora.server.thread_link import ThreadLink
+from manylora.text import Tokenizer
+
+__all__ = ["BackgroundServer", "run"]
+
+EXIT_FORCED = 130
+LAST_WRITES_S = 2.0
+"""How long clients that are told of the end may take to read it, in seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: when to stop is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """One server's life, on one event loop."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        modules: Sequence[LoraModule],
+        *,
+        simulate: bool,
+        build: BuildParts | None,
+        restarts: RestartPolicy,
+    ) -> None:
+        self._engine_config = engine
+        self._config = server
+        self._modules = modules
+        self._simulate = simulate
+        self._build = build
+        served_name = engine.model.served_model_name or engine.model.model
+        self._metrics = Metrics(engine, served_name=served_name, epoch_s=time.time)
+        self.supervisor = Supervisor(
+            self._make_link,
+            served_name=served_name,
+            restarts=restarts,
+            observe=self._metrics.observe,
+            epoch_s=time.time,
+        )
+        self._socket = _bind(server.host, server.port)
+        self._stop = asyncio.Event()
+        self._patience_s = server.drain_timeout_s
+
+    @property
+    def url(self) -> str:
+        """Return where the server is reached from this machine."""
+        host, port = self._socket.getsockname()[:2]
+        address = ipaddress.ip_address(host)
+        if address.is_unspecified:
+            host = "127.0.0.1" if address.version == 4 else "::1"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was asked to stop."""
+        return self._stop.is_set()
+
+    def drain(self) -> None:
+        """Begin to stop: no new requests, those in flight may finish."""
+        self.supervisor.drain()
+        self._stop.set()
+
+    def abandon(self) -> None:
+        """Stop now, whatever is in flight."""
+        self._patience_s = 0.0
+        self.drain()
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve until drained.
+
+        Raises:
+            ManyloraError: It could not start, or the engine died too often.
+        """
+
+        async def live() -> None:
+            await self.supervisor.start(self._modules)
+            on_ready()
+            await self.supervisor.run()
+
+        living = asyncio.create_task(live())
+        stopping = asyncio.create_task(self._stop.wait())
+        http: _HttpServer | None = None
+        tasks: list[asyncio.Task[None]] = [living]
+        try:
+            model = self._engine_config.model
+            path = model.tokenizer or (demo_model_path() if model.model == "demo" else model.model)
+            tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.revision)
+            http = self._http_server(tokenizer)
+            tasks.append(asyncio.create_task(http.serve(sockets=[self._socket])))
+            await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                await self._finish_in_flight()
+            else:
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            await self.supervisor.stop()  # tells clients still waiting
+            stopping.cancel()
+            living.cancel()
+            if http is None:
+                self._socket.close()
+            else:
+                http.should_exit = True
+            await asyncio.gather(stopping, *tasks, return_exceptions=True)
+
+    async def _finish_in_flight(self) -> None:
+        try:
+            await asyncio.wait_for(self.supervisor.idle(), self._patience_s)
+        except TimeoutError:
+            if self._patience_s:
+                logger.warning("drain_timed_out after_s=%.1f", self._patience_s)
+
+    def _make_link(self) -> EngineLink:
+        served_name = self.supervisor.served_name
+        if self._config.in_process:
+            build = self._build or parts_builder(simulate=self._simulate)
+            return ThreadLink(self._engine_config, served_name=served_name, build=build)
+        return ProcessLink(self._engine_config, served_name=served_name, simulate=self._simulate)
+
+    def _http_server(self, tokenizer: Tokenizer) -> _HttpServer:
+        version = metadata.version("manylora")
+        model = self._engine_config.model
+        digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
+        # An adapter named at start may be loaded from there again, beside what the directories allow.
+        roots = [*self._config.lora_dirs, *(module.path for module in self._modules)]
+        context = Context(
+            engine_config=self._engine_config,
+            config=self._config,
+            supervisor=self.supervisor,
+            tokenizer=tokenizer,
+            gate=Gate(self._config),
+            metrics=self._metrics,
+            lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
+            fingerprint=f"fp_{digest.hexdigest()}",
+            started_at=int(time.time()),
+            epoch_s=time.time,
+        )
+        return _HttpServer(
+            uvicorn.Config(
+                make_app(context),
+                log_config=None,
+                log_level=logging.WARNING,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,  # whoever claims to be forwarded is not local; see auth
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, int(LAST_WRITES_S)),
+            )
+        )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket: a port that is taken should be known before a model is loaded.
+
+    Raises:
+        ConfigError: It cannot be bound.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"Got host = {host!r}, expected an address to listen on: {error}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"Got host = {host!r} and port = {port}, which cannot be listened on: {error}") from error
+    return bound
+
+
+def run(
+    engine: EngineConfig,
+    server: ServerConfig,
+    lora_modules: Sequence[LoraModule] = (),
+    *,
+    simulate: bool = False,
+) -> int:
+    """Serve until told to stop; from the main thread, whose SIGTERM and SIGINT it takes.
+
+    Args:
+        engine: The engine.
+        server: The HTTP face.
+        lora_modules: Adapters to load at start; a bad one is an error.
+        simulate: Use the simulated executor: made-up tokens, no model.
+
+    Returns:
+        The exit code: 0 after a graceful stop.
+
+    Raises:
+        ManyloraError: It could not start, or the engine died too often.
+    """
+
+    async def serve() -> None:
+        life = _Server(engine, server, lora_modules, simulate=simulate, build=None, restarts=RestartPolicy())
+
+        def stop() -> None:
+            if life.is_stopping:
+                # The engine goes with us: its standard input is our pipe.
+                os._exit(EXIT_FORCED)
+            logger.warning("draining timeout_s=%.1f (again to exit at once)", server.drain_timeout_s)
+            life.drain()
+
+        def say_ready() -> None:
+            adapters = len(life.supervisor.adapters)
+            print(f"manylora serves {life.supervisor.served_name} with {adapters} adapters at {life.url}", flush=True)
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        await life.serve(say_ready)
+
+    asyncio.run(serve())
+    return 0
+
+
+class BackgroundServer:
+    """A server in a thread of this process, as a context manager.
+
+    ::
+
+        with BackgroundServer(EngineConfig(model=ModelConfig(model="demo"))) as server:
+            client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+
+    Args:
+        engine: The engine.
+        server: The HTTP face; by default on a free port of this machine.
+        lora_modules: Adapters to load at start.
+        simulate: Use the simulated executor.
+        build: Builds the engine's parts, in-process only; for tests.
+        restarts: When to restart a dead engine.
+
+    Raises:
+        ManyloraError: On entering: it could not start.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig | None = None,
+        lora_modules: Sequence[LoraModule] = (),
+        *,
+        simulate: bool = False,
+        build: BuildParts | None = None,
+        restarts: RestartPolicy | None = None,
+    ) -> None:
+        self._engine_config = engine
+        self._config = server or ServerConfig(port=0)
+        self._modules = lora_modules
+        self._simulate = simulate
+        self._build = build
+        self._restarts = restarts or RestartPolicy()
+        self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._server: _Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._serve, name="manylora-server", daemon=True)
+
+    def __enter__(self) -> BackgroundServer:
+        """Start, and wait until the server is ready."""
+        self._thread.start()
+        self._ready.result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop at once."""
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Return the server's address, without a path."""
+        assert self._server is not None
+        return self._server.url
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Return the engine's process id, if there is an engine."""
+        assert self._server is not None
+        return self._server.supervisor.engine_pid
+
+    def drain(self) -> None:
+        """Begin to stop gracefully, as the first SIGTERM does; ``wait`` says when it is done."""
+        assert self._loop is not None
+        assert self._server is not None
+        self._loop.call_soon_threadsafe(self._server.drain)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the server has ended.
+
+        Raises:
+            ManyloraError: It gave up.
+            TimeoutError: It has not ended yet.
+        """
+        self._ended.result(timeout_s)
+
+    def stop(self) -> None:
+        """Stop at once, and wait for the thread."""
+        if self._loop is not None and self._server is not None and not self._ended.done():
+            server = self._server
+            with contextlib.suppress(RuntimeError):  # it ended in this moment
+                self._loop.call_soon_threadsafe(server.abandon)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._server = _Server(
+                self._engine_config,
+                self._config,
+                self._modules,
+                simulate=self._simulate,
+                build=self._build,
+                restarts=self._restarts,
+            )
+            await self._server.serve(lambda: self._ready.set_result(None))
+
+        try:
+            asyncio.run(serve())
+        except Exception as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            self._ended.set_exception(error)
+        else:
+            if not self._ready.done():
+                self._ready.set_exception(EngineDead("The server was stopped before it was ready."))
+            self._ended.set_result(None)

@@ -1,0 +1,231 @@
+"""The engine's side of the wire: commands in, messages out, around the one loop.
+
+The loop's thread alone touches the core and sends messages. Commands arrive on any thread and are posted to the
+loop; adapter files are read on a small pool of threads of their own, because a step must never wait for a disk:
+only the finished version is posted. The same service runs in an engine process and, for debugging, in a thread of
+the API process: it knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from manylora.clock import Clock
+from manylora.config import EngineConfig
+from manylora.engine.core import EngineCore
+from manylora.engine.loop import EngineLoop
+from manylora.engine.ports import EngineParts
+from manylora.engine.status import AdapterStatus
+from manylora.errors import AdapterError, ManyloraError
+from manylora.events import AdapterLoaded
+from manylora.server.protocol import (
+    AddRequests,
+    Cancel,
+    Command,
+    EngineInfo,
+    Fault,
+    LoadAdapter,
+    Message,
+    PinAdapter,
+    Ready,
+    Refused,
+    Reply,
+    TakeSnapshot,
+    Turn,
+    UnloadAdapter,
+    WarmAdapter,
+)
+from manylora.server.recorder import Recorder
+from manylora.types import AdapterVersion, Output, Tier
+
+__all__ = ["BuildParts", "EngineService", "parts_builder"]
+
+logger = logging.getLogger(__name__)
+
+BuildParts = Callable[[EngineConfig, Clock], EngineParts]
+
+NUM_READERS = 2
+
+
+def parts_builder(*, simulate: bool) -> BuildParts:
+    """Return what builds the engine's parts; the torch executor is imported only when it is wanted."""
+    if simulate:
+        from manylora.sim.build import build_simulated_parts
+
+        return build_simulated_parts
+    from manylora.execution.build import build_parts
+
+    return build_parts
+
+
+class EngineService:
+    """One engine behind commands and messages.
+
+    Args:
+        config: The engine's configuration.
+        served_name: The base model's name in the API.
+        build: Builds its parts.
+        clock: Live time.
+        send: Takes messages; called on the loop's thread alone.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        served_name: str,
+        build: BuildParts,
+        clock: Clock,
+        send: Callable[[Message], None],
+    ) -> None:
+        self._config = config
+        self._served_name = served_name
+        self._build = build
+        self._clock = clock
+        self._send = send
+        self._recorder = Recorder()
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
+        self._loop: EngineLoop | None = None
+        self._parts: EngineParts | None = None
+
+    def run(self) -> bool:
+        """Build the engine and serve until ``stop``; on the calling thread, which becomes the loop's.
+
+        Returns:
+            False if the configuration was refused (a ``Refused`` message says why).
+
+        Raises:
+            Exception: The engine broke; it cannot be used again.
+        """
+        try:
+            parts = self._parts = self._build(self._config, self._clock)
+        except ManyloraError as error:
+            self._send(Refused(Fault.of(error)))
+            return False
+        try:
+            core = EngineCore(
+                base=parts.base,
+                num_pages=parts.num_pages,
+                executor=parts.executor,
+                scheduler=self._config.scheduler,
+                memory=self._config.memory,
+                adapters=self._config.adapters,
+                served_name=self._served_name,
+                seed=self._config.seed,
+                sinks=[self._recorder],
+            )
+            loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
+            self._send(Ready(self._info(parts)))
+            loop.run()
+        except ManyloraError as error:
+            if self._loop is not None:
+                raise
+            self._send(Refused(Fault.of(error)))
+            return False
+        finally:
+            self._readers.shutdown(wait=False, cancel_futures=True)
+            parts.close()
+        return True
+
+    def stop(self) -> None:
+        """End ``run`` soon; safe from any thread."""
+        if self._loop is not None:
+            self._loop.stop()
+
+    def handle(self, command: Command) -> None:
+        """Carry a command out, soon; safe from any thread, once ``Ready`` was sent."""
+        assert self._loop is not None, "commands come after Ready"
+        post = self._loop.post
+        match command:
+            case AddRequests():
+                post(lambda core, now: self._add(core, now, command))
+            case Cancel():
+                post(lambda core, now: self._cancel(core, now, command))
+            case LoadAdapter():
+                self._readers.submit(self._read, command)
+            case UnloadAdapter(call, name):
+                post(lambda core, now: self._reply(call, lambda: core.unregister_adapter(name, now)))
+            case PinAdapter(call, name, pinned):
+                post(lambda core, now: self._reply(call, lambda: core.pin_adapter(name, pinned, now)))
+            case WarmAdapter(call, name):
+                post(lambda core, now: self._reply(call, lambda: core.warm_adapter(name, now)))
+            case TakeSnapshot(call):
+                post(lambda core, now: self._snapshot(core, now, call))
+
+    def _info(self, parts: EngineParts) -> EngineInfo:
+        base = parts.base
+        return EngineInfo(
+            served_name=self._served_name,
+            base_name=base.name,
+            architecture=base.architecture,
+            max_model_len=base.max_model_len,
+            vocab_size=base.vocab_size,
+            num_pages=parts.num_pages,
+            block_size=base.page.block_size,
+            page_bytes=base.page.num_bytes,
+            dtype=base.page.dtype,
+        )
+
+    def _send_turn(self, outputs: list[Output], now: float) -> None:
+        self._send(Turn(outputs, self._recorder.take()))
+
+    def _reply(self, call: int, work: Callable[[], AdapterStatus | None]) -> None:
+        try:
+            status = work()
+        except ManyloraError as error:
+            self._send(Reply(call, Fault.of(error)))
+        else:
+            self._send(Reply(call, statuses=() if status is None else (status,)))
+
+    def _add(self, core: EngineCore, now: float, command: AddRequests) -> None:
+        added: list[str] = []
+        try:
+            for request in command.requests:
+                core.add_request(request, now)
+                added.append(request.request_id)
+        except ManyloraError as error:
+            for request_id in added:
+                core.cancel(request_id, now)
+            self._send(Reply(command.call, Fault.of(error)))
+        else:
+            self._send(Reply(command.call))
+
+    def _cancel(self, core: EngineCore, now: float, command: Cancel) -> None:
+        if command.stopped:
+            self._recorder.note_stopped(command.request_ids)
+        for request_id in command.request_ids:
+            core.cancel(request_id, now)
+
+    def _snapshot(self, core: EngineCore, now: float, call: int) -> None:
+        self._send(
+            Reply(call, statuses=core.adapter_statuses(now), stats=core.stats(), observations=self._recorder.take())
+        )
+
+    def _read(self, command: LoadAdapter) -> None:
+        """Read an adapter, on a reader's thread, then hand it to the loop. Never raises: nobody would hear."""
+        assert self._loop is not None
+        assert self._parts is not None
+        began_at = self._clock.now()
+        try:
+            version = self._parts.reader.read(command.name, command.path)
+        except ManyloraError as error:
+            fault = Fault.of(error)
+        except (OSError, ValueError, MemoryError) as error:
+            logger.warning("adapter_unreadable name=%s error=%r", command.name, error)
+            fault = Fault.of(AdapterError(command.name, f"could not be read: {error}"))
+        except Exception as error:
+            logger.exception("adapter_reader_failed name=%s", command.name)
+            fault = Fault.of(AdapterError(command.name, f"reading it failed inside the server: {error!r}"))
+        else:
+            took_s = self._clock.now() - began_at
+            self._loop.post(lambda core, now: self._register(core, now, command, version, took_s))
+            return
+        self._loop.post(lambda core, now: self._send(Reply(command.call, fault)))
+
+    def _register(
+        self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float
+    ) -> None:
+        self._recorder(AdapterLoaded(now, version.key, Tier.HOST, took_s))
+        self._reply(command.call, lambda: core.register_adapter(command.name, version, now, replace=command.replace))

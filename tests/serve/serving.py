@@ -1,0 +1,140 @@
+"""What the server's tests share: a tiny tokenizer on disk, an engine that makes tokens up, and servers around them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from manylora.adapters.shape import BaseShape, PageShape
+from manylora.clock import Clock
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.engine.ports import EngineParts, PlannedSequence
+from manylora.errors import AdapterError, AdapterNotFound
+from manylora.sim.cost import FixedCost
+from manylora.sim.executor import SimulatedExecutor
+from manylora.types import AdapterKey, AdapterVersion, SampledToken
+
+EOS = 256
+MAX_MODEL_LEN = 256
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def _byte_characters() -> list[str]:
+    """Return the character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """Write a tokenizer whose tokens are the 256 bytes, by value, and one end of sequence."""
+    fast = FastTokenizer(models.BPE({char: byte for byte, char in enumerate(_byte_characters())}, []))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    hf = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>")
+    hf.chat_template = TEMPLATE
+    hf.save_pretrained(str(directory))
+    return directory
+
+
+def base_shape() -> BaseShape:
+    """Return a base whose vocabulary is the tokenizer's."""
+    return BaseShape(
+        name="tiny",
+        architecture="llama",
+        fingerprint="tiny",
+        vocab_size=257,
+        hidden_size=16,
+        num_layers=2,
+        max_model_len=MAX_MODEL_LEN,
+        page=PageShape(block_size=16, num_layers=2, num_kv_heads=1, head_dim=8, element_bytes=4, dtype="float32"),
+        modules=(),
+        all_linear=(),
+        eos_token_ids=(EOS,),
+    )
+
+
+def recite(part: PlannedSequence) -> SampledToken:
+    """Make up the next token: the alphabet, begun at ``a`` by the base and at its own letter by an adapter.
+
+    So every answer shows which adapter version gave it. A prompt that ends with ``!`` is answered with five letters
+    and the end of sequence.
+    """
+    position = len(part.tokens) - part.num_prompt_tokens
+    shift = 0 if part.adapter is None else ord(part.adapter[0]) - ord("a")
+    token = ord("a") + (shift + position) % 26
+    if part.tokens[part.num_prompt_tokens - 1] == ord("!") and position == 5:
+        token = EOS
+    if part.sampling.logprobs is None:
+        return SampledToken(token_id=token)
+    top = tuple((ord("a") + (shift + position + rank) % 26, -0.5 - rank) for rank in range(part.sampling.logprobs))
+    return SampledToken(token_id=token, logprob=-0.5, top=top)
+
+
+class ReciterReader:
+    """Reads folders that ``write_reciter`` wrote."""
+
+    def read(self, name: str, path: str) -> AdapterVersion:
+        file = Path(path) / "adapter_config.json"
+        if not file.exists():
+            raise AdapterNotFound(name, f"{path} holds no adapter_config.json")
+        config = json.loads(file.read_text())
+        if "letter" not in config:
+            raise AdapterError(name, "its configuration names no letter")
+        return AdapterVersion(
+            key=AdapterKey(config["letter"] + hashlib.sha256(file.read_bytes()).hexdigest()[:15]),
+            source=path,
+            rank=config["rank"],
+            total_rank=config["rank"],
+            num_modules=1,
+            target_modules=("q_proj",),
+            num_pages=config["num_pages"],
+            weight_bytes=1000,
+            host_bytes=1024,
+            disk_bytes=1000,
+        )
+
+
+def write_reciter(directory: Path, letter: str, *, rank: int = 8, num_pages: int = 2) -> Path:
+    """Write an adapter that begins the alphabet at ``letter``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"letter": letter, "rank": rank, "num_pages": num_pages})
+    (directory / "adapter_config.json").write_text(content)
+    return directory
+
+
+def reciter_parts(config: EngineConfig, clock: Clock, *, step_s: float = 0.001) -> EngineParts:
+    """Build an engine that recites; ``step_s`` is how long a step takes."""
+    cost = FixedCost(step_s=step_s, token_s=0.0)
+    executor = SimulatedExecutor(cost, vocab_size=257, choose=recite)
+    return EngineParts(
+        base=base_shape(),
+        num_pages=config.memory.num_pages or 512,
+        executor=executor,
+        reader=ReciterReader(),
+        close=lambda: None,
+    )
+
+
+def slow_reciter_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Build an engine that recites at ten tokens a second."""
+    return reciter_parts(config, clock, step_s=0.1)
+
+
+def engine_config(tokenizer: Path, **scheduler: int) -> EngineConfig:
+    """Return a small engine's configuration; the base is called ``base``."""
+    return EngineConfig(
+        model=ModelConfig(model=str(tokenizer), served_model_name="base"),
+        memory=MemoryConfig(num_pages=512),
+        scheduler=SchedulerConfig(**scheduler),
+    )
