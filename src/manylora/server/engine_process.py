@@ -19,7 +19,7 @@ import zmq
 
 from manylora.clock import WallClock
 from manylora.server.protocol import EngineSetup, Message, decode_command, encode
-from manylora.server.service import EngineService, parts_builder
+from manylora.server.service import EngineService
 
 __all__ = ["main", "pack_setup"]
 
@@ -78,7 +78,7 @@ def main() -> int:
     service = EngineService(
         setup.config,
         served_name=setup.served_name,
-        build=parts_builder(simulate=setup.simulate),
+        builder=setup.builder,
         clock=WallClock(),
         send=send,
     )

@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 class ProcessLink:
     """An ``EngineLink`` to a new engine process."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, simulate: bool) -> None:
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: str) -> None:
         self._config = config
         self._served_name = served_name
-        self._simulate = simulate
+        self._builder = builder
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: asyncio.Future[int] | None = None
         self._directory: str | None = None
@@ -64,7 +64,7 @@ class ProcessLink:
         setup = EngineSetup(
             config=self._config,
             served_name=self._served_name,
-            simulate=self._simulate,
+            builder=self._builder,
             commands_address=f"ipc://{self._directory}/down",
             messages_address=f"ipc://{self._directory}/up",
             log_level=logging.getLogger().getEffectiveLevel(),

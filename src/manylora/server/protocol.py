@@ -55,7 +55,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         config: The engine's configuration.
         served_name: The base model's name in the API.
-        simulate: Use the simulated executor.
+        builder: What builds its parts, as ``module:function`` (see ``service.BuildParts``).
         commands_address: Where the engine listens for commands.
         messages_address: Where it sends messages.
         log_level: Level of its standard-error log.
@@ -63,7 +63,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     served_name: str
-    simulate: bool
+    builder: str
     commands_address: str
     messages_address: str
     log_level: int

@@ -38,7 +38,7 @@ from manylora.server.context import Context
 from manylora.server.link import EngineLink
 from manylora.server.metrics import Metrics
 from manylora.server.process_link import ProcessLink
-from manylora.server.service import BuildParts, parts_builder
+from manylora.server.service import SIMULATED_BUILDER, TORCH_BUILDER
 from manylora.server.supervisor import LoraModule, RestartPolicy, Supervisor
 from manylora.server.thread_link import ThreadLink
 from manylora.text import Tokenizer
@@ -69,15 +69,13 @@ class _Server:
         server: ServerConfig,
         modules: Sequence[LoraModule],
         *,
-        simulate: bool,
-        build: BuildParts | None,
+        builder: str,
         restarts: RestartPolicy,
     ) -> None:
         self._engine_config = engine
         self._config = server
         self._modules = modules
-        self._simulate = simulate
-        self._build = build
+        self._builder = builder
         served_name = engine.model.served_model_name or engine.model.model
         self._metrics = Metrics(engine, served_name=served_name, epoch_s=time.time)
         self.supervisor = Supervisor(
@@ -162,11 +160,8 @@ class _Server:
                 logger.warning("drain_timed_out after_s=%.1f", self._patience_s)
 
     def _make_link(self) -> EngineLink:
-        served_name = self.supervisor.served_name
-        if self._config.in_process:
-            build = self._build or parts_builder(simulate=self._simulate)
-            return ThreadLink(self._engine_config, served_name=served_name, build=build)
-        return ProcessLink(self._engine_config, served_name=served_name, simulate=self._simulate)
+        link = ThreadLink if self._config.in_process else ProcessLink
+        return link(self._engine_config, served_name=self.supervisor.served_name, builder=self._builder)
 
     def _http_server(self, tokenizer: Tokenizer) -> _HttpServer:
         version = metadata.version("manylora")
@@ -244,7 +239,8 @@ def run(
     """
 
     async def serve() -> None:
-        life = _Server(engine, server, lora_modules, simulate=simulate, build=None, restarts=RestartPolicy())
+        builder = SIMULATED_BUILDER if simulate else TORCH_BUILDER
+        life = _Server(engine, server, lora_modules, builder=builder, restarts=RestartPolicy())
 
         def stop() -> None:
             if life.is_stopping:
@@ -279,7 +275,7 @@ class BackgroundServer:
         server: The HTTP face; by default on a free port of this machine.
         lora_modules: Adapters to load at start.
         simulate: Use the simulated executor.
-        build: Builds the engine's parts, in-process only; for tests.
+        builder: What builds the engine's parts instead, as ``module:function``; for tests.
         restarts: When to restart a dead engine.
 
     Raises:
@@ -293,14 +289,13 @@ class BackgroundServer:
         lora_modules: Sequence[LoraModule] = (),
         *,
         simulate: bool = False,
-        build: BuildParts | None = None,
+        builder: str | None = None,
         restarts: RestartPolicy | None = None,
     ) -> None:
         self._engine_config = engine
         self._config = server or ServerConfig(port=0)
         self._modules = lora_modules
-        self._simulate = simulate
-        self._build = build
+        self._builder = builder or (SIMULATED_BUILDER if simulate else TORCH_BUILDER)
         self._restarts = restarts or RestartPolicy()
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -362,8 +357,7 @@ class BackgroundServer:
                 self._engine_config,
                 self._config,
                 self._modules,
-                simulate=self._simulate,
-                build=self._build,
+                builder=self._builder,
                 restarts=self._restarts,
             )
             await self._server.serve(lambda: self._ready.set_result(None))

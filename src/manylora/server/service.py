@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import cast
 
 from manylora.clock import Clock
 from manylora.config import EngineConfig
@@ -40,24 +42,24 @@ from manylora.server.protocol import (
 from manylora.server.recorder import Recorder
 from manylora.types import AdapterVersion, Output, Tier
 
-__all__ = ["BuildParts", "EngineService", "parts_builder"]
+__all__ = ["SIMULATED_BUILDER", "TORCH_BUILDER", "BuildParts", "EngineService", "load_builder"]
 
 logger = logging.getLogger(__name__)
 
 BuildParts = Callable[[EngineConfig, Clock], EngineParts]
 
+TORCH_BUILDER = "manylora.execution.build:build_parts"
+SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
+
 NUM_READERS = 2
 
 
-def parts_builder(*, simulate: bool) -> BuildParts:
-    """Return what builds the engine's parts; the torch executor is imported only when it is wanted."""
-    if simulate:
-        from manylora.sim.build import build_simulated_parts
-
-        return build_simulated_parts
-    from manylora.execution.build import build_parts
-
-    return build_parts
+def load_builder(name: str) -> BuildParts:
+    """Return the builder called ``module:function``: a name can travel to another process, a function cannot."""
+    module, _, function = name.partition(":")
+    build = getattr(import_module(module), function)
+    assert callable(build)
+    return cast(BuildParts, build)
 
 
 class EngineService:
@@ -66,7 +68,7 @@ class EngineService:
     Args:
         config: The engine's configuration.
         served_name: The base model's name in the API.
-        build: Builds its parts.
+        builder: What builds its parts, as ``module:function``.
         clock: Live time.
         send: Takes messages; called on the loop's thread alone.
     """
@@ -76,13 +78,13 @@ class EngineService:
         config: EngineConfig,
         *,
         served_name: str,
-        build: BuildParts,
+        builder: str,
         clock: Clock,
         send: Callable[[Message], None],
     ) -> None:
         self._config = config
         self._served_name = served_name
-        self._build = build
+        self._builder = builder
         self._clock = clock
         self._send = send
         self._recorder = Recorder()
@@ -100,7 +102,7 @@ class EngineService:
             Exception: The engine broke; it cannot be used again.
         """
         try:
-            parts = self._parts = self._build(self._config, self._clock)
+            parts = self._parts = load_builder(self._builder)(self._config, self._clock)
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
             return False

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from manylora.clock import WallClock
 from manylora.config import EngineConfig
 from manylora.server.protocol import Command, Message
-from manylora.server.service import BuildParts, EngineService
+from manylora.server.service import EngineService
 
 __all__ = ["ThreadLink"]
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 class ThreadLink:
     """An ``EngineLink`` to a new engine in a thread."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, build: BuildParts) -> None:
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: str) -> None:
         self._config = config
         self._served_name = served_name
-        self._build = build
+        self._builder = builder
         self._service: EngineService | None = None
         self._end: asyncio.Future[str] | None = None
 
@@ -48,7 +48,7 @@ class ThreadLink:
                 event_loop.call_soon_threadsafe(deliver, message)
 
         service = self._service = EngineService(
-            self._config, served_name=self._served_name, build=self._build, clock=WallClock(), send=send
+            self._config, served_name=self._served_name, builder=self._builder, clock=WallClock(), send=send
         )
 
         def note_end(how: str) -> None:
