@@ -1,1 +1,28 @@
-"""manylora: serve hundreds to thousands of LoRA adapters of one base model from shared hardware."""
+"""manylora: serve hundreds to thousands of LoRA adapters of one base model from shared hardware.
+
+The offline API: ``from manylora import Engine, SamplingParams``. Importing this is cheap; torch comes with the
+first use of ``Engine``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from manylora.types import SamplingParams
+
+if TYPE_CHECKING:
+    from manylora.offline import Engine, Generation
+
+__all__ = ["Engine", "Generation", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Engine", "Generation"):
+        from manylora import offline
+
+        return getattr(offline, name)
+    raise AttributeError(f"module 'manylora' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,101 @@
+"""What comes back for a prompt, and the job it is until then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from manylora.text import Detokenizer, TokenLogprob
+from manylora.types import FinishReason, Output, Request
+
+__all__ = ["Generation", "Job"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The answer to one prompt.
+
+    Args:
+        prompt: What was asked, as given; of a chat, the text its template made.
+        text: The answer.
+        token_ids: Its tokens, a stop token included.
+        finish_reason: ``stop``, ``length`` or ``error``.
+        stop_reason: The stop string or requested stop token that ended it, if one did.
+        adapter: Who answered; ``None`` is the base.
+        logprobs: One entry per token, when asked for.
+        num_prompt_tokens: Tokens of the prompt.
+        num_cached_tokens: Those whose KV was in the prefix cache.
+        error: What went wrong, when ``finish_reason`` is ``error``.
+    """
+
+    prompt: str | tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    adapter: str | None
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Job:
+    """A prompt on its way to a generation; ``finish_reason`` is set when it is there.
+
+    The first four fields are as in ``Generation`` and ``Request``, the others gather the answer.
+    """
+
+    prompt: str | tuple[int, ...]
+    adapter: str | None
+    request: Request
+    detokenizer: Detokenizer
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def take(self, output: Output) -> None:
+        """Add what an output brings; sets ``finish_reason`` at the end of the answer."""
+        self.num_cached_tokens = output.num_cached_tokens
+        delta = self.detokenizer.push(output.tokens, stop_token=output.stop_token)
+        self._add(output, delta.text, delta.num_tokens, delta.logprobs)
+        if not delta.finished and output.finish is not None:
+            delta = self.detokenizer.finish()
+            self._add(output, delta.text, 0, ())
+        if delta.stop_reason is not None:
+            self.stop_reason = delta.stop_reason
+        if isinstance(delta.stop_reason, str):
+            self.finish_reason = FinishReason.STOP.value
+        elif output.finish is not None:
+            self.finish_reason = output.finish.value
+            self.error = output.error
+
+    def fail(self, error: str) -> None:
+        """End it with an error."""
+        self.finish_reason, self.error = FinishReason.ERROR.value, error
+
+    def generation(self) -> Generation:
+        """Return the answer."""
+        assert self.finish_reason is not None
+        return Generation(
+            prompt=self.prompt,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            adapter=self.adapter,
+            logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
+            num_prompt_tokens=len(self.request.prompt),
+            num_cached_tokens=self.num_cached_tokens,
+            error=self.error,
+        )
+
+    def _add(self, output: Output, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob]) -> None:
+        self.text.append(text)
+        self.token_ids.extend(token.token_id for token in output.tokens[:num_tokens])
+        self.logprobs.extend(logprobs)
