@@ -12,15 +12,27 @@ are stacked into one matrix, so that one product serves the group.
     B^T      q [8, out_q], v [4, out_v]
 
 There is no slot and no largest rank: a module takes its own rank and an absent one takes nothing.
+
+Placement is first-fit decreasing over *runs*: as many rows of one matrix as a page holds. The tiles of a run
+lie directly behind one another, so an executor may see a run as one matrix; almost every matrix is one run.
+Only where a new page would be opened although the holes in the open ones have room for all that is left is a
+run cut to fill them: this saves the last, mostly empty page, which is where a small adapter's waste would be.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from manylora.adapters.shape import TargetModule
+from manylora.adapters.shape import BaseShape, PageShape, TargetModule
 
-__all__ = ["AdapterLayout", "GroupLayout", "ModuleLayout", "Tile"]
+__all__ = ["MAX_TILE_ROWS", "AdapterLayout", "GroupLayout", "ModuleLayout", "Tile", "lay_out"]
+
+MAX_TILE_ROWS = 16
+"""Most rows in a tile: the height of a matrix instruction, so that a kernel never splits one."""
+
+ALIGN_BYTES = 64
+"""Runs start on cache lines (and on the boundary vector loads want)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +105,142 @@ class AdapterLayout:
     groups: dict[str, GroupLayout]
     num_pages: int
     used_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows ``[row, row + num_rows)`` of columns ``[col, col + num_cols)`` of a matrix, to lie in one page."""
+
+    matrix: int
+    row: int
+    num_rows: int
+    col: int
+    num_cols: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_rows * self.num_cols
+
+
+@dataclass(slots=True)
+class _Packer:
+    """Adapter pages as they fill, each from its front.
+
+    Args:
+        page_elements: Elements in a page.
+        align: Runs start at multiples of this many elements.
+        num_pages: Pages so far.
+        holes: Elements free at the end of each page that is not full, by page, in page order.
+        tiles: Tiles placed so far, by matrix.
+    """
+
+    page_elements: int
+    align: int
+    num_pages: int = 0
+    holes: dict[int, int] = field(default_factory=dict)
+    tiles: dict[int, list[Tile]] = field(default_factory=dict)
+
+    def place_all(self, runs: list[_Run]) -> None:
+        """Place every run, the largest first; ties stay in model order, so that equal adapters lie alike."""
+        left = sum(run.num_elements for run in runs)
+        for run in sorted(runs, key=lambda r: -r.num_elements):
+            page = next((p for p, free in self.holes.items() if run.num_elements <= free), None)
+            if page is not None:
+                self._put(run, page)
+            elif left > sum(self.holes.values()) or not self._fill_holes(run):
+                self.holes[self.num_pages] = self.page_elements
+                self.num_pages += 1
+                self._put(run, self.num_pages - 1)
+            left -= run.num_elements
+
+    def _fill_holes(self, run: _Run) -> bool:
+        """Cut a run into the holes of open pages; does nothing and returns False when it does not fit in them."""
+        rows_in = {page: free // run.num_cols for page, free in self.holes.items()}
+        if sum(rows_in.values()) < run.num_rows:
+            return False
+        row, end = run.row, run.row + run.num_rows
+        # The roomiest holes first: fewest pieces.
+        for page in sorted(rows_in, key=lambda p: -rows_in[p]):
+            take = min(rows_in[page], end - row)
+            if take == 0:
+                break
+            self._put(_Run(run.matrix, row, take, run.col, run.num_cols), page)
+            row += take
+        return True
+
+    def _put(self, run: _Run, page: int) -> None:
+        start = self.page_elements - self.holes[page]
+        tiles = self.tiles.setdefault(run.matrix, [])
+        for below in range(0, run.num_rows, MAX_TILE_ROWS):
+            rows = min(MAX_TILE_ROWS, run.num_rows - below)
+            tiles.append(Tile(page, start + below * run.num_cols, run.row + below, rows, run.col, run.num_cols))
+        self.holes[page] -= -(-run.num_elements // self.align) * self.align
+        if self.holes[page] == 0:
+            del self.holes[page]
+
+
+def _cut(matrix: int, num_rows: int, num_cols: int, page_elements: int) -> list[_Run]:
+    """Cut a matrix into runs that fit a page: by rows, and by columns where one row is larger than a page."""
+    width = num_cols
+    if num_cols > page_elements:
+        # Narrow enough for a full tile of rows: few wide rows would make as many tiles and thinner products.
+        width = max(1, page_elements // min(MAX_TILE_ROWS, num_rows))
+    runs = []
+    for col in range(0, num_cols, width):
+        cols = min(width, num_cols - col)
+        rows_per_page = page_elements // cols
+        for row in range(0, num_rows, rows_per_page):
+            runs.append(_Run(matrix, row, min(rows_per_page, num_rows - row), col, cols))
+    return runs
+
+
+def _alignment(page: PageShape) -> int:
+    # A tiny page (a test model's) would lose a visible share to alignment: there runs are packed tight.
+    align = max(1, ALIGN_BYTES // page.element_bytes)
+    return align if page.num_elements % align == 0 and page.num_elements >= 64 * align else 1
+
+
+def lay_out(ranks: Mapping[str, int], base: BaseShape) -> AdapterLayout:
+    """Decide where every row of an adapter lies.
+
+    A pure function of its arguments: the same adapter lies alike everywhere, so a host copy made once can be
+    copied to any pages of any replica.
+
+    Args:
+        ranks: Rank of each module that has weights, by module name; every name is in ``base.modules``.
+        base: The base model.
+
+    Returns:
+        The layout; its tiles cover each matrix exactly once, never overlap and never cross a page.
+    """
+    assert ranks and all(rank >= 1 for rank in ranks.values()), "an adapter has at least one module of rank 1"
+    members: dict[str, list[TargetModule]] = {}
+    for module in base.modules:
+        if module.name in ranks:
+            members.setdefault(module.group, []).append(module)
+    assert sum(map(len, members.values())) == len(ranks), "every module is one of the base's"
+
+    # Matrices in model order: a group's A stack, then its modules' B^T.
+    sizes: list[tuple[int, int]] = []
+    for modules in members.values():
+        sizes.append((sum(ranks[m.name] for m in modules), modules[0].in_features))
+        sizes.extend((ranks[m.name], m.out_features) for m in modules)
+    page_elements = base.page.num_elements
+    packer = _Packer(page_elements, _alignment(base.page))
+    packer.place_all([run for i, (rows, cols) in enumerate(sizes) for run in _cut(i, rows, cols, page_elements)])
+
+    placed = [tuple(sorted(packer.tiles[i], key=lambda t: (t.col, t.row))) for i in range(len(sizes))]
+    groups: dict[str, GroupLayout] = {}
+    index = 0
+    for group, modules in members.items():
+        rank, in_features = sizes[index]
+        a = placed[index]
+        row = 0
+        parts = []
+        for b, module in zip(placed[index + 1 : index + 1 + len(modules)], modules, strict=True):
+            parts.append(ModuleLayout(module, ranks[module.name], row, b))
+            row += ranks[module.name]
+        groups[group] = GroupLayout(group, rank, in_features, a, tuple(parts))
+        index += 1 + len(modules)
+    used = sum(rows * cols for rows, cols in sizes)
+    return AdapterLayout(groups=groups, num_pages=packer.num_pages, used_elements=used)

@@ -1,0 +1,137 @@
+"""From a directory to a packed adapter: read, check, name by content, lay out, pack.
+
+Whatever is wrong with an adapter is found here, before it has a name that a request could wait for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from manylora.adapters.config import read_settings
+from manylora.adapters.layout import lay_out
+from manylora.adapters.packed import PackedAdapter, pack
+from manylora.adapters.shape import BaseShape
+from manylora.adapters.tensors import StoredTensor, TensorFileReader, read_safetensors
+from manylora.adapters.weights import ModuleWeights, match_weights
+from manylora.errors import AdapterError, AdapterNotFound
+from manylora.types import AdapterKey, AdapterVersion
+
+__all__ = ["WEIGHT_FILES", "read_adapter", "read_tensors"]
+
+WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+"""In PEFT's order: the first that exists counts, and is never passed over for the next because it is bad."""
+
+_SAFETENSORS: Mapping[str, TensorFileReader] = {".safetensors": read_safetensors}
+
+
+def read_adapter(
+    name: str,
+    path: str | Path,
+    base: BaseShape,
+    *,
+    max_bytes: int,
+    tensor_readers: Mapping[str, TensorFileReader] = _SAFETENSORS,
+) -> PackedAdapter:
+    """Read and check a PEFT directory, and pack its weights for a base.
+
+    Blocks on the disk; safe from any thread.
+
+    Args:
+        name: What the caller calls it, for messages.
+        path: The directory. Where it may lie is ``sources.resolve_path``'s question.
+        base: The base model.
+        max_bytes: Largest weight file.
+        tensor_readers: Readers by file suffix; those for formats that need torch come from ``execution``.
+
+    Raises:
+        AdapterError: It cannot be served on this base; says why.
+    """
+    directory = check_directory(name, path)
+    settings = read_settings(name, directory)
+    tensors, disk_bytes = read_tensors(name, directory, max_bytes, tensor_readers)
+    weights = match_weights(name, settings, tensors, base)
+    layout = lay_out({w.module.name: w.rank for w in weights}, base)
+    image = pack(name, weights, layout, base.page)
+    version = AdapterVersion(
+        key=_content_key(weights, base),
+        source=str(directory),
+        rank=max(w.rank for w in weights),
+        total_rank=sum(w.rank for w in weights),
+        num_modules=len(weights),
+        target_modules=tuple(sorted({w.module.name.rpartition(".")[2] for w in weights})),
+        num_pages=layout.num_pages,
+        weight_bytes=layout.used_elements * base.page.element_bytes,
+        host_bytes=image.nbytes,
+        disk_bytes=disk_bytes,
+    )
+    return PackedAdapter(version, layout, image)
+
+
+def check_directory(name: str, path: str | Path) -> Path:
+    """Return the path if a directory is there.
+
+    Raises:
+        AdapterNotFound: There is none.
+    """
+    directory = Path(path)
+    try:
+        is_directory = directory.is_dir()
+    except (OSError, ValueError) as error:
+        raise AdapterNotFound(name, "its path cannot be looked up") from error
+    if not is_directory:
+        raise AdapterNotFound(name, "there is no directory at its path")
+    return directory
+
+
+def read_tensors(
+    name: str,
+    directory: Path,
+    max_bytes: int,
+    tensor_readers: Mapping[str, TensorFileReader] = _SAFETENSORS,
+) -> tuple[dict[str, StoredTensor], int]:
+    """Read the weight file of a directory.
+
+    Returns:
+        Its tensors by key, and its size in bytes.
+
+    Raises:
+        AdapterError: There is none, it is damaged or too large, or nobody can read its format.
+    """
+    present = [directory / file for file in WEIGHT_FILES if os.path.lexists(directory / file)]
+    if not present:
+        raise AdapterError(name, f"has no weight file ({' or '.join(WEIGHT_FILES)})")
+    file = present[0]
+    reader = tensor_readers.get(file.suffix)
+    if reader is None:
+        raise AdapterError(name, f"{file.name} cannot be read here; convert it to {WEIGHT_FILES[0]}")
+    tensors = reader(name, file, max_bytes)
+    try:
+        return tensors, file.stat().st_size
+    except OSError as error:
+        raise AdapterError(name, f"{file.name} went away while it was read") from error
+
+
+def _content_key(weights: Sequence[ModuleWeights], base: BaseShape) -> AdapterKey:
+    """Hash what an adapter computes: the base it is for, and each module's rank, scale, and weights as stored.
+
+    File metadata, key order, training settings and the file's name have no part in it: two uploads of the same
+    weights are one version. Every part is preceded by its length, so that no two lists of parts hash alike.
+    """
+    digest = hashlib.blake2b(digest_size=20)
+
+    def add(part: bytes | memoryview) -> None:
+        digest.update(struct.pack("<Q", len(part)))
+        digest.update(part)
+
+    add(base.fingerprint.encode())
+    for w in sorted(weights, key=lambda w: w.module.name):
+        add(w.module.name.encode())
+        add(struct.pack("<Qd", w.rank, w.scale))
+        for tensor in (w.a, w.b):
+            add(tensor.dtype.encode())
+            add(tensor.data.data)
+    return AdapterKey(digest.hexdigest())

@@ -1,0 +1,265 @@
+"""From a file's tensors to LoRA pairs beside the base's modules: every tensor understood, or the adapter refused.
+
+PEFT warns about keys it does not know and about weights it misses, and goes on with the base's output. A server
+whose user never sees the warning must not: each such case is an error here that names the tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from manylora.adapters.config import LoraSettings
+from manylora.adapters.shape import BaseShape, ModuleKind, TargetModule
+from manylora.adapters.targeting import Targeting
+from manylora.adapters.tensors import FLOAT_DTYPES, StoredTensor
+from manylora.errors import AdapterError
+
+__all__ = ["LoraPair", "ModuleWeights", "match_weights", "pair_tensors"]
+
+_KEY = re.compile(
+    r"base_model\.model\.(?P<module>.+?)\."
+    # Some trainers leave the adapter's name in: ``lora_A.default.weight``.
+    r"(?:lora_(?P<linear>[AB])(?:\.[^.]+)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.[^.]+)?)"
+)
+# With LoRA on the embedding or the head PEFT also stores the frozen matrix it sits beside.
+_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
+
+_FOREIGN_KEYS = (
+    ("lora_magnitude_vector", "a DoRA magnitude vector"),
+    ("modules_to_save", "a fully trained module (modules_to_save)"),
+    ("original_module", "a fully trained module (modules_to_save)"),
+    ("trainable_tokens", "trained token embeddings"),
+    (".bias", "a trained bias"),
+    ("embed_tokens.weight", "a full embedding matrix (a resized or trained vocabulary)"),
+    ("lm_head.weight", "a full output head (a resized or trained vocabulary)"),
+)
+
+_WRAPPERS = (("model.language_model.", "model."), ("language_model.", ""))
+"""Beginnings of module names when the language model was trained inside a multi-modal one, and ours."""
+
+MAX_TENSORS = 200_000
+
+
+@dataclass(slots=True)
+class LoraPair:
+    """The two tensors stored for one module, under the name it has in the file.
+
+    Args:
+        kind: Linear or embedding, by how the keys are spelled.
+        a: ``[rank, in_features]``, or ``None`` as long as none was seen.
+        b: ``[out_features, rank]``, likewise.
+    """
+
+    kind: ModuleKind
+    a: StoredTensor | None = None
+    b: StoredTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """A checked pair.
+
+    Args:
+        module: The module it belongs to.
+        rank: Its rank.
+        scale: What B A is multiplied by.
+        a: ``[rank, in_features]``.
+        b: ``[out_features, rank]``, without the scale.
+    """
+
+    module: TargetModule
+    rank: int
+    scale: float
+    a: StoredTensor
+    b: StoredTensor
+
+
+def pair_tensors(name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, LoraPair]:
+    """Sort a file's tensors into pairs by module name as written in the file.
+
+    Args:
+        name: The adapter, for messages.
+        tensors: By key.
+
+    Raises:
+        AdapterError: A key is not understood, a pair is incomplete, or there are none.
+    """
+    if len(tensors) > MAX_TENSORS:
+        raise AdapterError(name, f"its weight file holds {len(tensors)} tensors, at most {MAX_TENSORS} are accepted")
+    pairs: dict[str, LoraPair] = {}
+    copies: list[str] = []
+    for key in sorted(tensors):
+        match = _KEY.fullmatch(key)
+        if match is None:
+            copy = _BASE_COPY.fullmatch(key)
+            if copy is None:
+                _refuse_key(name, key)
+            copies.append(copy["module"])
+            continue
+        kind = ModuleKind.LINEAR if match["linear"] else ModuleKind.EMBEDDING
+        pair = pairs.setdefault(match["module"], LoraPair(kind))
+        side = "a" if (match["linear"] or match["embedding"]) == "A" else "b"
+        if pair.kind is not kind or getattr(pair, side) is not None:
+            raise AdapterError(name, f"tensor {_show(key)}: the weights of this module are stored twice")
+        setattr(pair, side, tensors[key])
+    if not pairs:
+        raise AdapterError(name, "its weight file holds no LoRA weights")
+    for module, pair in pairs.items():
+        if pair.a is None or pair.b is None:
+            present, absent = ("lora_B", "lora_A") if pair.a is None else ("lora_A", "lora_B")
+            raise AdapterError(name, f"module {_show(module)} has {present} but no {absent}")
+    for module in copies:
+        if module not in pairs:
+            raise AdapterError(name, f"module {_show(module)} has a full weight but no LoRA weights")
+    return pairs
+
+
+def match_weights(
+    name: str, settings: LoraSettings, tensors: Mapping[str, StoredTensor], base: BaseShape
+) -> tuple[ModuleWeights, ...]:
+    """Match a file's tensors with the modules of the base.
+
+    Args:
+        name: The adapter, for messages.
+        settings: Its settings.
+        tensors: By key.
+        base: The base model.
+
+    Returns:
+        The pairs in the base's module order; at least one.
+
+    Raises:
+        AdapterError: Something in the file would not be applied, something the settings promise is not in the
+            file, or sizes disagree.
+    """
+    pairs = pair_tensors(name, tensors)
+    wrapper = _find_wrapper(pairs, base)
+    by_module = _find_modules(name, pairs, wrapper, base)
+    targeting = Targeting(name, settings, [_as_stored(m, wrapper) for m in base.all_linear])
+    weights, missing = [], []
+    for module in base.modules:
+        stored_name = _as_stored(module.name, wrapper)
+        if module.name in by_module:
+            if not targeting.is_target(stored_name):
+                raise AdapterError(
+                    name, f"module {stored_name!r} has weights, but is no target by target_modules and its companions"
+                )
+            weights.append(_check_pair(name, module, by_module[module.name], targeting, stored_name))
+            copy = tensors.get(f"base_model.model.{stored_name}.base_layer.weight")
+            if copy is not None:
+                _check_copy(name, module, copy)
+        elif targeting.is_target(stored_name):
+            missing.append(stored_name)
+    if missing:
+        raise AdapterError(
+            name,
+            f"target_modules include {missing[0]!r}, but its weight file holds no weights for it"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+        )
+    return tuple(weights)
+
+
+def _refuse_key(name: str, key: str) -> NoReturn:
+    for part, meaning in _FOREIGN_KEYS:
+        if part in key:
+            raise AdapterError(name, f"tensor {_show(key)} is {meaning}, which is not supported")
+    raise AdapterError(name, f"tensor {_show(key)} is not understood")
+
+
+def _find_wrapper(pairs: Mapping[str, LoraPair], base: BaseShape) -> tuple[str, str]:
+    ours = {m.name for m in base.modules}
+    for wrapper in _WRAPPERS:
+        if any(module.startswith(wrapper[0]) and _as_ours(module, wrapper) in ours for module in pairs):
+            return wrapper
+    return ("", "")
+
+
+def _as_ours(stored_name: str, wrapper: tuple[str, str]) -> str:
+    stored, ours = wrapper
+    return ours + stored_name.removeprefix(stored) if stored_name.startswith(stored) else stored_name
+
+
+def _as_stored(our_name: str, wrapper: tuple[str, str]) -> str:
+    stored, ours = wrapper
+    return stored + our_name.removeprefix(ours) if our_name.startswith(ours) else our_name
+
+
+def _find_modules(
+    name: str, pairs: Mapping[str, LoraPair], wrapper: tuple[str, str], base: BaseShape
+) -> dict[str, LoraPair]:
+    ours = {m.name for m in base.modules}
+    unsupported = dict(base.unsupported)
+    found: dict[str, LoraPair] = {}
+    unknown: list[str] = []
+    for stored_name, pair in pairs.items():
+        module = _as_ours(stored_name, wrapper)
+        if module in unsupported:
+            raise AdapterError(name, f"module {_show(stored_name)} cannot be adapted: {unsupported[module]}")
+        if module not in ours:
+            unknown.append(stored_name)
+        elif module in found:
+            raise AdapterError(name, f"the weights of module {module!r} are stored twice, under different names")
+        else:
+            found[module] = pair
+    if not found:
+        raise AdapterError(
+            name, f"none of the modules it adapts exists in base {base.name!r} (such as {_show(unknown[0])})"
+        )
+    if unknown:
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        raise AdapterError(name, f"module {_show(unknown[0])}{more} does not exist in base {base.name!r}")
+    return found
+
+
+def _check_pair(
+    name: str, module: TargetModule, pair: LoraPair, targeting: Targeting, stored_name: str
+) -> ModuleWeights:
+    assert pair.a is not None and pair.b is not None, "pairs are complete"
+    where = f"module {stored_name!r}"
+    if pair.kind is not module.kind:
+        raise AdapterError(name, f"{where} has {pair.kind.value} weights, but is a {module.kind.value} module")
+    for side, tensor in (("A", pair.a), ("B", pair.b)):
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise AdapterError(
+                name, f"lora_{side} of {where} holds {tensor.dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
+            )
+    rank = targeting.rank(stored_name)
+    stored_rank = pair.a.shape[0] if len(pair.a.shape) == 2 and pair.a.shape[1] == module.in_features else rank
+    if stored_rank != rank:
+        raise AdapterError(
+            name, f"{where} has rank {stored_rank} in the weight file, but rank {rank} by r and rank_pattern"
+        )
+    for side, tensor, expected in (
+        ("A", pair.a, (rank, module.in_features)),
+        ("B", pair.b, (module.out_features, rank)),
+    ):
+        if tensor.shape != expected:
+            hint = " (it is transposed)" if tensor.shape == expected[::-1] else ""
+            raise AdapterError(
+                name, f"lora_{side} of {where} has shape {list(tensor.shape)}, expected {list(expected)}{hint}"
+            )
+        if not np.isfinite(tensor.as_float32()).all():
+            raise AdapterError(name, f"lora_{side} of {where} holds numbers that are not finite (NaN or infinity)")
+    return ModuleWeights(module, rank, targeting.scale(stored_name), pair.a, pair.b)
+
+
+def _check_copy(name: str, module: TargetModule, copy: StoredTensor) -> None:
+    # It was frozen in training, so it is the base's own matrix; only its size could tell otherwise.
+    expected = (module.out_features, module.in_features)
+    if module.kind is ModuleKind.EMBEDDING:
+        expected = (module.in_features, module.out_features)
+    if copy.shape != expected:
+        raise AdapterError(
+            name,
+            f"it was trained beside a {module.name!r} of shape {list(copy.shape)}, the base's has {list(expected)}"
+            " (a resized vocabulary)",
+        )
+
+
+def _show(text: str) -> str:
+    return repr(text if len(text) <= 160 else text[:157] + "...")
