@@ -1,0 +1,85 @@
+"""The tree of commands, and how errors reach a person: one line, an exit code, no traceback."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
+from typing import Annotated
+
+import typer
+
+from manylora.cli.adapters import adapters_app
+from manylora.cli.demo import demo
+from manylora.cli.generate import generate
+from manylora.cli.serve import ServeCommand, serve
+from manylora.cli.terminal import fail
+from manylora.errors import ManyloraError
+
+__all__ = ["app", "main"]
+
+_DEBUG = "MANYLORA_DEBUG"
+
+app = typer.Typer(
+    name="manylora",
+    help="Serve many LoRA adapters of one base model from shared hardware.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(cls=ServeCommand)(serve)
+app.command()(generate)
+app.add_typer(adapters_app, name="adapters")
+app.command()(demo)
+
+
+@app.command(name="version")
+def show_version() -> None:
+    """Print the versions a bug report needs."""
+    lines = [f"manylora {version('manylora')}", f"python {python_version()}"]
+    for package in ("torch", "transformers", "tokenizers", "numba", "llguidance"):
+        try:
+            lines.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            lines.append(f"{package} not installed")
+    typer.echo("\n".join(lines))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("manylora"))
+        raise typer.Exit
+
+
+def _show_tracebacks(wanted: bool) -> None:
+    if wanted:
+        os.environ[_DEBUG] = "1"
+
+
+@app.callback()
+def _options(
+    _debug: Annotated[
+        bool,
+        typer.Option("--debug", callback=_show_tracebacks, help=f"Show the traceback of an error; so does {_DEBUG}=1."),
+    ] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Hold the options that come before the command."""
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `manylora` program.
+
+    Exit codes: 0 done, 1 it failed, 2 what was asked for is wrong (options, model, adapter), 130 interrupted.
+    """
+    try:
+        app()
+    except Exception as error:
+        if os.environ.get(_DEBUG):
+            raise
+        if isinstance(error, ManyloraError):
+            fail(str(error), code=2 if error.status < 500 else 1)
+        fail(f"{type(error).__name__}: {error} (run `manylora --debug ...` to see where)", code=1)

@@ -1,0 +1,70 @@
+"""`--config FILE`: the options of a command as a TOML file, by the same names.
+
+::
+
+    model = "/models/llama"
+    max-num-seqs = 64
+    lora-dir = ["/adapters"]
+
+    [lora-modules]
+    sql = "/adapters/sql-v2"
+
+The command line wins over the environment, the environment over the file, the file over the defaults.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from manylora.errors import ConfigError
+
+__all__ = ["read_config_file"]
+
+Value = str | int | float | bool | list[str]
+
+
+def read_config_file(path: str, *, options: Collection[str], lists: Collection[str]) -> dict[str, Value]:
+    """Read a configuration file.
+
+    Args:
+        path: The file.
+        options: Names that are known, with underscores.
+        lists: Those of them that can be given several times.
+
+    Returns:
+        Values by option name, with underscores.
+
+    Raises:
+        ConfigError: It cannot be read, is not TOML, or has a key or a kind of value that no option takes.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Got --config {path!r}, which cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Got --config {path!r}, which is not TOML: {error}") from None
+    values: dict[str, Value] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"Got {key!r} in {path}, expected one of {', '.join(sorted(options))}")
+        if name in values:
+            raise ConfigError(f"Got {key!r} twice in {path}")
+        values[name] = _read_value(key, value, path=path, is_list=name in lists)
+    return values
+
+
+def _read_value(key: str, value: object, *, path: str, is_list: bool) -> Value:
+    if is_list:
+        if isinstance(value, str):
+            return [value]
+        if isinstance(value, Mapping):
+            value = [f"{name}={item}" for name, item in value.items()]
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return value
+        raise ConfigError(f"Got {key} = {value!r} in {path}, expected a list of strings")
+    if isinstance(value, str | int | float | bool):
+        return value
+    raise ConfigError(f"Got {key} = {value!r} in {path}, expected a string, a number or a boolean")

@@ -1,0 +1,119 @@
+"""`manylora demo`: the real server, every demo adapter asked at once over HTTP, and whether the right one answered."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from manylora.cli.demo_report import Answer, print_adapters, print_answers, print_how_to
+from manylora.cli.options import DEMO
+from manylora.cli.terminal import fail, is_interactive, note, notes, out
+from manylora.config import EngineConfig, ModelConfig, ServerConfig
+from manylora.demo import demo_adapters, demo_model_path
+
+__all__ = ["ask_all", "demo"]
+
+PROMPTS = ("hello world", "coffee for 2", "tiny llama")
+MAX_TOKENS = 64
+TIMEOUT_S = 120.0
+
+
+def demo(
+    once: Annotated[
+        bool, typer.Option("--once", help="Leave after the table; exit code 1 if an answer is wrong.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = ServerConfig().host,
+    port: Annotated[int, typer.Option(help="0 picks a free one.")] = 0,
+) -> None:
+    """Start the server with the demo model and its twelve adapters, and ask all of them at once.
+
+    Then go on serving until Ctrl-C, so that you can talk to it. Without a terminal it leaves after the table.
+    """
+    adapters = {name: str(path) for name, path in demo_adapters().items()}
+    folder = demo_model_path().with_name("adapters")
+    note(f"starting the server: one base model, {len(adapters)} adapters, two processes")
+    from manylora.server import BackgroundServer, LoraModule  # the web framework is wanted only now
+
+    began = perf_counter()
+    with BackgroundServer(
+        EngineConfig(model=ModelConfig(model=str(demo_model_path()), served_model_name=DEMO)),
+        ServerConfig(host=host, port=port, lora_dirs=(str(folder),)),
+        [LoraModule(name, path) for name, path in adapters.items()],
+    ) as server:
+        note(f"ready at {server.url} after {perf_counter() - began:.1f} s")
+        began = perf_counter()
+        answers = ask_all(server.url, [DEMO, *adapters], PROMPTS)
+        took_s = perf_counter() - began
+        wrong = print_answers(answers, base=DEMO, prompts=PROMPTS)
+        num_tokens = sum(answer.num_tokens for answer in answers)
+        out.print(
+            f"{len(answers)} requests in flight at once over {len(adapters)} adapters and the base: "
+            f"{num_tokens} tokens in {took_s:.2f} s, {num_tokens / took_s:,.0f} tokens/s"
+        )
+        print_adapters(_get(f"{server.url}/adapters")["data"])
+        if wrong:
+            fail(f"{wrong} answers are not what the adapter was trained to say", code=1)
+        if once or not is_interactive():
+            if not once:
+                note("no terminal here, so this ends now; in one it keeps serving, and so does `manylora serve demo`")
+            return
+        print_how_to(server.url, adapter=next(iter(adapters)), prompt=PROMPTS[0])
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            note("stopping")
+
+
+def ask_all(url: str, models: Sequence[str], prompts: Sequence[str]) -> list[Answer]:
+    """Ask every model every prompt, all at the same time.
+
+    Args:
+        url: The server.
+        models: Names of the base and of adapters.
+        prompts: What to ask each of them.
+
+    Returns:
+        The answers, model by model.
+    """
+    asked = list(product(models, prompts))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with (
+        Progress(*columns, console=notes, transient=True) as progress,
+        ThreadPoolExecutor(len(asked), thread_name_prefix="client") as pool,
+    ):
+        task = progress.add_task("answers", total=len(asked))
+
+        def ask(model: str, prompt: str) -> Answer:
+            answer = _ask(url, model, prompt)
+            progress.advance(task)
+            return answer
+
+        return [future.result() for future in [pool.submit(ask, *one) for one in asked]]
+
+
+def _ask(url: str, model: str, prompt: str) -> Answer:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+    }
+    reply = _get(f"{url}/v1/chat/completions", body)
+    return Answer(model, prompt, reply["choices"][0]["message"]["content"], reply["usage"]["completion_tokens"])
+
+
+def _get(url: str, body: Mapping[str, object] | None = None) -> Any:
+    """Get (or with a body post) JSON; nothing but the standard library, so that the demo needs no client."""
+    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
+    if body is not None:
+        request.data = json.dumps(body).encode()
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+        return json.load(reply)

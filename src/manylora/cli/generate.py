@@ -1,0 +1,154 @@
+"""`manylora generate`: answers on the terminal, without a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from manylora.cli import options
+from manylora.cli.options import MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.terminal import fail, note, out
+from manylora.cli.values import collect_adapters
+from manylora.errors import AdapterNotFound
+from manylora.types import SamplingParams
+
+if TYPE_CHECKING:
+    from manylora import Generation
+
+__all__ = ["generate"]
+
+BASE = "base"
+
+
+def generate(
+    model: options.ModelArgument,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="By default one per line of standard input.", show_default=False),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Who answers: an adapter, [bold]base[/bold] or [bold]all[/bold]. Repeatable.",
+            rich_help_panel="Adapters",
+        ),
+    ] = None,
+    lora_modules: options.LoraModules = None,
+    lora_dir: options.LoraDirs = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's turn: apply the chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System turn before it; implies --chat.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is all.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End the answer at this text. Repeatable.")] = None,
+    json_schema: Annotated[str | None, typer.Option(help="JSON schema that answers must match.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
+    seed: options.Seed = 0,
+    tokenizer: options.Tokenizer = None,
+    revision: options.Revision = None,
+    dtype: options.Dtype = MODEL_DEFAULTS.dtype,
+    device: options.Device = MODEL_DEFAULTS.device,
+    max_model_len: options.MaxModelLen = None,
+    lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
+    memory: options.Memory = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Answer prompts and leave.
+
+    Every prompt goes to every adapter named, all in one batch.
+
+    [bold]manylora generate demo "hello world" --chat --adapter all[/bold]
+    """
+    prompts = prompts or _prompts_from_stdin()
+    typed = collect_adapters(lora_modules or (), lora_dir or ())
+    checkpoint, served_name, adapters = resolve_model(model, None, typed)
+    names = _answerers(adapter or [BASE], adapters)
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop=tuple(stop or ()),
+        json_schema=json_schema,
+    )
+    note(f"loading {model}")
+    from manylora import Engine  # torch is wanted only now
+
+    jobs = [(prompt, name) for prompt in prompts for name in names]
+    with Engine(
+        checkpoint,
+        adapters={name: adapters[name] for name in names if name is not None},
+        served_model_name=served_name,
+        tokenizer=tokenizer,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        lora_kernel=lora_kernel,
+        memory_bytes=parse_memory(memory),
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+    ) as engine:
+        who = [name for _, name in jobs]
+        if chat or system is not None:
+            first = [] if system is None else [{"role": "system", "content": system}]
+            turns = [[*first, {"role": "user", "content": prompt}] for prompt, _ in jobs]
+            answers = engine.chat(turns, adapter=who, sampling=sampling)
+        else:
+            answers = engine.generate([prompt for prompt, _ in jobs], adapter=who, sampling=sampling)
+    for (prompt, name), answer in zip(jobs, answers, strict=True):
+        _show(prompt, name or BASE, answer, as_json=as_json, is_only=len(jobs) == 1)
+    errors = [answer.error for answer in answers if answer.error is not None]
+    if errors:
+        fail(f"{len(errors)} of {len(answers)} answers failed: {errors[0]}", code=1)
+
+
+def _prompts_from_stdin() -> list[str]:
+    if sys.stdin.isatty():
+        note("one prompt per line, end with Ctrl-D")
+    prompts = [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if not prompts:
+        raise typer.BadParameter("none given, and none on standard input", param_hint="PROMPT")
+    return prompts
+
+
+def _answerers(wanted: list[str], adapters: dict[str, str]) -> list[str | None]:
+    """Resolve `base` and `all`; the base is `None`, as the offline API has it."""
+    names: list[str | None] = []
+    for name in wanted:
+        if name in adapters:
+            names.append(name)
+        elif name == "all":
+            names.extend([None, *adapters])
+        elif name == BASE:
+            names.append(None)
+        else:
+            known = ", ".join(adapters) or "none: give --lora-modules or --lora-dir"
+            raise AdapterNotFound(name, f"not among the adapters given ({known})")
+    return list(dict.fromkeys(names))
+
+
+def _show(prompt: str, name: str, answer: Generation, *, as_json: bool, is_only: bool) -> None:
+    if as_json:
+        fields = {
+            "model": name,
+            "prompt": prompt,
+            "text": answer.text,
+            "num_tokens": len(answer.token_ids),
+            "finish_reason": answer.finish_reason,
+            "error": answer.error,
+        }
+        sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+    elif is_only:
+        sys.stdout.write(answer.text + "\n")
+    else:
+        out.print(Text.assemble((f"{name}  ", "bold cyan"), (prompt, "dim")), soft_wrap=True)
+        out.print(Text(f"  {answer.text}"), soft_wrap=True)

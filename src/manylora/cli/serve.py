@@ -1,0 +1,223 @@
+"""`manylora serve`: the command line as configuration, then the server until it ends."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from manylora.cli import options
+from manylora.cli.config_file import read_config_file
+from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.terminal import note
+from manylora.cli.values import collect_adapters, parse_size
+from manylora.cli.vllm_flags import spread_lists, take_out
+from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.memory import EVICTION_POLICIES
+from manylora.scheduling import POLICIES
+
+__all__ = ["ServeCommand", "serve"]
+
+_SCHEDULER = SchedulerConfig()
+_ADAPTERS = AdapterConfig()
+_SERVER = ServerConfig()
+_LISTS = ("api_key", "lora_dir", "lora_modules")
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class ServeCommand(TyperCommand):
+    """A command that also understands the command lines people have for vLLM."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take out what is vLLM's, tell why, and parse the rest."""
+        ours, remarks = take_out(args)
+        for remark in remarks:
+            note(remark)
+        return super().parse_args(ctx, spread_lists(ours))
+
+
+def _use_config_file(context: typer.Context, path: str | None) -> str | None:
+    """Make the file's values the defaults of this command, before any other option is looked at."""
+    if path is not None:
+        names = [param.name for param in context.command.params if param.name not in (None, "config", "help")]
+        context.default_map = read_config_file(path, options=names, lists=_LISTS)
+    return path
+
+
+def serve(
+    model: options.ModelArgument,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Options from a TOML file, by the same names; the model and a table of lora-modules too.",
+            is_eager=True,
+            callback=_use_config_file,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The base's name in the API.", rich_help_panel="Model")
+    ] = None,
+    tokenizer: options.Tokenizer = None,
+    revision: options.Revision = None,
+    dtype: options.Dtype = MODEL_DEFAULTS.dtype,
+    device: options.Device = MODEL_DEFAULTS.device,
+    max_model_len: options.MaxModelLen = None,
+    seed: options.Seed = 0,
+    trust_remote_code: options.TrustRemoteCode = False,
+    lora_modules: options.LoraModules = None,
+    lora_dir: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Load every adapter folder below DIR, named after itself, and let the API load others from there. "
+            "Repeatable.",
+            rich_help_panel="Adapters",
+        ),
+    ] = None,
+    max_loras: Annotated[
+        int | None,
+        typer.Option(help="Most distinct adapters in one step; by default no limit.", rich_help_panel="Adapters"),
+    ] = None,
+    max_cpu_loras: Annotated[
+        int | None, typer.Option(help="Most adapters kept in host memory.", rich_help_panel="Adapters")
+    ] = None,
+    host_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Host memory for adapters.", rich_help_panel="Adapters")
+    ] = f"{_ADAPTERS.host_bytes // 2**30}GiB",
+    eviction: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(sorted(EVICTION_POLICIES)),
+            help="Which idle adapter or prefix makes room first.",
+            rich_help_panel="Adapters",
+        ),
+    ] = _ADAPTERS.eviction,
+    lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(sorted(POLICIES)), help="Which waiting request goes first.", rich_help_panel="Scheduling"
+        ),
+    ] = _SCHEDULER.policy,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Most requests running at once.", rich_help_panel="Scheduling")
+    ] = _SCHEDULER.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(help="Most tokens in one step; longer prompts are cut to it.", rich_help_panel="Scheduling"),
+    ] = _SCHEDULER.max_num_batched_tokens,
+    max_waiting: Annotated[
+        int, typer.Option(help="Most requests waiting; more get a 429.", rich_help_panel="Scheduling")
+    ] = _SCHEDULER.max_waiting,
+    memory: options.Memory = None,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(help="Share of the GPU this process may take, without --memory.", rich_help_panel="Memory"),
+    ] = MEMORY_DEFAULTS.gpu_memory_utilization,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens of KV in a page.", rich_help_panel="Memory")
+    ] = MEMORY_DEFAULTS.block_size,
+    num_pages: options.NumPages = None,
+    no_prefix_caching: Annotated[
+        bool,
+        typer.Option("--no-prefix-caching", help="Forget the KV of finished prompts.", rich_help_panel="Memory"),
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel="HTTP")] = _SERVER.host,
+    port: Annotated[int, typer.Option(help="0 picks a free one.", rich_help_panel="HTTP")] = _SERVER.port,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="MANYLORA_API_KEY",
+            show_envvar=True,
+            help="A key that clients must send. Repeatable; none leaves the API open.",
+            rich_help_panel="HTTP",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MANYLORA_ADMIN_KEY",
+            help="The key for loading and unloading adapters; without it an API key, or a caller on this machine.",
+            rich_help_panel="HTTP",
+        ),
+    ] = None,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds that SIGTERM waits for requests in flight.", rich_help_panel="HTTP"),
+    ] = _SERVER.drain_timeout_s,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="One process instead of two, for a debugger.", rich_help_panel="Debugging"),
+    ] = False,
+    log_level: Annotated[str, typer.Option(metavar="|".join(_LOG_LEVELS), rich_help_panel="Debugging")] = "info",
+    simulate: Annotated[bool, typer.Option("--simulate", hidden=True)] = False,
+) -> None:
+    """Serve a model and its adapters over HTTP, by OpenAI's API.
+
+    A request says by its `model` field which adapter answers; the base has a name as well.
+
+    Flags of `vllm serve` that are not needed here are accepted and explained.
+
+    [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
+    """
+    typed = collect_adapters(lora_modules or (), lora_dir or ())
+    checkpoint, served_name, adapters = resolve_model(model, served_model_name, typed)
+    engine = EngineConfig(
+        model=ModelConfig(
+            model=checkpoint,
+            tokenizer=tokenizer,
+            served_model_name=served_name,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            lora_kernel=lora_kernel,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        ),
+        memory=MemoryConfig(
+            block_size=block_size,
+            num_pages=num_pages,
+            memory_bytes=parse_memory(memory),
+            gpu_memory_utilization=gpu_memory_utilization,
+            prefix_caching=not no_prefix_caching,
+        ),
+        scheduler=SchedulerConfig(
+            policy=policy,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_loras=max_loras,
+            max_waiting=max_waiting,
+        ),
+        adapters=AdapterConfig(
+            eviction=eviction,
+            host_bytes=parse_size(host_memory),
+            max_cpu_loras=max_cpu_loras,
+        ),
+        seed=seed,
+    )
+    server = ServerConfig(
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        admin_key=admin_key,
+        lora_dirs=tuple(lora_dir or ()),
+        in_process=in_process,
+        drain_timeout_s=drain_timeout,
+    )
+    _log_to_stderr(log_level)
+    from manylora.server import LoraModule, run  # torch and the web framework are wanted only now
+
+    modules = [LoraModule(name, path) for name, path in adapters.items()]
+    sys.exit(run(engine, server, modules, simulate=simulate))
+
+
+def _log_to_stderr(level: str) -> None:
+    if level not in _LOG_LEVELS:
+        raise typer.BadParameter(f"Got {level!r}, expected one of {', '.join(_LOG_LEVELS)}", param_hint="--log-level")
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%H:%M:%S"
+    )

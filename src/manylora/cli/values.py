@@ -1,0 +1,80 @@
+"""Values as people write them on a command line: sizes, adapters by name, folders of adapters."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from manylora.errors import ConfigError
+
+__all__ = ["adapters_below", "collect_adapters", "parse_adapter", "parse_size"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Read a size in bytes: `2GiB`, `512MiB`, `1.5GB`, `4g` (as `4GiB`) or plain bytes.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise ConfigError(f"Got a size of {text!r}, expected something like 2GiB, 512MiB or a number of bytes")
+    number, prefix, binary = match.groups()
+    is_decimal = bool(prefix) and not binary and text.strip().lower().endswith("b")
+    base = 1000 if is_decimal else 1024
+    return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
+
+
+def parse_adapter(text: str) -> tuple[str, str]:
+    """Read `name=path`, or the JSON object that vLLM's `--lora-modules` takes.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"Got --lora-modules {text!r}, which is not JSON: {error}") from None
+        name, path = fields.get("name"), fields.get("path")
+        unknown = sorted(fields.keys() - {"name", "path", "base_model_name"})
+        if unknown:
+            raise ConfigError(f"Got --lora-modules {text!r} with unknown {unknown}, expected name and path")
+    else:
+        name, _, path = text.partition("=")
+    if not (isinstance(name, str) and name.strip() and isinstance(path, str) and path.strip()):
+        raise ConfigError(f'Got --lora-modules {text!r}, expected name=path or {{"name": ..., "path": ...}}')
+    return name, path
+
+
+def adapters_below(folder: str) -> dict[str, str]:
+    """Find the adapters directly below a folder: every folder with an `adapter_config.json`, named after itself.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ConfigError(f"Got --lora-dir {folder!r}, expected a folder that exists")
+    return {config.parent.name: str(config.parent) for config in sorted(root.glob("*/adapter_config.json"))}
+
+
+def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
+    """Merge `--lora-modules` and the contents of every `--lora-dir` into paths by name.
+
+    Raises:
+        ConfigError: One name stands for two paths.
+    """
+    adapters: dict[str, str] = {}
+    found = [parse_adapter(text) for text in modules]
+    for folder in folders:
+        found.extend(adapters_below(folder).items())
+    for name, path in found:
+        other = adapters.setdefault(name, path)
+        if Path(other).resolve() != Path(path).resolve():
+            raise ConfigError(f"Got two adapters named {name!r}: {other} and {path}")
+    return adapters
