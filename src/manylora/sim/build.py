@@ -1,0 +1,95 @@
+"""Put a simulated engine's parts together: everything but a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from manylora.adapters.layout import lay_out
+from manylora.adapters.shape import BaseShape
+from manylora.config import EngineConfig
+from manylora.engine.ports import EngineParts
+from manylora.errors import AdapterError, AdapterNotFound
+from manylora.sim.cost import FixedCost
+from manylora.sim.executor import SimulatedExecutor
+from manylora.sim.shapes import llama_3_8b_shape
+from manylora.types import AdapterKey, AdapterVersion
+
+__all__ = ["SimulatedReader", "build_simulated_parts"]
+
+DEFAULT_POOL_BYTES = 1 << 30
+
+
+class SimulatedReader:
+    """Makes adapter versions from ``adapter_config.json`` alone; weights are neither needed nor read.
+
+    The identity is the hash of the folder's configuration and of the weight file's bytes if there is one, so a
+    changed adapter is a new version here as well.
+
+    Args:
+        base: The base model's shape.
+    """
+
+    def __init__(self, base: BaseShape) -> None:
+        self._base = base
+
+    def read(self, name: str, path: str) -> AdapterVersion:
+        """Return the version that an adapter of this rank and these targets would be.
+
+        Raises:
+            AdapterNotFound: There is no ``adapter_config.json``.
+            AdapterError: It names no rank or no module of this base.
+        """
+        config_file = Path(path) / "adapter_config.json"
+        if not config_file.is_file():
+            raise AdapterNotFound(name, f"no adapter_config.json in {path}")
+        content = config_file.read_bytes()
+        try:
+            settings = json.loads(content)
+            rank, targets = int(settings["r"]), settings["target_modules"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise AdapterError(name, f"adapter_config.json is not usable: {error!r}") from error
+        if targets == "all-linear":
+            ranks = dict.fromkeys(self._base.all_linear, rank)
+        else:
+            suffixes = set(targets)
+            ranks = {one.name: rank for one in self._base.modules if one.name.rpartition(".")[2] in suffixes}
+        if not ranks or rank < 1:
+            raise AdapterError(name, f"rank {rank} on {targets} applies to no module of {self._base.name}")
+        weight_file = config_file.with_name("adapter_model.safetensors")
+        weights = weight_file.read_bytes() if weight_file.is_file() else b""
+        layout = lay_out(ranks, self._base)
+        weight_bytes = layout.used_elements * self._base.page.element_bytes
+        key = hashlib.blake2b(self._base.fingerprint.encode() + content + weights, digest_size=16).hexdigest()
+        return AdapterVersion(
+            key=AdapterKey(key),
+            source=str(path),
+            rank=rank,
+            total_rank=sum(ranks.values()),
+            num_modules=len(ranks),
+            target_modules=tuple(sorted({module.rpartition(".")[2] for module in ranks})),
+            num_pages=layout.num_pages,
+            weight_bytes=weight_bytes,
+            host_bytes=layout.num_pages * self._base.page.num_bytes,
+            disk_bytes=len(weights) or weight_bytes,
+        )
+
+
+def build_simulated_parts(
+    config: EngineConfig, *, cost: FixedCost | None = None, shape: BaseShape | None = None
+) -> EngineParts:
+    """Build parts whose executor makes tokens up, at the pace of a cost model.
+
+    Args:
+        config: Sizes of the pool are read from it; the model is not loaded.
+        cost: Step and load times.
+        shape: The base model's shape; Llama-3-8B's by default.
+    """
+    base = shape or llama_3_8b_shape(block_size=config.memory.block_size)
+    pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
+    num_pages = config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes)
+    executor = SimulatedExecutor(cost or FixedCost(), vocab_size=base.vocab_size, avoid=base.eos_token_ids)
+    return EngineParts(
+        base=base, num_pages=num_pages, executor=executor, reader=SimulatedReader(base), close=lambda: None
+    )
