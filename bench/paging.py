@@ -28,8 +28,9 @@ from typing import Protocol
 import psutil
 
 from manylora.adapters.layout import lay_out
-from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.adapters.shape import BaseShape
 from manylora.memory.pool import Owner, PagePool
+from manylora.sim.shapes import decoder_shape, llama_3_8b_shape
 
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
@@ -43,59 +44,29 @@ TARGETS = {
 PUBLISHED = {"failures": 342, "external": 0.183, "resident": 68, "paged_internal": 0.006, "paged_resident": 76}
 
 
-def llama_shape(
-    name: str, *, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, vocab: int, block_size: int = 16
-) -> BaseShape:
-    """Describe a Llama in bfloat16: what `execution` would read off the real model."""
-    head_dim = hidden // heads
-    sizes = {
-        "self_attn.q_proj": (hidden, heads * head_dim, "qkv", 0),
-        "self_attn.k_proj": (hidden, kv_heads * head_dim, "qkv", heads * head_dim),
-        "self_attn.v_proj": (hidden, kv_heads * head_dim, "qkv", (heads + kv_heads) * head_dim),
-        "self_attn.o_proj": (heads * head_dim, hidden, "o", 0),
-        "mlp.gate_proj": (hidden, mlp, "gate_up", 0),
-        "mlp.up_proj": (hidden, mlp, "gate_up", mlp),
-        "mlp.down_proj": (mlp, hidden, "down", 0),
-    }
-    modules = tuple(
-        TargetModule(
-            name=f"model.layers.{layer}.{module}",
-            kind=ModuleKind.LINEAR,
-            in_features=columns,
-            out_features=rows,
-            layer=layer,
-            group=f"model.layers.{layer}.{group}",
-            offset=offset,
-        )
-        for layer in range(layers)
-        for module, (columns, rows, group, offset) in sizes.items()
-    )
-    page = PageShape(
-        block_size=block_size,
-        num_layers=layers,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        element_bytes=2,
-        dtype="bfloat16",
-    )
-    return BaseShape(
-        name=name,
-        architecture="llama",
-        fingerprint=name,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_layers=layers,
-        max_model_len=8192,
-        page=page,
-        modules=modules,
-        all_linear=tuple(module.name for module in modules),
-        eos_token_ids=(vocab - 1,),
-    )
-
-
-LLAMA_2_7B = llama_shape("Llama-2-7B", layers=32, hidden=4096, mlp=11008, heads=32, kv_heads=32, vocab=32_000)
-LLAMA_3_8B = llama_shape("Llama-3-8B", layers=32, hidden=4096, mlp=14336, heads=32, kv_heads=8, vocab=128_256)
-LLAMA_3_70B = llama_shape("Llama-3-70B", layers=80, hidden=8192, mlp=28672, heads=64, kv_heads=8, vocab=128_256)
+LLAMA_2_7B = decoder_shape(
+    name="llama-2-7b",
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    intermediate_size=11008,
+    vocab_size=32_000,
+    max_model_len=4096,
+)
+LLAMA_3_8B = llama_3_8b_shape()
+LLAMA_3_70B = decoder_shape(
+    name="llama-3-70b",
+    hidden_size=8192,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=28672,
+    vocab_size=128_256,
+    max_model_len=8192,
+)
 
 
 @dataclass(frozen=True, slots=True)
