@@ -80,7 +80,8 @@ for name in sys.argv[1:]:
 """
     folders = ("adapters", "cli", "engine", "memory", "scheduling", "sim")
     paths = [path for path in MODULES if path.parent == SOURCE or path.relative_to(SOURCE).parts[0] in folders]
-    names = [".".join(path.with_suffix("").relative_to(SOURCE.parent).parts).removesuffix(".__init__") for path in paths]
+    dotted = [".".join(path.with_suffix("").relative_to(SOURCE.parent).parts) for path in paths]
+    names = [name.removesuffix(".__init__") for name in dotted]
     result = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 

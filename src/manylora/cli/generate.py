@@ -46,7 +46,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System turn before it; implies --chat.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that together weigh this.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 is all.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer at this text. Repeatable.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="JSON schema that answers must match.")] = None,

@@ -1,0 +1,283 @@
+"""The commands: what they make of a command line, and what a person sees when something is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import manylora
+import manylora.server
+from manylora.cli.app import app, main
+from manylora.cli.demo_report import Answer, print_answers
+from manylora.cli.terminal import out
+from manylora.config import EngineConfig, ServerConfig
+from manylora.demo import TASKS, demo_model_path
+from manylora.offline import Generation
+from manylora.types import SamplingParams
+
+
+@dataclass
+class Served:
+    engine: EngineConfig
+    server: ServerConfig
+    adapters: dict[str, str]
+    simulate: bool
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
+    """Instead of serving, keep what was to be served."""
+    calls: list[Served] = []
+
+    def run(engine: EngineConfig, server: ServerConfig, modules: Sequence[Any], *, simulate: bool) -> int:
+        calls.append(Served(engine, server, {module.name: module.path for module in modules}, simulate))
+        return 0
+
+    monkeypatch.setitem(vars(manylora.server), "run", run)
+    return calls
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    """Run the program as the shell would; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["manylora", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_serve_options_become_configuration(served: list[Served], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    line = [
+        *("serve", str(tmp_path / "model"), "--served-model-name", "base", "--lora-modules", "a=/x", "b=/y"),
+        *("--port", "0", "--host", "0.0.0.0", "--api-key", "k1", "--api-key", "k2", "--admin-key", "root"),
+        *("--memory", "2GiB", "--block-size", "32", "--no-prefix-caching", "--max-num-seqs", "7", "--max-loras", "3"),
+        *("--max-cpu-loras", "9", "--host-memory", "1GiB", "--seed", "5", "--dtype", "float32", "--lora-kernel"),
+        *("reference", "--max-model-len", "512", "--drain-timeout", "1.5", "--in-process", "--max-waiting", "11"),
+        *("--max-num-batched-tokens", "64", "--simulate", "--lora-dir", str(tmp_path)),
+    ]
+    result = CliRunner().invoke(app, line)
+    assert result.exit_code == 0, result.output
+    (call,) = served
+    assert call.adapters == {"a": "/x", "b": "/y"}
+    assert call.simulate
+    engine, server = call.engine, call.server
+    assert (engine.model.model, engine.model.served_model_name) == (str(tmp_path / "model"), "base")
+    assert (engine.model.dtype, engine.model.lora_kernel, engine.model.max_model_len) == ("float32", "reference", 512)
+    assert (engine.memory.memory_bytes, engine.memory.block_size) == (2 * 2**30, 32)
+    assert not engine.memory.prefix_caching
+    scheduler = engine.scheduler
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (7, 64)
+    assert (scheduler.max_loras, scheduler.max_waiting) == (3, 11)
+    assert (engine.adapters.max_cpu_loras, engine.adapters.host_bytes, engine.seed) == (9, 2**30, 5)
+    assert (server.host, server.port, server.api_keys, server.admin_key) == ("0.0.0.0", 0, ("k1", "k2"), "root")
+    assert (server.drain_timeout_s, server.in_process, server.lora_dirs) == (1.5, True, (str(tmp_path),))
+
+
+def test_serve_defaults_are_the_configuration_s(served: list[Served], tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["serve", str(tmp_path)]).exit_code == 0
+    defaults = EngineConfig(model=served[0].engine.model)
+    assert served[0].engine == defaults
+    assert served[0].server == ServerConfig()
+    assert served[0].adapters == {}
+
+
+def test_serve_demo_brings_its_adapters(served: list[Served]) -> None:
+    assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
+    assert served[0].engine.model.model == str(demo_model_path())
+    assert served[0].engine.model.served_model_name == "demo"
+    assert set(served[0].adapters) == set(TASKS)
+
+
+def test_a_vllm_command_line_starts(served: list[Served], tmp_path: Path) -> None:
+    line = ["serve", str(tmp_path), "--enable-lora", "--max-lora-rank", "64", "--lora-modules", "a=/x", "b=/y"]
+    result = CliRunner().invoke(app, [*line, "--tensor-parallel-size", "1", "--gpu-memory-utilization", "0.5"])
+    assert result.exit_code == 0, result.output
+    assert served[0].adapters == {"a": "/x", "b": "/y"}
+    assert "--max-lora-rank is not needed" in result.stderr
+
+
+def test_file_environment_and_line_in_this_order(served: list[Served], tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        f'model = "{tmp_path}"\nport = 1\nmax-num-seqs = 3\nadmin-key = "file"\nno-prefix-caching = true\n'
+        '[lora-modules]\nsql = "/a"\n'
+    )
+    line = ["serve", "--config", str(file), "--port", "2"]
+    result = CliRunner().invoke(app, line, env={"MANYLORA_ADMIN_KEY": "env", "MANYLORA_API_KEY": "one two"})
+    assert result.exit_code == 0, result.output
+    (call,) = served
+    assert call.engine.model.model == str(tmp_path)
+    assert (call.server.port, call.engine.scheduler.max_num_seqs) == (2, 3)
+    assert (call.server.admin_key, call.server.api_keys) == ("env", ("one", "two"))
+    assert not call.engine.memory.prefix_caching
+    assert call.adapters == {"sql": "/a"}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["serve", "/nonexistent/model"], "no such folder"),
+        (["serve", "demo", "--max-num-seqs", "0"], "max_num_seqs = 0"),
+        (["serve", "demo", "--memory", "lots"], "'lots'"),
+        (["serve", "demo", "--lora-modules", "sql"], "expected name=path"),
+        (["serve", "demo", "--lora-dir", "/nonexistent"], "expected a folder"),
+        (["serve", "demo", "-tp", "2"], "one engine runs on one device"),
+        (["serve", "demo", "--config", "/nonexistent.toml"], "cannot be read"),
+        (["serve", "demo", "--log-level", "loud"], "loud"),
+        (["serve"], "MODEL"),
+        (["serve", "demo", "--no-such-option"], "--no-such-option"),
+        (["generate", "demo", "hi", "--adapter", "nobody"], "'nobody'"),
+        (["generate", "demo", "hi", "--temperature", "-1"], "temperature"),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_message_and_code_2(
+    line: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    served: list[Served],
+) -> None:
+    assert run_main(monkeypatch, *line) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert "Traceback" not in said.err
+    assert not said.out
+    assert not served
+
+
+def test_a_bug_is_one_line_and_code_1_unless_debugging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(*args: object, **kwargs: object) -> int:
+        raise RuntimeError("the disk is on fire")
+
+    monkeypatch.setitem(vars(manylora.server), "run", run)
+    monkeypatch.setenv("MANYLORA_DEBUG", "")
+    assert run_main(monkeypatch, "serve", str(tmp_path)) == 1
+    assert "RuntimeError: the disk is on fire" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["manylora", "--debug", "serve", str(tmp_path)])
+    with pytest.raises(RuntimeError, match="fire"):
+        main()
+
+
+class FakeEngine:
+    """The offline engine, with answers that say who was asked what."""
+
+    made: dict[str, Any]
+    sampling: SamplingParams
+
+    def __init__(self, model: str, **options: Any) -> None:
+        FakeEngine.made = {"model": model, **options}
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def generate(self, prompts: list[Any], *, adapter: list[str | None], sampling: SamplingParams) -> list[Generation]:
+        FakeEngine.sampling = sampling
+        return [
+            Generation(
+                prompt=prompt,
+                text=f"{name} on {prompt}",
+                token_ids=(1, 2),
+                finish_reason="stop",
+                adapter=name,
+                error="too long" if prompt == "fail" else None,
+            )
+            for prompt, name in zip(prompts, adapter, strict=True)
+        ]
+
+    def chat(self, turns: list[Any], **options: Any) -> list[Generation]:
+        return self.generate([json.dumps(turn) for turn in turns], **options)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
+    monkeypatch.setitem(vars(manylora), "Engine", FakeEngine)
+    return FakeEngine
+
+
+def test_generate_prints_the_answer_alone(engine: type[FakeEngine], tmp_path: Path) -> None:
+    line = ["generate", str(tmp_path), "hello", "--memory", "1GiB", "--max-tokens", "5", "--stop", "x"]
+    result = CliRunner().invoke(app, line)
+    assert (result.exit_code, result.stdout) == (0, "None on hello\n")
+    assert engine.made["memory_bytes"] == 2**30
+    assert engine.sampling == SamplingParams(max_tokens=5, temperature=0.0, stop=("x",))
+
+
+def test_generate_asks_every_adapter_every_prompt(engine: type[FakeEngine], tmp_path: Path) -> None:
+    line = ["generate", str(tmp_path), "--lora-modules", "a=/x", "--lora-modules", "b=/y", "--adapter", "all", "--json"]
+    result = CliRunner().invoke(app, line, input="one\n\ntwo\n")
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    asked = [(answer["model"], answer["prompt"]) for answer in answers]
+    assert asked == [("base", "one"), ("a", "one"), ("b", "one"), ("base", "two"), ("a", "two"), ("b", "two")]
+    assert engine.made["adapters"] == {"a": "/x", "b": "/y"}
+
+
+def test_generate_chats(engine: type[FakeEngine], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["generate", str(tmp_path), "hello", "--system", "be brief"])
+    assert '{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}' in result.stdout
+
+
+def test_generate_fails_if_an_answer_does(
+    engine: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "generate", str(tmp_path), "fine", "fail") == 1
+    said = capsys.readouterr()
+    assert "1 of 2 answers failed: too long" in said.err
+    assert "None on fine" in said.out
+
+
+def test_generate_without_a_prompt(engine: type[FakeEngine], tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["generate", str(tmp_path)], input=" \n").exit_code == 2
+
+
+def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(out, "file", written)
+    monkeypatch.setattr(out, "width", 120)
+    answers = [
+        Answer("demo", "tiny llama", "tiny llama?", 4),
+        Answer("reverse", "tiny llama", "amall ynit", 4),
+        Answer("upper", "tiny llama", "TINY LAMA", 4),
+    ]
+    assert print_answers(answers, base="demo", prompts=["tiny llama"]) == 1
+    lines = written.getvalue()
+    assert "✓ amall ynit" in lines
+    assert "✗ TINY LAMA (not TINY LLAMA)" in lines
+    assert "  tiny llama?" in lines
+
+
+def test_help_explains_every_option() -> None:
+    group = typer.main.get_command(app)
+    paths = [(), ("serve",), ("generate",), ("adapters", "inspect"), ("demo",), ("version",)]
+    for path in paths:
+        command: Any = group
+        for name in path:
+            command = command.commands[name]
+        assert command.help, path
+        plain = {"device", "port", "log_level"}
+        silent = [
+            p.name for p in command.params if not p.help and p.name not in plain and not getattr(p, "hidden", False)
+        ]
+        assert not silent, f"{path} does not explain {silent}"
+        result = CliRunner().invoke(app, [*path, "--help"])
+        assert result.exit_code == 0
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.stdout.strip() == "0.1.0"
+    assert CliRunner().invoke(app, ["version"]).stdout.startswith("manylora 0.1.0\npython 3.")
