@@ -8,6 +8,7 @@ from pathlib import Path
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
+from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.engine.ports import EngineParts
 from manylora.errors import AdapterError, AdapterNotFound
@@ -77,12 +78,14 @@ class SimulatedReader:
 
 
 def build_simulated_parts(
-    config: EngineConfig, *, cost: FixedCost | None = None, shape: BaseShape | None = None
+    config: EngineConfig, clock: Clock, *, cost: FixedCost | None = None, shape: BaseShape | None = None
 ) -> EngineParts:
     """Build parts whose executor makes tokens up, at the pace of a cost model.
 
     Args:
         config: Sizes of the pool are read from it; the model is not loaded.
+        clock: Not needed (made-up work is done by time alone, so nobody has to be woken); taken so that this
+            builder can stand in for the torch one.
         cost: Step and load times.
         shape: The base model's shape; Llama-3-8B's by default.
     """
