@@ -1,0 +1,117 @@
+"""Who may call what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from serving import engine_config
+
+from manylora.config import ServerConfig
+from manylora.server import BackgroundServer
+
+SAY = {"model": "base", "prompt": "say", "max_tokens": 1}
+
+
+@contextmanager
+def serving(tokenizer: Path, **config: object) -> Iterator[httpx.Client]:
+    server = BackgroundServer(
+        engine_config(tokenizer),
+        ServerConfig(port=0, in_process=True, **config),  # type: ignore[arg-type]
+        builder="serving:reciter_parts",
+    )
+    with server, httpx.Client(base_url=server.url) as http:
+        yield http
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def keyed(tokenizer: Path) -> Iterator[httpx.Client]:
+    with serving(tokenizer, api_keys=("tenant-1", "tenant-2"), admin_key="root") as http:
+        yield http
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, bearer("wrong"), {"Authorization": "Bearer"}, {"Authorization": "Basic tenant-1"}]
+)
+def test_inference_needs_a_key(keyed: httpx.Client, headers: dict[str, str]) -> None:
+    for answer in (
+        keyed.post("/v1/completions", json=SAY, headers=headers),
+        keyed.get("/v1/models", headers=headers),
+        keyed.post("/tokenize", json={"prompt": "x"}, headers=headers),
+    ):
+        assert answer.status_code == 401
+        assert answer.json()["error"]["type"] == "AuthenticationError"
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", ["tenant-1", "tenant-2", "root"])
+def test_every_key_works_for_inference(keyed: httpx.Client, key: str) -> None:
+    assert keyed.post("/v1/completions", json=SAY, headers=bearer(key)).status_code == 200
+
+
+def test_only_the_admins_key_works_for_adapters(keyed: httpx.Client) -> None:
+    assert keyed.get("/adapters", headers=bearer("root")).status_code == 200
+    for method, path in (
+        ("GET", "/adapters"),
+        ("GET", "/adapters/m"),
+        ("POST", "/adapters"),
+        ("DELETE", "/adapters/m"),
+        ("POST", "/adapters/m/pin"),
+        ("POST", "/adapters/m/warm"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/v1/unload_lora_adapter"),
+    ):
+        assert keyed.request(method, path, headers=bearer("tenant-1")).status_code == 403, path
+        assert keyed.request(method, path, headers=bearer("wrong")).status_code == 401, path
+        assert keyed.request(method, path).status_code == 401, path
+
+
+def test_probes_and_scrapers_need_no_key(keyed: httpx.Client) -> None:
+    for path in ("/health", "/ping", "/version", "/metrics"):
+        assert keyed.get(path).status_code == 200
+
+
+def test_the_openai_client_says_what_is_wrong(keyed: httpx.Client) -> None:
+    url = str(keyed.base_url).rstrip("/") + "/v1"
+    with (
+        openai.OpenAI(base_url=url, api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+    with openai.OpenAI(base_url=url, api_key="tenant-1", max_retries=0) as client:
+        assert client.models.list().data
+        with pytest.raises(openai.PermissionDeniedError):
+            client.post("/load_lora_adapter", body={}, cast_to=object)
+
+
+def test_without_an_admin_key_the_api_keys_do(tokenizer: Path) -> None:
+    with serving(tokenizer, api_keys=("tenant-1",)) as http:
+        assert http.get("/adapters", headers=bearer("tenant-1")).status_code == 200
+        assert http.get("/adapters").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"X-Forwarded-For": "127.0.0.1"},
+        {"Forwarded": "for=127.0.0.1"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example"},
+    ],
+)
+def test_without_keys_adapters_are_for_this_machine_and_no_web_page(
+    http: httpx.Client, headers: dict[str, str]
+) -> None:
+    assert http.get("/adapters").status_code == 200
+    assert http.get("/adapters", headers={"Origin": str(http.base_url).rstrip("/")}).status_code == 200
+    answer = http.get("/adapters", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (403, "PermissionDeniedError")
