@@ -29,6 +29,7 @@ import psutil
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
+from manylora.adapters.size import square_adapter_bytes
 from manylora.memory.pool import Owner, PagePool
 from manylora.sim.shapes import decoder_shape, llama_3_8b_shape
 
@@ -325,18 +326,13 @@ def compare(base: BaseShape, *, num_adapters: int, num_loads: int, seed: int = 0
     return {name: churn(arena, sizes, num_loads=num_loads, seed=seed) for name, arena in arenas.items()}
 
 
-def square_bytes(base: BaseShape, rank: int, num_targets: int) -> int:
-    """Apply the published formula, which takes every projection as hidden by hidden."""
-    return base.num_layers * num_targets * 2 * rank * base.hidden_size * base.page.element_bytes
-
-
 def size_table(bases: Sequence[BaseShape]) -> list[str]:
     """Tabulate adapter sizes by rank: from the real shapes, in pages, and by the square formula."""
     lines = ["| base | modules | rank | bytes of weights | pages | in pages | square formula | formula / real |"]
     lines.append("|---|---|---:|---:|---:|---:|---:|---:|")
     for base, (name, targets), rank in product(bases, TARGETS.items(), RANKS):
         size = adapter_size(base, rank, targets)
-        square = square_bytes(base, rank, len(targets))
+        square = square_adapter_bytes(base, rank, len(targets))
         lines.append(
             f"| {base.name} | {name} | {rank} | {size.num_bytes / MIB:,.1f} MiB | {size.num_pages} "
             f"| {size.num_pages * base.page.num_bytes / MIB:,.1f} MiB | {square / MIB:,.1f} MiB "

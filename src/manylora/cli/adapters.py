@@ -2,8 +2,145 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
 import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from manylora.adapters.read import SAFETENSORS
+from manylora.adapters.report import AdapterReport, inspect_adapter
+from manylora.adapters.shape import BaseShape
+from manylora.adapters.tensors import StoredTensor
+from manylora.cli.options import resolve_model
+from manylora.cli.terminal import note, out
+from manylora.clock import WallClock
+from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 
 __all__ = ["adapters_app"]
 
+NUM_PAGES = 8
+"""A pool that is only there because the model cannot be asked without one."""
+
 adapters_app = typer.Typer(help="Look at adapters.", no_args_is_help=True)
+
+
+@adapters_app.callback()
+def _group() -> None:
+    """Keep `inspect` a command of its own, though it is the only one."""
+
+
+@adapters_app.command(name="inspect")
+def inspect_folder(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="An adapter's folder, as PEFT saves it.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Say whether it fits this model, and what it would take there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, module by module, as JSON.")] = False,
+) -> None:
+    """Show what is in an adapter's folder; with a model, whether it fits, and exit code 1 if it does not.
+
+    [bold]manylora adapters inspect /adapters/sql --model /models/llama[/bold]
+    """
+    base = None if model is None else _describe(model)
+    report = inspect_adapter(
+        Path(path).expanduser(),
+        base,
+        max_bytes=AdapterConfig().max_adapter_bytes,
+        tensor_readers={**SAFETENSORS, ".bin": _read_bin},
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n")
+    else:
+        _show(report, base)
+    if report.fits is False:
+        raise typer.Exit(1)
+
+
+def _describe(model: str) -> BaseShape:
+    """Load a model as far as it takes to know its modules."""
+    note(f"loading {model}")
+    from manylora.execution.build import build_parts  # torch is wanted only now
+
+    checkpoint, _, _ = resolve_model(model, None, {})
+    memory = MemoryConfig(num_pages=NUM_PAGES)
+    config = EngineConfig(model=ModelConfig(model=checkpoint, max_model_len=memory.block_size), memory=memory)
+    parts = build_parts(config, WallClock())
+    parts.close()
+    return parts.base
+
+
+def _read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
+    from manylora.execution.bin_reader import read_bin
+
+    return read_bin(name, path, max_bytes)
+
+
+def _show(report: AdapterReport, base: BaseShape | None) -> None:
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="cyan")
+    facts.add_column(overflow="fold")
+
+    def fact(what: str, value: str | Text) -> None:
+        facts.add_row(what, value)
+
+    fact("folder", report.path)
+    fact("trained on", report.base_model or "not said")
+    fact("rank", _ranks(report))
+    fact("scale", _range([module.scale for module in report.modules]) + (" (rsLoRA)" if report.use_rslora else ""))
+    fact("modules", f"{len(report.modules)}: {', '.join(report.target_modules)}")
+    fact("weights", f"{sum(module.num_elements for module in report.modules):,} {_dtypes(report)}")
+    fact("on disk", _size(report.disk_bytes))
+    if report.version is not None and base is not None:
+        version, page = report.version, base.page
+        fact("in host memory", f"{_size(version.host_bytes)} as {page.dtype}")
+        fact("on the device", f"{version.num_pages} pages of {_size(page.num_bytes)}")
+        fact("version", version.key)
+    if base is not None:
+        fits = Text("yes", "bold green") if report.fits else Text.assemble(("no: ", "bold red"), str(report.problem))
+        fact(f"fits {Path(base.name).name}", fits)
+    out.print(facts)
+    if report.modules:
+        _show_modules(report)
+
+
+def _show_modules(report: AdapterReport) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("module", style="cyan")
+    for title in ("how many", "rank", "scale", "weights"):
+        table.add_column(title, justify="right")
+    for target in report.target_modules:
+        modules = [module for module in report.modules if module.name.rpartition(".")[2] == target]
+        ranks = _range([module.rank for module in modules])
+        scales = _range([module.scale for module in modules])
+        weights = sum(module.num_elements for module in modules)
+        table.add_row(target, str(len(modules)), ranks, scales, f"{weights:,}")
+    out.print(table)
+
+
+def _ranks(report: AdapterReport) -> str:
+    counts = Counter(module.rank for module in report.modules)
+    if len(counts) == 1:
+        return str(report.rank)
+    return ", ".join(f"{rank} ({count} modules)" for rank, count in sorted(counts.items()))
+
+
+def _dtypes(report: AdapterReport) -> str:
+    return ", ".join(sorted({module.dtype for module in report.modules}))
+
+
+def _range(values: list[int] | list[float]) -> str:
+    least, most = min(values), max(values)
+    return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 2**20:
+        return f"{num_bytes / 2**10:,.1f} KiB"
+    return f"{num_bytes / 2**20:,.1f} MiB"
