@@ -137,6 +137,7 @@ def test_a_mixed_batch_is_answered_in_order(engine: Engine) -> None:
         assert (answer.finish_reason, answer.error, answer.logprobs) == ("stop", None, None)
         assert answer.token_ids[-1:] == engine.tokenizer.eos_token_ids
         assert engine.tokenizer.decode(answer.token_ids) == answer.text
+    assert not engine._thread._inboxes, "kept for requests that are over"
     assert answers[0].num_prompt_tokens == len(engine.tokenizer.encode("hello"))
 
 
@@ -160,19 +161,24 @@ def test_each_prompt_can_have_its_own_sampling(engine: Engine) -> None:
     assert stopped.text == "base the quick brown fox " and stopped.error is None
     assert told.logprobs is not None and [entry.logprob for entry in told.logprobs] == [-0.5, -0.5]
     assert tuple(entry.token_id for entry in told.logprobs) == told.token_ids
-    assert engine.stats().num_running == 0 or _settles(engine), "what a stop string ended runs on"
     with pytest.raises(ValueError, match="Got 2 samplings for 1 prompts"):
         engine.generate(["hello"], sampling=[SamplingParams()] * 2)
     with pytest.raises(ValueError, match="Got 3 adapters for 1 prompts"):
         engine.generate(["hello"], adapter=["one", "two", None])
 
 
-def _settles(engine: Engine) -> bool:
-    for _ in range(200):
-        if engine.stats().num_running == engine.stats().num_waiting == 0:
-            return True
+def tokens_in_the_end(engine: Engine) -> int:
+    """Wait until nothing runs; return how many tokens were generated."""
+    while engine.stats().num_running + engine.stats().num_waiting:
         time.sleep(0.005)
-    return False
+    return engine.stats().num_generated_tokens
+
+
+def test_what_a_stop_string_ended_is_cancelled(engine: Engine) -> None:
+    sampling = SamplingParams(stop=("quick",), ignore_eos=True, max_tokens=240)
+    answers = engine.generate(["hello"] * 10, sampling=sampling)
+    assert [answer.text for answer in answers] == ["base the "] * 10
+    assert tokens_in_the_end(engine) < 10 * 240 / 2
 
 
 def test_chats_go_through_the_template(engine: Engine) -> None:
@@ -246,9 +252,9 @@ def test_an_interrupted_call_leaves_the_engine_usable(engine: Engine, monkeypatc
 
     monkeypatch.setattr(Engine, "_take", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(["hello"] * 10, sampling=SamplingParams(ignore_eos=True, max_tokens=200))
+        engine.generate(["hello"] * 10, sampling=SamplingParams(ignore_eos=True, max_tokens=240))
     monkeypatch.undo()
-    assert _settles(engine), "requests of a call that is over run on"
+    assert tokens_in_the_end(engine) < 10 * 240 / 2, "requests of a call that is over run on"
     assert engine.generate("hello")[0].text == f"base {LINE}"
 
 

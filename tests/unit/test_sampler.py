@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from manylora.engine.ports import PlannedSequence
-from manylora.execution.sampler import Sampler, philox_uniform
+from manylora.execution.sampler import Sampler, _invert, philox4x32, philox_uniform
 from manylora.types import SamplingParams
 
 EOS = 2
@@ -231,14 +231,35 @@ def test_draws_follow_the_distribution(params: dict[str, float], vocab: int) -> 
     assert chi_square < degrees + 4 * math.sqrt(2 * degrees) + 8  # about p = 1e-4; the seeds are fixed
 
 
-def test_uniform_numbers_are_philox() -> None:
-    """Known answer of the Random123 distribution (kat_vectors, philox4x32 10)."""
+def test_a_draw_on_a_boundary_never_takes_what_weighs_nothing() -> None:
+    weights = torch.zeros(5, 700)
+    weights[:, [3, 300, 600]] = torch.tensor([1.0, 2.0, 1.0])
+    uniform = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
+    assert _invert(weights, uniform).tolist() == [3, 300, 300, 600, 600]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_philox_gives_the_known_answers(counter: str, key: str, expected: str) -> None:
+    """Known answers of the Random123 distribution (kat_vectors, philox4x32 10)."""
+    words = [[np.array([int(word, 16)], np.uint64) for word in text.split()] for text in (counter, key)]
+    assert " ".join(f"{int(word[0]):08x}" for word in philox4x32(*map(tuple, words))) == expected
+
+
+def test_uniform_numbers_are_uniform_and_keyed() -> None:
     assert uniform(0, 0) == (((0x6627E8D5 << 32) | 0xE169C58D) >> 11) * 2.0**-53
     drawn = philox_uniform(np.zeros(4000, np.uint64) + np.uint64(9), np.arange(4000, dtype=np.uint64))
     assert drawn.min() >= 0.0 and drawn.max() < 1.0
     assert abs(drawn.mean() - 0.5) < 0.02 and abs(drawn.var() - 1 / 12) < 0.005
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.05
-    assert uniform(2**63, 0) != uniform(0, 0) != uniform(1, 0)
+    some = [uniform(*at) for at in [(0, 0), (1, 0), (0, 1), (2**63, 0), (0, 2**63), (2**32, 0), (0, 2**32)]]
+    assert len(set(some)) == len(some), "a part of seed or position makes no difference"
     assert uniform(-1, 3) == uniform(2**64 - 1, 3)
 
 

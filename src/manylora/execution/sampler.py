@@ -42,6 +42,10 @@ PREFIX = 256
 BLOCK = 256
 """Width of the blocks a draw steps over before it looks inside one."""
 
+LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+Words = NDArray[np.uint64]
+
 
 class TokenMasks(Protocol):
     """What constrained decoding gives the sampler; implemented by ``execution.grammar``."""
@@ -311,7 +315,6 @@ def _cut(scaled: Tensor, weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: T
     kept = torch.where(
         top_p < 1.0, ((reached - mass) < wanted[:, None]).sum(dim=-1).clamp(min=1), top_k.clamp(max=width)
     )
-    kept = torch.minimum(kept, top_k)
 
     if width < vocab:
         settled = (top_k <= width) | ((top_k == vocab) & (reached[:, -1] >= wanted))
@@ -372,7 +375,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     return (block * BLOCK + offset).squeeze(1).clamp(max=vocab - 1)
 
 
-def philox_uniform(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.float64]:
+def philox_uniform(seeds: Words, counters: Words) -> NDArray[np.float64]:
     """Return one uniform number in [0, 1) per row: the first 53 bits of Philox4x32-10.
 
     A counter-based generator has no state: the number is a hash of key and counter that passes BigCrush.
@@ -386,13 +389,17 @@ def philox_uniform(seeds: NDArray[np.uint64], counters: NDArray[np.uint64]) -> N
     Source:
         Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), section 4.3.
     """
-    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    key0, key1 = seeds & low, seeds >> shift
-    c0, c1 = counters & low, counters >> shift
-    c2 = c3 = np.zeros_like(c0)
+    nothing = np.zeros_like(counters)
+    words = philox4x32((counters & LOW, counters >> SHIFT, nothing, nothing), (seeds & LOW, seeds >> SHIFT))
+    bits = (words[0] << SHIFT) | words[1]
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
+    """Run the ten rounds of Philox4x32 on four counter words and two key words (32 bits each, held in 64)."""
+    (c0, c1, c2, c3), (key0, key1) = counter, key
     for _ in range(10):
         left, right = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (right >> shift) ^ c1 ^ key0, right & low, (left >> shift) ^ c3 ^ key1, left & low
-        key0, key1 = (key0 + np.uint64(0x9E3779B9)) & low, (key1 + np.uint64(0xBB67AE85)) & low
-    bits = (c0 << shift) | c1
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        c0, c1, c2, c3 = (right >> SHIFT) ^ c1 ^ key0, right & LOW, (left >> SHIFT) ^ c3 ^ key1, left & LOW
+        key0, key1 = (key0 + np.uint64(0x9E3779B9)) & LOW, (key1 + np.uint64(0xBB67AE85)) & LOW
+    return c0, c1, c2, c3

@@ -97,12 +97,9 @@ class EngineThread:
         return self.call(add)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
-        """End requests whose outputs nobody wants any more; of requests that are over, do nothing."""
+        """End requests nobody wants any more; those that are over are left alone. Their last outputs still come."""
         if not request_ids:
             return
-        with self._lock:
-            for request_id in request_ids:
-                self._inboxes.pop(request_id, None)
 
         def cancel(core: EngineCore, now: float) -> None:
             for request_id in request_ids:
