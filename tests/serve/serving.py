@@ -14,7 +14,7 @@ from manylora.adapters.shape import BaseShape, PageShape
 from manylora.clock import Clock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.ports import EngineParts, PlannedSequence
-from manylora.errors import AdapterError, AdapterNotFound
+from manylora.errors import AdapterError, AdapterNotFound, ConfigError
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor
 from manylora.types import AdapterKey, AdapterVersion, SampledToken
@@ -138,3 +138,13 @@ def engine_config(tokenizer: Path, **scheduler: int) -> EngineConfig:
         memory=MemoryConfig(num_pages=512),
         scheduler=SchedulerConfig(**scheduler),
     )
+
+
+def refusing_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Refuse the configuration."""
+    raise ConfigError("this engine refuses")
+
+
+def breaking_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Break."""
+    raise RuntimeError("this engine breaks")

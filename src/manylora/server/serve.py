@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import ipaddress
 import logging
@@ -23,6 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +74,9 @@ class _Server:
         builder: str,
         restarts: RestartPolicy,
     ) -> None:
+        if engine.model.model == "demo":
+            named = engine.model.served_model_name or "demo"
+            engine = replace(engine, model=replace(engine.model, model=str(demo_model_path()), served_model_name=named))
         self._engine_config = engine
         self._config = server
         self._modules = modules
@@ -131,8 +136,8 @@ class _Server:
         tasks: list[asyncio.Task[None]] = [living]
         try:
             model = self._engine_config.model
-            path = model.tokenizer or (demo_model_path() if model.model == "demo" else model.model)
-            tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.revision)
+            load = functools.partial(Tokenizer.load, model.tokenizer or model.model, revision=model.revision)
+            tokenizer = await asyncio.to_thread(load)
             http = self._http_server(tokenizer)
             tasks.append(asyncio.create_task(http.serve(sockets=[self._socket])))
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -326,6 +331,11 @@ class BackgroundServer:
         """Return the engine's process id, if there is an engine."""
         assert self._server is not None
         return self._server.supervisor.engine_pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the server has ended; ``wait`` says how."""
+        return self._ended.done()
 
     def drain(self) -> None:
         """Begin to stop gracefully, as the first SIGTERM does; ``wait`` says when it is done."""

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 BuildParts = Callable[[EngineConfig, Clock], EngineParts]
 
-TORCH_BUILDER = "manylora.execution.build:build_parts"
+TORCH_BUILDER = "manylora.server.live_parts:build_live_parts"
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
 
 NUM_READERS = 2

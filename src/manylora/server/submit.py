@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 from starlette.responses import Response
 
 from manylora.errors import RequestError
+from manylora.execution.grammar import check_schema
 from manylora.server.answer import AnswerFormat, EventStream, Whole
 from manylora.server.context import Context
 from manylora.server.errors import error_response
@@ -45,6 +47,8 @@ async def respond(
             f"Got {len(prompts)} prompts with n = {num_answers}, expected at most {most} answers in one request",
             param="prompt" if len(prompts) > 1 else "n",
         )
+    if sampling.json_schema is not None:
+        await _check_schema(sampling.json_schema)
     answer_id = id_prefix + uuid.uuid4().hex
     requests = [
         Request(
@@ -65,6 +69,13 @@ async def respond(
     if body.stream:
         return EventStream(generation, form, head=head, fingerprint=context.fingerprint, options=body.stream_options)
     return Whole(generation, form, head=head, fingerprint=context.fingerprint, on_failure=error_response)
+
+
+async def _check_schema(schema: str) -> None:
+    try:
+        await asyncio.to_thread(check_schema, schema)  # some take milliseconds
+    except RequestError as error:
+        raise RequestError(str(error), param="response_format") from None
 
 
 def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -1,0 +1,228 @@
+"""The engine process dies, in every way, and the server lives: two real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from serving import engine_config, write_reciter
+
+from manylora.config import ServerConfig
+from manylora.errors import ConfigError, EngineDead
+from manylora.server import BackgroundServer, LoraModule, RestartPolicy
+
+
+@contextmanager
+def two_processes(
+    tokenizer: Path,
+    lora_dir: Path,
+    *,
+    builder: str = "serving:reciter_parts",
+    restarts: RestartPolicy | None = None,
+    **config: float,
+) -> Iterator[BackgroundServer]:
+    server = BackgroundServer(
+        engine_config(tokenizer),
+        ServerConfig(port=0, lora_dirs=(str(lora_dir),), **config),  # type: ignore[arg-type]
+        [LoraModule("m", str(lora_dir / "m"))],
+        builder=builder,
+        restarts=restarts,
+    )
+    with server:
+        yield server
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def kill_engine(server: BackgroundServer) -> None:
+    assert server.engine_pid is not None
+    os.kill(server.engine_pid, signal.SIGKILL)
+
+
+def test_killed_under_fifty_streams(tokenizer: Path, lora_dir: Path) -> None:
+    """Every client hears of it within five seconds; the next engine knows every adapter and pin."""
+
+    async def scenario(server: BackgroundServer) -> list[tuple[str, float]]:
+        killed_at = 0.0
+        streaming = asyncio.Semaphore(0)
+
+        async def stream(client: httpx.AsyncClient) -> tuple[str, float]:
+            body = {"model": "m", "prompt": "say", "max_tokens": 200, "stream": True}
+            events = []
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                assert answer.status_code == 200
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: "):
+                        events.append(line[6:])
+                        if len(events) == 1:
+                            streaming.release()
+            assert events[-1] == "[DONE]"
+            error = json.loads(events[-2])["error"]
+            assert (error["code"], error["type"]) == (500, "InternalServerError")
+            return error["message"], time.monotonic() - killed_at
+
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits()) as client:
+            load = {"lora_name": "p", "lora_path": str(lora_dir / "p")}
+            assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
+            assert (await client.post("/adapters/p/pin")).status_code == 200
+            streams = [asyncio.create_task(stream(client)) for _ in range(50)]
+            for _ in streams:
+                await streaming.acquire()
+            killed_at = time.monotonic()
+            kill_engine(server)
+            results = await asyncio.gather(*streams)
+            while True:
+                meanwhile = await client.post("/v1/completions", json={"model": "m", "prompt": "x"})
+                if meanwhile.status_code == 200:
+                    break
+                assert meanwhile.status_code == 503, meanwhile.text
+                assert int(meanwhile.headers["retry-after"]) >= 1
+                assert (await client.get("/health")).status_code == 503
+            return results
+
+    with two_processes(tokenizer, lora_dir, builder="serving:slow_reciter_parts") as server:
+        first = server.engine_pid
+        results = asyncio.run(scenario(server))
+        assert all("SIGKILL" in message for message, _ in results)
+        assert max(took_s for _, took_s in results) < 5.0
+        assert server.engine_pid != first
+        with httpx.Client(base_url=server.url) as http:
+            status = {adapter["name"]: adapter for adapter in http.get("/adapters").json()["data"]}
+            assert set(status) == {"m", "p"}
+            assert (status["p"]["pinned"], status["m"]["pinned"]) == (True, False)
+            assert "manylora_engine_restarts_total 1.0" in http.get("/metrics").text
+
+
+def test_an_adapter_that_is_gone_costs_only_itself(tokenizer: Path, lora_dir: Path) -> None:
+    own = write_reciter(lora_dir / "passing", "x")
+    with two_processes(tokenizer, lora_dir) as server, httpx.Client(base_url=server.url) as http:
+        http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(own)})
+        (own / "adapter_config.json").unlink()
+        kill_engine(server)
+        wait_for(lambda: http.get("/health").status_code == 503)
+        wait_for(lambda: http.get("/health").status_code == 200)
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["base", "m"]
+
+
+def test_a_crash_loop_is_given_up(tokenizer: Path, lora_dir: Path) -> None:
+    policy = RestartPolicy(max_deaths=3, first_pause_s=0.1)
+    with two_processes(tokenizer, lora_dir, restarts=policy) as server:
+        for _ in range(3):
+            pid = server.engine_pid
+            kill_engine(server)
+            wait_for(lambda pid=pid: server.has_ended or server.engine_pid not in (None, pid))  # type: ignore[misc]
+            if not server.has_ended:
+                with httpx.Client(base_url=server.url) as http:
+                    wait_for(lambda: http.get("/health").status_code == 200)
+        with pytest.raises(EngineDead, match="died 3 times in a row"):
+            server.wait(10)
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    policy = RestartPolicy(first_pause_s=0.5, max_pause_s=3.0)
+    assert [policy.pause_s(deaths) for deaths in range(1, 7)] == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_an_engine_that_cannot_be_built_is_an_error_at_start(tokenizer: Path, lora_dir: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="this engine refuses"),
+        two_processes(tokenizer, lora_dir, builder="serving:refusing_parts"),
+    ):
+        pytest.fail("it started")
+    with (
+        pytest.raises(EngineDead, match="exit code 1 before it was ready"),
+        two_processes(tokenizer, lora_dir, builder="serving:breaking_parts"),
+    ):
+        pytest.fail("it started")
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from serving import engine_config
+from manylora.config import ServerConfig
+from manylora.server import serve
+serve.TORCH_BUILDER = "serving:slow_reciter_parts"
+sys.exit(serve.run(engine_config(Path(sys.argv[1])), ServerConfig(port=0, drain_timeout_s=20)))
+"""
+
+
+@contextmanager
+def command(tokenizer: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server run as the command line runs it, and its URL."""
+    process = subprocess.Popen([sys.executable, "-c", SERVE, str(tokenizer)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("manylora serves base with 0 adapters at http://127.0.0.1:")
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def engine_of(process: subprocess.Popen[str]) -> int:
+    children = psutil.Process(process.pid).children()
+    assert len(children) == 1
+    return int(children[0].pid)
+
+
+def test_sigterm_drains_and_exits_zero(tokenizer: Path) -> None:
+    with command(tokenizer) as (process, url), httpx.Client(base_url=url, timeout=30) as http:
+        engine = engine_of(process)
+        body = {"model": "base", "prompt": "say", "max_tokens": 12, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(url + "/health").status_code == 503)
+            refused = httpx.post(url + "/v1/completions", json={"model": "base", "prompt": "x"})
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert process.wait(10) == 0
+        assert is_gone(engine)
+
+
+def test_a_second_signal_exits_at_once(tokenizer: Path) -> None:
+    with command(tokenizer) as (process, url), httpx.Client(base_url=url, timeout=30) as http:
+        engine = engine_of(process)
+        body = {"model": "base", "prompt": "say", "max_tokens": 200, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(url + "/health").status_code == 503)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(5) != 0
+        wait_for(lambda: is_gone(engine), 5)
+
+
+def test_no_engine_outlives_its_server(tokenizer: Path) -> None:
+    with command(tokenizer) as (process, _):
+        engine = engine_of(process)
+        process.kill()
+        process.wait()
+        wait_for(lambda: is_gone(engine), 5)
