@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 
 from manylora.errors import ConfigError
 
-__all__ = ["AdapterConfig", "EngineConfig", "MemoryConfig", "ModelConfig", "SchedulerConfig", "ServerConfig"]
+__all__ = [
+    "GIB",
+    "MIB",
+    "AdapterConfig",
+    "EngineConfig",
+    "MemoryConfig",
+    "ModelConfig",
+    "SchedulerConfig",
+    "ServerConfig",
+]
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB

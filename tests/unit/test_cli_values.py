@@ -79,8 +79,10 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_vllm_flags_are_taken_out_and_explained() -> None:
     ours, remarks = take_out(
-        ["llama", "--enable-lora", "--max-lora-rank", "64", "--port", "1", "-tp", "1", "--lora-dtype=auto"]
-        + ["--no-enable-prefix-caching"]
+        [
+            *("llama", "--enable-lora", "--max-lora-rank", "64", "--port", "1"),
+            *("-tp", "1", "--lora-dtype=auto", "--no-enable-prefix-caching"),
+        ]
     )
     assert ours == ["llama", "--port", "1", "--no-prefix-caching"]
     assert [remark.split(":")[0] for remark in remarks] == [

@@ -69,7 +69,7 @@ def print_adapters(adapters: Sequence[Mapping[str, Any]]) -> None:
     for title in ("rank", "modules", "KiB", "pages", "requests"):
         table.add_column(title, justify="right")
     table.add_column("what it does", style="dim")
-    for adapter in adapters:
+    for adapter in sorted(adapters, key=lambda adapter: str(adapter["name"])):
         task = TASKS.get(adapter["name"])
         table.add_row(
             adapter["name"],

@@ -218,6 +218,4 @@ def serve(
 def _log_to_stderr(level: str) -> None:
     if level not in _LOG_LEVELS:
         raise typer.BadParameter(f"Got {level!r}, expected one of {', '.join(_LOG_LEVELS)}", param_hint="--log-level")
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%H:%M:%S"
-    )
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s api %(name)s %(message)s")

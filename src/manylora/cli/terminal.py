@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -10,7 +11,10 @@ from rich.text import Text
 
 __all__ = ["fail", "is_interactive", "note", "notes", "out"]
 
-out = Console(highlight=False)
+PLAIN_WIDTH = 110
+"""Columns where there is no terminal to ask: a log, a pipe, a file."""
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
 notes = Console(stderr=True, highlight=False)
 
 
