@@ -79,7 +79,7 @@ class Rig:
     def register(self, name: str, num_pages: int = 2, *, key: str | None = None, replace: bool = False) -> None:
         made = version(key or f"key-{name}", num_pages)
         self.executor.host.add(made.key)
-        self.core.register_adapter(name, made, self.now, replace=replace)
+        self.core.adapters.register(name, made, self.now, replace=replace)
 
     def turn(self) -> None:
         """Collect and launch."""

@@ -20,7 +20,7 @@ from manylora.events import Event, RequestFinished
 from manylora.sim.build import build_simulated_parts
 from manylora.types import AdapterKey, AdapterVersion, Request, SamplingParams
 
-DIGEST = "9a9f7ee3a47ca817aaf6502449f21f53"
+DIGEST = "bb5069db718f937c7bd8e0b8d0399d76"
 NUM_REQUESTS = 400
 
 
@@ -46,7 +46,7 @@ def simulate() -> tuple[list[Event], EngineCore]:
         sinks=[events.append],
     )
     for index in range(40):
-        core.register_adapter(f"a{index}", made_up_version(index), 0.0)
+        core.adapters.register(f"a{index}", made_up_version(index), 0.0)
     EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals()).run()
     return events, core
 

@@ -247,7 +247,7 @@ def _serve(
     )
     keys: dict[AdapterKey | None, str | None] = {None: None}
     for name, version in versions.items():
-        core.register_adapter(name, version, clock.now())
+        core.adapters.register(name, version, clock.now())
         keys[version.key] = name
     by_prompt = {(case.adapter, case.prompt): case.request_id for case in cases}
     logits: dict[str, dict[int, torch.Tensor]] = {case.request_id: {} for case in cases}

@@ -100,7 +100,7 @@ def test_a_replaced_adapter_meets_no_stale_prefix_and_old_requests_stay_on_the_o
     rig.turn()
     rig.register("a", key="v2", replace=True)
     rig.add(request("two", num_prompt=9, model="a"))
-    assert rig.core.adapter_status("a", rig.now).generation == 2
+    assert rig.core.adapters.status("a", rig.now).generation == 2
     rig.drain()
     versions = {name: rig.outputs[name][-1].adapter for name in ("one", "one-more", "two")}
     assert versions == {"one": "v1", "one-more": "v1", "two": "v2"}
@@ -118,9 +118,9 @@ def test_two_names_of_the_same_content_share_one_version():
     rig.drain()
     stats = rig.core.stats()
     assert (stats.num_registered, stats.num_resident, stats.num_loads) == (2, 1, 1)
-    rig.core.unregister_adapter("a", rig.now)
+    rig.core.adapters.unregister("a", rig.now)
     assert rig.core.stats().num_resident == 1
-    rig.core.unregister_adapter("b", rig.now)
+    rig.core.adapters.unregister("b", rig.now)
     assert rig.core.stats().num_resident == rig.core.stats().num_host == 0
 
 
@@ -205,7 +205,7 @@ def test_unload_frees_pages_and_host_at_once_when_idle_and_after_the_last_reques
     rig.add(request("r", model="a", max_tokens=5))
     rig.turn()
     rig.step()
-    rig.core.unregister_adapter("a", rig.now)
+    rig.core.adapters.unregister("a", rig.now)
     assert rig.core.stats().num_adapter_pages == 3
     with pytest.raises(ModelNotFound):
         rig.add(request("late", model="a"))
@@ -214,41 +214,41 @@ def test_unload_frees_pages_and_host_at_once_when_idle_and_after_the_last_reques
     assert rig.core.stats().num_adapter_pages == rig.core.stats().host_bytes == 0
     assert not rig.executor.host
     with pytest.raises(AdapterNotFound):
-        rig.core.unregister_adapter("a", rig.now)
+        rig.core.adapters.unregister("a", rig.now)
 
 
 def test_pinned_adapters_stay_and_cannot_take_the_room_of_requests_in_flight():
     rig = make_rig(num_pages=12, prefix_caching=False)
     rig.register("a", num_pages=4)
     rig.register("b", num_pages=4)
-    status = rig.core.pin_adapter("a", True, rig.now)
+    status = rig.core.adapters.pin("a", True, rig.now)
     assert status.is_pinned
     rig.drain()
-    assert rig.core.adapter_status("a", rig.now).tier is Tier.DEVICE
+    assert rig.core.adapters.status("a", rig.now).tier is Tier.DEVICE
     rig.add(request("r", num_prompt=9, max_tokens=8, model="b"))  # 4 pages of KV, just so
     rig.drain()
     with pytest.raises(RequestError, match="memory left"):
         rig.add(request("r2", num_prompt=10, max_tokens=8, model="b"))
     rig.add(request("r3", num_prompt=20, max_tokens=8))
     with pytest.raises(CapacityError, match="too little memory"):
-        rig.core.pin_adapter("b", True, rig.now)
+        rig.core.adapters.pin("b", True, rig.now)
     rig.drain()
-    assert rig.core.adapter_status("a", rig.now).tier is Tier.DEVICE
-    rig.core.pin_adapter("a", False, rig.now)
+    assert rig.core.adapters.status("a", rig.now).tier is Tier.DEVICE
+    rig.core.adapters.pin("a", False, rig.now)
     rig.add(request("r4", num_prompt=30, max_tokens=8))
     rig.drain()
-    assert rig.core.adapter_status("a", rig.now).tier is Tier.HOST
+    assert rig.core.adapters.status("a", rig.now).tier is Tier.HOST
 
 
 def test_warming_goes_all_the_way_from_disk():
     rig = make_rig(adapters=AdapterConfig(max_cpu_loras=1))
     rig.register("a")
     rig.register("b")
-    assert rig.core.adapter_status("a", rig.now).tier is Tier.DISK
-    rig.core.warm_adapter("a", rig.now)
+    assert rig.core.adapters.status("a", rig.now).tier is Tier.DISK
+    rig.core.adapters.warm("a", rig.now)
     for _ in range(3):
         rig.step()
-    assert rig.core.adapter_status("a", rig.now).tier is Tier.DEVICE
+    assert rig.core.adapters.status("a", rig.now).tier is Tier.DEVICE
 
 
 def test_a_failed_load_ends_its_requests_with_the_reason_and_no_others():

@@ -176,7 +176,7 @@ class Engine:
         """
         self._thread.check_alive()
         version = self._parts.reader.read(name, str(path))
-        return self._thread.call(lambda core, now: core.register_adapter(name, version, now, replace=replace))
+        return self._thread.call(lambda core, now: core.adapters.register(name, version, now, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests on it finish first.
@@ -184,11 +184,11 @@ class Engine:
         Raises:
             AdapterNotFound: There is none of that name.
         """
-        self._thread.call(lambda core, now: core.unregister_adapter(name, now))
+        self._thread.call(lambda core, now: core.adapters.unregister(name, now))
 
     def adapters(self) -> tuple[AdapterStatus, ...]:
         """Return the state of every adapter, by name."""
-        return self._thread.call(lambda core, now: core.adapter_statuses(now))
+        return self._thread.call(lambda core, now: core.adapters.statuses(now))
 
     def stats(self) -> EngineStats:
         """Return the engine's gauges and counters."""

@@ -30,6 +30,7 @@ class FifoPolicy:
         self._waiting: dict[int, Sequence] = {}
         self._is_sorted = True
         self._offers: list[Sequence] = []
+        self._first: Sequence | None = None
         self._passed: list[Sequence] = []
         self._is_blocked = False
 
@@ -55,6 +56,12 @@ class FifoPolicy:
         self._offers.reverse()
         self._passed = []
         self._is_blocked = False
+        self._first = self._offers[-1] if self._offers else None
+
+    @property
+    def first_in_line(self) -> Sequence | None:
+        """The oldest."""
+        return self._first
 
     def offer(self) -> Sequence | None:
         """Return the oldest not yet offered in this step."""

@@ -2,8 +2,8 @@
 
 Each step the core asks the policy for one waiting sequence after the other, tries to admit it, and tells the
 policy what happened; the policy decides whether to go on to the next, and never touches memory itself. The
-first sequence offered in a step is *first in line*: the core lets it claim whatever running sequences do not
-hold, so a policy that keeps offering the same one first starves nobody.
+policy names one sequence *first in line*: the core lets it claim whatever running sequences do not hold and keeps
+its adapter from younger ones, so a policy that puts the same one first until it is admitted starves nobody.
 
 ::
 
@@ -53,6 +53,11 @@ class Policy(Protocol):
 
     def begin(self, now: float) -> None:
         """Begin a step."""
+        ...
+
+    @property
+    def first_in_line(self) -> Sequence | None:
+        """The sequence that is owed whatever running ones do not hold; fixed from ``begin`` to the next ``begin``."""
         ...
 
     def offer(self) -> Sequence | None:

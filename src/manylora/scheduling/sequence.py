@@ -31,6 +31,7 @@ class Sequence:
         seq_id: Unique for the life of the engine; also the order of arrival.
         request: What was asked for.
         version: The adapter version it was resolved to on arrival, ``None`` for the base.
+        name: The registered name it was asked by, empty for the base.
         table: Its block table, empty.
         max_tokens: Most tokens to generate.
         stop_token_ids: Tokens that end it.
@@ -42,8 +43,10 @@ class Sequence:
         "admitted_at",
         "arrived_at",
         "first_token_at",
+        "found_resident",
         "is_cancelled",
         "max_tokens",
+        "name",
         "num_bypassed",
         "num_cached",
         "num_computed",
@@ -66,6 +69,7 @@ class Sequence:
         seq_id: int,
         request: Request,
         version: AdapterVersion | None,
+        name: str = "",
         table: BlockTable,
         max_tokens: int,
         stop_token_ids: frozenset[int],
@@ -75,6 +79,7 @@ class Sequence:
         self.seq_id = seq_id
         self.request = request
         self.version = version
+        self.name = name
         self.table = table
         self.max_tokens = max_tokens
         self.stop_token_ids = stop_token_ids
@@ -91,6 +96,7 @@ class Sequence:
         self.first_token_at: float | None = None
         self.is_cancelled = False
         self.was_looked_at = False
+        self.found_resident = version is None
 
     def __repr__(self) -> str:
         return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed}/{len(self.tokens)} computed)"

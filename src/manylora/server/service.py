@@ -8,6 +8,7 @@ the API process: it knows nothing of sockets.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -146,13 +147,14 @@ class EngineService:
             case Cancel():
                 post(lambda core, now: self._cancel(core, now, command))
             case LoadAdapter():
-                self._readers.submit(self._read, command)
+                with contextlib.suppress(RuntimeError):  # the engine has just ended, as its link will say
+                    self._readers.submit(self._read, command)
             case UnloadAdapter(call, name):
-                post(lambda core, now: self._reply(call, lambda: core.unregister_adapter(name, now)))
+                post(lambda core, now: self._reply(call, lambda: core.adapters.unregister(name, now)))
             case PinAdapter(call, name, pinned):
-                post(lambda core, now: self._reply(call, lambda: core.pin_adapter(name, pinned, now)))
+                post(lambda core, now: self._reply(call, lambda: core.adapters.pin(name, pinned, now)))
             case WarmAdapter(call, name):
-                post(lambda core, now: self._reply(call, lambda: core.warm_adapter(name, now)))
+                post(lambda core, now: self._reply(call, lambda: core.adapters.warm(name, now)))
             case TakeSnapshot(call):
                 post(lambda core, now: self._snapshot(core, now, call))
 
@@ -202,7 +204,7 @@ class EngineService:
 
     def _snapshot(self, core: EngineCore, now: float, call: int) -> None:
         self._send(
-            Reply(call, statuses=core.adapter_statuses(now), stats=core.stats(), observations=self._recorder.take())
+            Reply(call, statuses=core.adapters.statuses(now), stats=core.stats(), observations=self._recorder.take())
         )
 
     def _read(self, command: LoadAdapter) -> None:
@@ -230,4 +232,4 @@ class EngineService:
         self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float
     ) -> None:
         self._recorder(AdapterLoaded(now, version.key, Tier.HOST, took_s))
-        self._reply(command.call, lambda: core.register_adapter(command.name, version, now, replace=command.replace))
+        self._reply(command.call, lambda: core.adapters.register(command.name, version, now, replace=command.replace))

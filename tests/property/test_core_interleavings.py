@@ -56,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.register(name, 1 + index % 5, False)
 
     def names(self) -> list[str]:
-        return [status.name for status in self.rig.core.adapter_statuses(self.rig.now)]
+        return [status.name for status in self.rig.core.adapters.statuses(self.rig.now)]
 
     @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 5), in_place=st.booleans())
     def register(self, name, num_pages, in_place) -> None:
@@ -70,13 +70,13 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def unregister(self, name) -> None:
         if name in self.names():
-            self.rig.core.unregister_adapter(name, self.rig.now)
+            self.rig.core.adapters.unregister(name, self.rig.now)
 
     @rule(name=st.sampled_from(NAMES), pinned=st.booleans())
     def pin(self, name, pinned) -> None:
         if name in self.names():
             try:
-                self.rig.core.pin_adapter(name, pinned, self.rig.now)
+                self.rig.core.adapters.pin(name, pinned, self.rig.now)
             except CapacityError:
                 assert pinned
 
@@ -84,7 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
     def warm(self, name) -> None:
         if name in self.names():
             with contextlib.suppress(CapacityError):
-                self.rig.core.warm_adapter(name, self.rig.now)
+                self.rig.core.adapters.warm(name, self.rig.now)
 
     @rule(
         asks=st.lists(
@@ -105,7 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.accepted[made.request_id] = made
         self.version_of[made.request_id] = (
-            self.rig.core.adapter_status(model, self.rig.now).version.key if model else None
+            self.rig.core.adapters.status(model, self.rig.now).version.key if model else None
         )
 
     @precondition(lambda self: self.accepted)
@@ -160,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert reason is FinishReason.LENGTH
                 assert self.rig.tokens(request_id) == expected_tokens(asked, self.version_of[request_id])
         for name in self.names():
-            self.rig.core.unregister_adapter(name, self.rig.now)
+            self.rig.core.adapters.unregister(name, self.rig.now)
         self.rig.drain()
         stats = self.rig.core.stats()
         assert stats.num_adapter_pages == stats.num_kv_pages == stats.num_host == stats.host_bytes == 0

@@ -1,0 +1,198 @@
+"""The catalog of adapters: what people do to them by name, on top of what the cache does to versions.
+
+Every method runs on the loop's thread and returns at once; reading files has happened elsewhere by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora.adapters.registry import AdapterRegistry, NamedAdapter
+from manylora.engine.adapter_cache import AdapterCache, Readiness
+from manylora.engine.status import AdapterStatus
+from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound
+from manylora.scheduling import Sequence
+from manylora.types import AdapterVersion
+
+__all__ = ["AdapterCatalog"]
+
+
+class AdapterCatalog:
+    """Registers, replaces, pins, warms and forgets adapters by name.
+
+    Args:
+        registry: Names and what they point to.
+        cache: Where versions are.
+        num_pages: Pages in the pool.
+        pages_needed: Most KV pages a request in flight may come to need.
+        in_flight: Every waiting and running sequence.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry: AdapterRegistry,
+        cache: AdapterCache,
+        num_pages: int,
+        pages_needed: Callable[[Sequence], int],
+        in_flight: Callable[[], list[Sequence]],
+    ) -> None:
+        self._registry = registry
+        self._cache = cache
+        self._num_pages = num_pages
+        self._pages_needed = pages_needed
+        self._in_flight = in_flight
+
+    def resolve(self, model: str, base_name: str) -> NamedAdapter | None:
+        """Return the adapter a request names, ``None`` for the base; an exact name wins over ``base:adapter``.
+
+        Raises:
+            ModelNotFound: Nothing has that name. There is no falling back to the base.
+        """
+        if model in ("", base_name):
+            return None
+        if model in self._registry:
+            return self._registry.get(model)
+        base, _, adapter = model.partition(":")
+        if base == base_name and adapter in self._registry:
+            return self._registry.get(adapter)
+        raise ModelNotFound(f"The model {model!r} does not exist", param="model")
+
+    def register(self, name: str, version: AdapterVersion, now: float, *, replace: bool = False) -> AdapterStatus:
+        """Point a name to a version whose weights the executor holds in the host tier.
+
+        Requests that arrived before stay on the version the name had then. If it is refused, the host copy is
+        given back.
+
+        Raises:
+            AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
+            AdapterError: It leaves no room for a single token beside it.
+            CapacityError: Too many adapters, or the name is pinned and the new version has no room to be.
+        """
+        try:
+            is_pinned = self._check_can_register(name, version, replace=replace)
+            old = self._registry.add(name, version, replace=replace)
+        except ManyloraError:
+            self._cache.refuse(version)
+            raise
+        self._cache.add(version, now)
+        self._cache.refresh(version.key, now)
+        if old is not None and old.key != version.key:
+            self._forget_if_unnamed(old, now)
+        if is_pinned:
+            self._cache.warm(version, now)
+        return self.status(name, now)
+
+    def check_can_register(self, name: str, *, replace: bool) -> None:
+        """Raise what ``register`` would raise for the name alone, before any file is read.
+
+        Raises:
+            AdapterExists: See ``register``.
+            CapacityError: See ``register``.
+        """
+        self._registry.check_can_add(name, replace=replace)
+
+    def unregister(self, name: str, now: float) -> None:
+        """Forget a name; its version is freed when the requests on it have ended.
+
+        Raises:
+            AdapterNotFound: No such name.
+        """
+        self._forget_if_unnamed(self._registry.remove(name), now)
+
+    def pin(self, name: str, pinned: bool, now: float) -> AdapterStatus:
+        """Keep an adapter on the device (and bring it there), or let go of it again.
+
+        Raises:
+            AdapterNotFound: No such name.
+            CapacityError: Pinning it would leave too little room for a request in flight.
+        """
+        version = self._registry.get(name).version
+        if pinned and not self._registry.is_pinned(version.key):
+            self._check_can_pin(name, version)
+        self._registry.set_pinned(name, pinned)
+        self._cache.refresh(version.key, now)
+        if pinned:
+            self._cache.warm(version, now)
+        return self.status(name, now)
+
+    def warm(self, name: str, now: float) -> AdapterStatus:
+        """Start bringing an adapter to the device before anybody asks for it.
+
+        Raises:
+            AdapterNotFound: No such name.
+            CapacityError: There is no idle memory for it.
+        """
+        if self._cache.warm(self._registry.get(name).version, now) is Readiness.NO_ROOM:
+            raise CapacityError(f"no idle memory for adapter {name!r}", retry_after_s=1.0, status=503)
+        return self.status(name, now)
+
+    def status(self, name: str, now: float) -> AdapterStatus:
+        """Return one adapter's status.
+
+        Raises:
+            AdapterNotFound: No such name.
+        """
+        named = self._registry.get(name)
+        residency = self._cache.residency(named.version.key)
+        used_at = residency.last_used_at
+        return AdapterStatus(
+            name=named.name,
+            version=named.version,
+            generation=named.generation,
+            tier=residency.tier,
+            state=residency.state,
+            is_pinned=named.is_pinned,
+            num_running=residency.num_running,
+            num_waiting=residency.num_waiting,
+            num_requests=named.num_requests,
+            num_hits=named.num_hits,
+            last_used_s=None if used_at is None else now - used_at,
+        )
+
+    def statuses(self, now: float) -> tuple[AdapterStatus, ...]:
+        """Return every registered adapter's status, in order of registration."""
+        return tuple(self.status(named.name, now) for named in self._registry.all())
+
+    def num_pinned_pages(self, besides: AdapterVersion | None = None) -> int:
+        """Return the pages of pinned versions other than ``besides``."""
+        pinned = {named.version.key: named.version.num_pages for named in self._registry.pinned()}
+        if besides is not None:
+            pinned.pop(besides.key, None)
+        return sum(pinned.values())
+
+    def _check_can_register(self, name: str, version: AdapterVersion, *, replace: bool) -> bool:
+        """Raise what ``register`` would; return whether the name is pinned."""
+        self._registry.check_can_add(name, replace=replace)
+        if version.num_pages >= self._num_pages:
+            raise AdapterError(name, f"needs {version.num_pages} pages, and the pool has {self._num_pages} in all")
+        is_pinned = name in self._registry and self._registry.get(name).is_pinned
+        if is_pinned and not self._registry.is_pinned(version.key):
+            self._check_can_pin(name, version)
+        return is_pinned
+
+    def _check_can_pin(self, name: str, version: AdapterVersion) -> None:
+        """Raise unless every request in flight still fits beside all that is pinned.
+
+        Raises:
+            CapacityError: One would not.
+        """
+        for sequence in self._in_flight():
+            if sequence.adapter == version.key:
+                continue
+            need = self._pages_needed(sequence) + sequence.num_adapter_pages
+            left = self._num_pages - self.num_pinned_pages(besides=sequence.version) - version.num_pages
+            if need > left:
+                raise CapacityError(
+                    f"pinning {name!r} ({version.num_pages} pages) would leave too little memory "
+                    f"for a request in flight that needs {need} pages",
+                    retry_after_s=5.0,
+                )
+        if self.num_pinned_pages() + version.num_pages >= self._num_pages:
+            raise CapacityError(f"pinning {name!r} would leave no memory for requests", retry_after_s=60.0)
+
+    def _forget_if_unnamed(self, version: AdapterVersion, now: float) -> None:
+        if self._registry.names_of(version.key):
+            self._cache.refresh(version.key, now)  # the name that pinned it may be the one that went
+        else:
+            self._cache.retire(version.key, now)

@@ -1,0 +1,226 @@
+"""The running set: who is in it, who gets how many tokens in a step, who is let in and who must leave.
+
+A step is ``{sequence: number of tokens}``. Decoding sequences get their one token first, then prompts share
+what is left of the token budget in chunks, so a long prompt slows decoding by a bounded amount and never
+stops it. Every sequence is admitted with pages for all tokens it has, so only decoding ones grow; when a
+page is missing then, idle things go first, then adapters others wait for, then the youngest sequence is
+pre-empted (its tokens stay, its KV is computed again).
+
+Liveness: sequences are ordered by arrival. The oldest running one may pre-empt every other; the one the policy
+puts first in line may claim everything that running ones do not hold; a request is accepted only if it fits
+alone. So the oldest always ends, and by induction all do.
+
+Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Orca, both through vLLM v1.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from manylora.config import MemoryConfig, SchedulerConfig
+from manylora.engine.adapter_cache import AdapterCache, Readiness
+from manylora.events import EventSink, RequestAdmitted, RequestPreempted
+from manylora.memory import Depth, PageStore, num_blocks
+from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus
+
+__all__ = ["RunningSet"]
+
+
+class RunningSet:
+    """Running sequences, oldest arrival first, and the waiting ones the policy holds.
+
+    Args:
+        store: The pages.
+        cache: The adapters.
+        policy: Who goes first.
+        scheduler: What a step may hold.
+        memory: Block size and prefix caching.
+        on_hit: Told of each sequence that found its adapter on the device when first looked at.
+        emit: Takes events.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: PageStore,
+        cache: AdapterCache,
+        policy: Policy,
+        scheduler: SchedulerConfig,
+        memory: MemoryConfig,
+        on_hit: Callable[[Sequence], None],
+        emit: EventSink,
+    ) -> None:
+        self._store = store
+        self._cache = cache
+        self._policy = policy
+        self._scheduler = scheduler
+        self._memory = memory
+        self._on_hit = on_hit
+        self._emit = emit
+        # A running sequence needs at least one token of every step's budget.
+        self._num_seats = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self._running: list[Sequence] = []
+        self._first_in_line: Sequence | None = None  # of the last step, if it was not admitted
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def sequences(self) -> list[Sequence]:
+        """Return the running sequences, oldest first."""
+        return list(self._running)
+
+    def plan(self, now: float) -> list[tuple[Sequence, int]]:
+        """Decide the next step: who runs and how many tokens each. Admits and pre-empts on the way."""
+        num_preemptions = self.num_preemptions
+        planned = self._plan_running(now)
+        if not planned or self.num_preemptions == num_preemptions:
+            # After a pre-emption memory is short: let the step run before anybody is let in.
+            planned += self._admit(self._budget_after(planned), now)
+        return planned
+
+    def stop(self, sequence: Sequence, now: float) -> None:
+        """Take a sequence out, with its pages and its hold on the adapter."""
+        self._running.remove(sequence)
+        self._store.release_kv(sequence.table.clear(), now)
+        if sequence.adapter is not None:
+            self._cache.release(sequence.adapter, now)
+        self._policy.finish(sequence, now)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Learn that a sequence is over."""
+        if sequence is self._first_in_line:
+            self._first_in_line = None
+
+    def _budget_after(self, planned: list[tuple[Sequence, int]]) -> int:
+        return self._scheduler.max_num_batched_tokens - sum(num_tokens for _, num_tokens in planned)
+
+    def _plan_running(self, now: float) -> list[tuple[Sequence, int]]:
+        """Give running sequences their tokens: decoding ones first, then prompt chunks, each oldest first."""
+        planned = []
+        for sequence in self.sequences():
+            is_decoding = sequence.num_to_run == 1 and sequence.status is SequenceStatus.RUNNING
+            if is_decoding and self._grow(sequence, now):
+                planned.append((sequence, 1))
+        budget = self._budget_after(planned)
+        for sequence in self._running:
+            if sequence.num_to_run > 1 and budget > 0:
+                num_tokens = min(sequence.num_to_run, budget)
+                planned.append((sequence, num_tokens))
+                budget -= num_tokens
+        return planned
+
+    def _grow(self, sequence: Sequence, now: float) -> bool:
+        """Make room for a decoding sequence's next token; return whether it can run in this step.
+
+        Idle things go first, then adapters that others wait for (that of the first in line only if it is
+        younger), then younger running sequences, youngest first; at last the sequence itself.
+        """
+        if num_blocks(len(sequence.tokens), self._memory.block_size) <= len(sequence.table.pages):
+            return True
+        first = self._first_in_line
+        spare = first.adapter if first is not None and first.seq_id < sequence.seq_id else None
+        while True:
+            pages = self._store.claim_kv(1, now, Depth.WANTED, spare=spare)
+            if pages is not None:
+                sequence.table.pages.extend(pages)
+                return True
+            youngest = self._running[-1]
+            if youngest is sequence and len(self._running) == 1 and self._cache.has_loads:
+                return False  # adapters on their way hold the pages: they can be claimed when they have arrived
+            self._preempt(youngest, now)
+            if youngest is sequence:
+                return False
+
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        """Send a running sequence back to wait; its tokens stay and are computed again."""
+        self.num_preemptions += 1
+        sequence.num_preemptions += 1
+        self._emit(RequestPreempted(now, sequence.request.request_id, sequence.num_computed))
+        if sequence.adapter is not None:
+            self._cache.want(sequence.adapter, now)
+        self.stop(sequence, now)
+        sequence.num_computed = 0
+        sequence.status = SequenceStatus.WAITING
+        self._policy.add(sequence, now)
+
+    def _admit(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
+        """Let waiting sequences in, in the policy's order, while there are seats and tokens."""
+        planned: list[tuple[Sequence, int]] = []
+        self._policy.begin(now)
+        first = self._policy.first_in_line
+        while budget > 0 and len(self._running) < self._num_seats:
+            sequence = self._policy.offer()
+            if sequence is None:
+                break
+            outcome = self._try_admit(sequence, now, Depth.WANTED if sequence is first else Depth.IDLE)
+            self._policy.report(sequence, outcome)
+            if outcome is Outcome.ADMITTED:
+                num_tokens = min(sequence.num_to_run, budget)
+                planned.append((sequence, num_tokens))
+                budget -= num_tokens
+        is_waiting = first is not None and first.status is SequenceStatus.WAITING
+        self._first_in_line = first if is_waiting else None
+        return planned
+
+    def _try_admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
+        """Admit a waiting sequence if its adapter is on the device and its KV has room."""
+        was_resident = True
+        if sequence.version is not None:
+            if self._is_capped(sequence):
+                return Outcome.ADAPTER_CAP
+            readiness = self._cache.ensure(sequence.version, now, depth)
+            was_resident = self._look(sequence, readiness)
+            if readiness is Readiness.LOADING:
+                return Outcome.ADAPTER_LOADING
+            if readiness is Readiness.NO_ROOM:
+                return Outcome.ADAPTER_NO_PAGES
+        cached = sequence.table.match(sequence.tokens, self._store.prefix) if self._memory.prefix_caching else []
+        self._store.share_kv(cached)
+        num_missing = num_blocks(len(sequence.tokens), self._memory.block_size) - len(cached)
+        pages = self._store.claim_kv(num_missing, now, depth, spare=sequence.adapter)
+        if pages is None:
+            self._store.release_kv(cached, now)
+            return Outcome.NO_PAGES
+        sequence.table.adopt(cached)
+        sequence.table.pages.extend(pages)
+        sequence.num_computed = len(cached) * self._memory.block_size
+        self._start(sequence, now, was_resident)
+        return Outcome.ADMITTED
+
+    def _start(self, sequence: Sequence, now: float, was_resident: bool) -> None:
+        if sequence.admitted_at is None:
+            sequence.admitted_at = now
+            sequence.num_cached = sequence.num_computed
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+            self.num_cached_tokens += sequence.num_cached
+            waited_s = now - sequence.arrived_at
+            self._emit(
+                RequestAdmitted(
+                    now, sequence.request.request_id, sequence.adapter, waited_s, sequence.num_cached, was_resident
+                )
+            )
+        sequence.status = SequenceStatus.RUNNING
+        insort(self._running, sequence, key=lambda other: other.seq_id)
+        if sequence.adapter is not None:
+            self._cache.hold(sequence.adapter, now)
+            self._cache.unwant(sequence.adapter, now)
+
+    def _is_capped(self, sequence: Sequence) -> bool:
+        """Whether its adapter would be one more distinct adapter than may run."""
+        cap = self._scheduler.max_loras
+        if cap is None or sequence.adapter is None:
+            return False
+        return self._cache.num_active >= cap and not self._cache.residency(sequence.adapter).num_running
+
+    def _look(self, sequence: Sequence, readiness: Readiness) -> bool:
+        """Count a hit if the adapter is there when its sequence is first looked at; return whether it was then."""
+        if not sequence.was_looked_at:
+            sequence.was_looked_at = True
+            sequence.found_resident = readiness is Readiness.READY
+            if sequence.found_resident:
+                self._on_hit(sequence)
+        return sequence.found_resident
