@@ -1,0 +1,174 @@
+"""What happens when there is too much: back-pressure, clients that leave, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import engine_config
+
+from manylora.config import ServerConfig
+from manylora.server import BackgroundServer
+
+LONG = {"model": "base", "prompt": "say", "max_tokens": 200}
+
+
+@contextmanager
+def slow_server(tokenizer: Path, *, drain_timeout_s: float = 30.0, **scheduler: int) -> Iterator[BackgroundServer]:
+    server = BackgroundServer(
+        engine_config(tokenizer, **scheduler),
+        ServerConfig(port=0, in_process=True, drain_timeout_s=drain_timeout_s),
+        builder="serving:slow_reciter_parts",
+    )
+    with server:
+        yield server
+
+
+def gauge(http: httpx.Client, name: str) -> float:
+    for line in http.get("/metrics").text.splitlines():
+        if line.startswith(name + "{"):
+            return float(line.rsplit(" ", 1)[1])
+    raise AssertionError(f"no metric {name}")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_429_with_retry_after(tokenizer: Path, stream: bool) -> None:
+    async def scenario(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            body = {**LONG, "stream": stream, "max_tokens": 10}
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(12)))
+
+    with slow_server(tokenizer, max_num_seqs=2, max_waiting=3) as server:
+        answers = asyncio.run(scenario(server.url))
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert [answer.status_code for answer in answers].count(200) >= 3
+        assert len(refused) >= 5
+        for answer in refused:
+            assert answer.headers["retry-after"].isdigit()
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] == "RateLimitError"
+
+
+def test_the_openai_client_sees_a_rate_limit(tokenizer: Path) -> None:
+    with (
+        slow_server(tokenizer, max_num_seqs=1, max_waiting=1) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        streams = [client.completions.create(**LONG, stream=True)]  # type: ignore[call-overload]
+        wait_for(lambda: gauge(http, "vllm:num_requests_running") == 1)
+        streams.append(client.completions.create(**LONG, stream=True))  # type: ignore[call-overload]
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**LONG)  # type: ignore[call-overload]
+        for stream in streams:
+            stream.close()
+
+
+def test_all_answers_of_a_request_are_accepted_or_none(tokenizer: Path) -> None:
+    with slow_server(tokenizer, max_num_seqs=1, max_waiting=4) as server, httpx.Client(base_url=server.url) as http:
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
+            next(first.iter_lines())
+            with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 2}) as second:
+                assert second.status_code == 200
+                answer = http.post("/v1/completions", json={**LONG, "n": 4})
+                assert answer.status_code == 429
+                wait_for(lambda: gauge(http, "vllm:num_requests_waiting") == 2)
+        assert http.post("/v1/completions", json={**LONG, "n": 5}).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_cancels(tokenizer: Path, stream: bool) -> None:
+    with slow_server(tokenizer, max_num_seqs=2) as server, httpx.Client(base_url=server.url) as http:
+        # One runs, so that leaving is seen while tokens flow, and one waits, where nothing would be written to it.
+        async def scenario() -> None:
+            async with httpx.AsyncClient(base_url=server.url) as client:
+                body = {**LONG, "stream": stream}
+                tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(3)]
+                while True:
+                    metrics = (await client.get("/metrics")).text
+                    if 'num_requests_waiting{model_name="base"} 1' in metrics:
+                        break
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(scenario())
+        wait_for(lambda: gauge(http, "vllm:num_requests_running") == gauge(http, "vllm:num_requests_waiting") == 0)
+        wait_for(lambda: 'request_success_total{finished_reason="cancelled",model_name="base"} 3' in metrics_of(http))
+
+
+def metrics_of(http: httpx.Client) -> str:
+    return http.get("/metrics").text
+
+
+def test_a_stop_string_frees_the_engine_and_is_a_good_end(http: httpx.Client) -> None:
+    def ended(reason: str) -> float:
+        name = f'vllm:request_success_total{{finished_reason="{reason}",model_name="base"}} '
+        return sum(float(line.rsplit(" ", 1)[1]) for line in metrics_of(http).splitlines() if line.startswith(name))
+
+    before = ended("stop"), ended("cancelled")
+    answer = http.post("/v1/completions", json={**LONG, "stop": "efg"})
+    assert answer.json()["choices"][0]["text"] == "abcd"
+    wait_for(lambda: ended("stop") == before[0] + 1)
+    assert ended("cancelled") == before[1]
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    lines = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(("patience_s", "is_whole"), [(30.0, True), (0.3, False)])
+def test_draining(tokenizer: Path, patience_s: float, is_whole: bool) -> None:
+    """Requests in flight finish, or are told, when patience ends; new ones are refused at once."""
+
+    async def scenario(server: BackgroundServer) -> tuple[list[Any], httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            body = {**LONG, "max_tokens": 15, "stream": True}
+            streaming = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.sleep(0.3)
+            server.drain()
+            while (await client.get("/health")).status_code == 200:
+                pass
+            refused = await client.post("/v1/completions", json=LONG)
+            return events_of(await streaming), refused
+
+    with slow_server(tokenizer, drain_timeout_s=patience_s) as server:
+        events, refused = asyncio.run(scenario(server))
+        assert refused.status_code == 503
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert events[-1] == "[DONE]"
+        if is_whole:
+            assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "abcdefghijklmno"
+        else:
+            assert "shutting down" in events[-2]["error"]["message"]
+        server.wait(10)
+
+
+def test_many_tokens_at_once_travel_in_one_event(server: BackgroundServer) -> None:
+    """A reader that lags gets larger pieces, not more of them."""
+    body = {"model": "base", "prompt": "say", "max_tokens": 200, "stream": True, "n": 100}
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        events = events_of(http.post("/v1/completions", json=body))[:-1]
+    texts: dict[int, str] = {}
+    for event in events:
+        choice = event["choices"][0]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert len(texts) == 100
+    assert {len(text) for text in texts.values()} == {200}
+    assert len(events) < 100 * 200
