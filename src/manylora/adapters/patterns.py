@@ -35,7 +35,7 @@ class Budget:
     """Steps that may still be spent matching; shared by all patterns of one adapter.
 
     Args:
-        steps: How many. One costs about a microsecond.
+        steps: How many. One costs a microsecond or two.
     """
 
     def __init__(self, steps: int) -> None:
@@ -83,7 +83,9 @@ class Pattern:
         self._budget = budget
         try:
             self._nodes = sre_parser.parse(source)
-        except (sre_parser.error, OverflowError, RecursionError) as error:
+        except RecursionError as error:
+            raise PatternError(f"{_shorten(source)} is nested too deeply") from error
+        except (sre_parser.error, OverflowError) as error:
             raise PatternError(f"{_shorten(source)} is no regular expression: {error}") from error
         if self._nodes.state.flags & ~sre_parser.SRE_FLAG_UNICODE:
             raise PatternError(f"{_shorten(source)} uses inline flags, which are not supported")
@@ -112,9 +114,13 @@ class _Run:
 
     def __init__(self, text: str, budget: Budget) -> None:
         self._text = text
-        self._all = (1 << len(text) + 1) - 1
+        self._filled = (1 << len(text)) - 1  # every position that has a character
         self._budget = budget
-        self._classes: dict[tuple[object, int], int] = {}
+        budget.spend(len(text))
+        self._chars: dict[int, int] = {}
+        for i, char in enumerate(text):
+            self._chars[ord(char)] = self._chars.get(ord(char), 0) | 1 << i
+        self._classes: dict[int, int] = {}
 
     def advance(self, nodes: Any, starts: int) -> int:
         """Return every position that ``nodes``, one after another, can end at when begun at one of ``starts``."""
@@ -169,11 +175,17 @@ class _Run:
         return reached
 
     def _where(self, kind: Any, arg: Any) -> int:
-        key = (kind, id(arg))
-        if key not in self._classes:
-            self._budget.spend(len(self._text))
-            self._classes[key] = sum(1 << i for i, char in enumerate(self._text) if _accepts(kind, arg, char))
-        return self._classes[key]
+        """Return the positions whose character is accepted."""
+        if kind is op.LITERAL:
+            return self._chars.get(arg, 0)
+        if kind is op.NOT_LITERAL:
+            return self._filled & ~self._chars.get(arg, 0)
+        if kind is op.ANY:
+            return self._filled & ~self._chars.get(ord("\n"), 0)
+        if id(arg) not in self._classes:
+            self._budget.spend(len(self._chars))
+            self._classes[id(arg)] = sum(where for char, where in self._chars.items() if _is_in(arg, char))
+        return self._classes[id(arg)]
 
     def _anchors(self, anchor: Any) -> int:
         first, last = 1, 1 << len(self._text)
@@ -190,30 +202,24 @@ class _Run:
             if anchor is op.AT_BOUNDARY:
                 return at
             # Python before 3.14 finds no \B in an empty text; module names are never empty.
-            return self._all & ~at
+            return (self._filled << 1 | 1) & ~at
         raise _Unsupported(str(anchor).lower())
 
     def _each(self, positions: int) -> list[int]:
         return [1 << i for i in range(len(self._text) + 1) if positions >> i & 1]
 
 
-def _accepts(kind: Any, arg: Any, char: str) -> bool:
-    if kind is op.LITERAL:
-        return bool(ord(char) == arg)
-    if kind is op.NOT_LITERAL:
-        return bool(ord(char) != arg)
-    if kind is op.ANY:
-        return char != "\n"
-    items = arg[1:] if arg[0][0] is op.NEGATE else arg
-    found = any(
-        ord(char) == what
-        if item is op.LITERAL
-        else what[0] <= ord(char) <= what[1]
-        if item is op.RANGE
-        else _CATEGORIES[what](char)
-        for item, what in items
-    )
-    return found != (items is not arg)
+def _is_in(items: Any, char: int) -> bool:
+    """Whether a character is in a class such as ``[^a-z_]``."""
+    is_negated = items[0][0] is op.NEGATE
+    for kind, arg in items[is_negated:]:
+        if (
+            (kind is op.LITERAL and char == arg)
+            or (kind is op.RANGE and arg[0] <= char <= arg[1])
+            or (kind is op.CATEGORY and _CATEGORIES[arg](chr(char)))
+        ):
+            return not is_negated
+    return is_negated
 
 
 def _shorten(source: str) -> str:

@@ -20,12 +20,13 @@ from manylora.adapters.weights import ModuleWeights, match_weights
 from manylora.errors import AdapterError, AdapterNotFound
 from manylora.types import AdapterKey, AdapterVersion
 
-__all__ = ["WEIGHT_FILES", "read_adapter", "read_tensors"]
+__all__ = ["SAFETENSORS", "WEIGHT_FILES", "check_directory", "read_adapter", "read_tensors"]
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """In PEFT's order: the first that exists counts, and is never passed over for the next because it is bad."""
 
-_SAFETENSORS: Mapping[str, TensorFileReader] = {".safetensors": read_safetensors}
+SAFETENSORS: Mapping[str, TensorFileReader] = {".safetensors": read_safetensors}
+"""The reader that needs nothing but numpy."""
 
 
 def read_adapter(
@@ -34,7 +35,7 @@ def read_adapter(
     base: BaseShape,
     *,
     max_bytes: int,
-    tensor_readers: Mapping[str, TensorFileReader] = _SAFETENSORS,
+    tensor_readers: Mapping[str, TensorFileReader] = SAFETENSORS,
 ) -> PackedAdapter:
     """Read and check a PEFT directory, and pack its weights for a base.
 
@@ -91,7 +92,7 @@ def read_tensors(
     name: str,
     directory: Path,
     max_bytes: int,
-    tensor_readers: Mapping[str, TensorFileReader] = _SAFETENSORS,
+    tensor_readers: Mapping[str, TensorFileReader] = SAFETENSORS,
 ) -> tuple[dict[str, StoredTensor], int]:
     """Read the weight file of a directory.
 

@@ -59,6 +59,11 @@ class LoraPair:
     a: StoredTensor | None = None
     b: StoredTensor | None = None
 
+    def both(self) -> tuple[StoredTensor, StoredTensor]:
+        """Return A and B of a pair that is complete, as those of ``pair_tensors`` are."""
+        assert self.a is not None and self.b is not None, "the pair is complete"
+        return self.a, self.b
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
@@ -219,24 +224,24 @@ def _find_modules(
 def _check_pair(
     name: str, module: TargetModule, pair: LoraPair, targeting: Targeting, stored_name: str
 ) -> ModuleWeights:
-    assert pair.a is not None and pair.b is not None, "pairs are complete"
+    a, b = pair.both()
     where = f"module {stored_name!r}"
     if pair.kind is not module.kind:
         raise AdapterError(name, f"{where} has {pair.kind.value} weights, but is a {module.kind.value} module")
-    for side, tensor in (("A", pair.a), ("B", pair.b)):
+    for side, tensor in (("A", a), ("B", b)):
         if tensor.dtype not in FLOAT_DTYPES:
             raise AdapterError(
                 name, f"lora_{side} of {where} holds {tensor.dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
             )
     rank = targeting.rank(stored_name)
-    stored_rank = pair.a.shape[0] if len(pair.a.shape) == 2 and pair.a.shape[1] == module.in_features else rank
+    stored_rank = a.shape[0] if len(a.shape) == 2 and a.shape[1] == module.in_features else rank
     if stored_rank != rank:
         raise AdapterError(
             name, f"{where} has rank {stored_rank} in the weight file, but rank {rank} by r and rank_pattern"
         )
     for side, tensor, expected in (
-        ("A", pair.a, (rank, module.in_features)),
-        ("B", pair.b, (module.out_features, rank)),
+        ("A", a, (rank, module.in_features)),
+        ("B", b, (module.out_features, rank)),
     ):
         if tensor.shape != expected:
             hint = " (it is transposed)" if tensor.shape == expected[::-1] else ""
@@ -245,7 +250,7 @@ def _check_pair(
             )
         if not np.isfinite(tensor.as_float32()).all():
             raise AdapterError(name, f"lora_{side} of {where} holds numbers that are not finite (NaN or infinity)")
-    return ModuleWeights(module, rank, targeting.scale(stored_name), pair.a, pair.b)
+    return ModuleWeights(module, rank, targeting.scale(stored_name), a, b)
 
 
 def _check_copy(name: str, module: TargetModule, copy: StoredTensor) -> None:

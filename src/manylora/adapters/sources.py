@@ -1,0 +1,97 @@
+"""Names and paths as they come from outside.
+
+Whoever may register adapters names a directory on the server. The name reaches logs, metrics and URLs, the path
+reaches the disk: both are checked for form before anything is looked up, and a path outside the allowed roots is
+refused without saying whether anything is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+from manylora.adapters.config import CONFIG_FILE
+from manylora.adapters.read import WEIGHT_FILES
+from manylora.errors import AdapterError, AdapterForbidden, AdapterNotFound
+
+__all__ = ["MAX_NAME_CHARS", "MAX_PATH_CHARS", "check_name", "resolve_path"]
+
+MAX_NAME_CHARS = 256
+MAX_PATH_CHARS = 4096
+
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_ ./:@+=,()\[\]-]*[A-Za-z0-9_)\]+])?")
+
+
+def check_name(name: str) -> str:
+    """Return a name that is fit to be an adapter's.
+
+    Letters, digits, ``_ . - / : @ + = , ( ) [ ]`` and inner spaces; it begins with a letter, digit or underscore.
+
+    Raises:
+        AdapterError: It is empty, too long, or holds something else.
+    """
+    if not 1 <= len(name) <= MAX_NAME_CHARS:
+        shown = name if not name else name[:32] + "..."
+        raise AdapterError(shown, f"its name has {len(name)} characters, expected 1 to {MAX_NAME_CHARS}")
+    if not _NAME.fullmatch(name):
+        raise AdapterError(
+            name,
+            "its name must begin with a letter or digit, end with no space or punctuation, "
+            "and hold only letters, digits, inner spaces and _.-/:@+=,()[]",
+        )
+    return name
+
+
+def resolve_path(path: str, roots: Sequence[Path]) -> Path:
+    """Find the directory a caller means, inside the roots and nowhere else.
+
+    An absolute path must lie below a root; a relative one is looked up below each root in turn, never below the
+    working directory. Symbolic links are followed, of the directory and of the files in it that are going to be
+    read, and where they end must lie below a root too (the Hugging Face cache is made of links within itself).
+    The check holds for whoever cannot write below the roots while it runs.
+
+    Args:
+        path: What the caller sent.
+        roots: Directories that adapters may be loaded from.
+
+    Returns:
+        The resolved directory.
+
+    Raises:
+        AdapterForbidden: It is malformed, or it, or a file in it, lies outside the roots.
+        AdapterNotFound: There is no such directory inside them.
+    """
+    shown = path if len(path) <= 256 else path[:253] + "..."
+    if not path or len(path) > MAX_PATH_CHARS or not path.isprintable() or path != path.strip():
+        raise AdapterForbidden(shown, f"its path must be printable text of 1 to {MAX_PATH_CHARS} characters")
+    pure = PurePosixPath(path)
+    if ".." in pure.parts or path.startswith("~"):
+        raise AdapterForbidden(shown, "its path may not contain '..' or begin with '~'")
+    real_roots = [Path(os.path.realpath(root)) for root in roots]
+    candidates = [
+        root / pure for root, real in zip(roots, real_roots, strict=True) if _is_below(root / pure, root, real)
+    ]
+    if not candidates:
+        raise AdapterForbidden(shown, "its path lies outside the directories adapters may be loaded from")
+    for candidate in candidates:
+        resolved = Path(os.path.realpath(candidate))
+        if not _lies_in(resolved, real_roots):
+            raise AdapterForbidden(shown, "its path leads outside the directories adapters may be loaded from")
+        if not os.path.isdir(resolved):
+            continue
+        for file in (CONFIG_FILE, *WEIGHT_FILES):
+            if not _lies_in(Path(os.path.realpath(resolved / file)), real_roots):
+                raise AdapterForbidden(shown, f"{file} leads outside the directories adapters may be loaded from")
+        return resolved
+    raise AdapterNotFound(shown, "there is no directory at its path")
+
+
+def _is_below(candidate: Path, root: Path, real_root: Path) -> bool:
+    # By spelling alone: nothing outside the roots is ever looked up.
+    return candidate.is_relative_to(root) or candidate.is_relative_to(real_root)
+
+
+def _lies_in(resolved: Path, real_roots: Sequence[Path]) -> bool:
+    return any(resolved.is_relative_to(root) for root in real_roots)

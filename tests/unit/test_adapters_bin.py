@@ -1,0 +1,79 @@
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manylora.errors import AdapterError
+from manylora.execution.bin_reader import read_bin
+
+LIMIT = 1 << 20
+
+
+def saved(path: Path, content: Any, **options: Any) -> Path:
+    torch.save(content, path, **options)
+    return path
+
+
+def test_tensors_come_back_as_stored(tmp_path: Path) -> None:
+    content = {
+        "a": torch.arange(6.0).reshape(2, 3),
+        "b": torch.arange(6.0).reshape(2, 3).t().to(torch.bfloat16),
+        "c": torch.nn.Parameter(torch.ones(2, dtype=torch.float64)),
+        "d": torch.ones(3, dtype=torch.float16)[::2],
+        "e": torch.ones(2, dtype=torch.int8),
+        "f": torch.ones(0, 4),
+    }
+    tensors = read_bin("mine", saved(tmp_path / "adapter_model.bin", content), LIMIT)
+    assert {k: (t.dtype, t.shape) for k, t in tensors.items()} == {
+        "a": ("F32", (2, 3)),
+        "b": ("BF16", (3, 2)),
+        "c": ("F64", (2,)),
+        "d": ("F16", (2,)),
+        "e": ("int8", (2,)),
+        "f": ("F32", (0, 4)),
+    }
+    for key in "abcdf":
+        np.testing.assert_array_equal(tensors[key].as_float32(), content[key].detach().float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([torch.ones(2)], "holds a list"),
+        ({"a": {"b": torch.ones(2)}}, "more than tensors by name"),
+        ({3: torch.ones(2)}, "more than tensors by name"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "more than tensors by name"),
+        ({"a": torch.ones(1).expand(1 << 40)}, f"more than {LIMIT} bytes"),
+        ({"a": torch.ones(1).expand(1 << 17), "b": torch.ones(1).expand((1 << 17) + 1)}, f"more than {LIMIT} bytes"),
+        ({"a": Path("x")}, "more than tensors, and is not run"),
+    ],
+)
+def test_more_or_larger_than_tensors_is_refused(content: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=words):
+        read_bin("mine", saved(tmp_path / "adapter_model.bin", content), LIMIT)
+
+
+def test_a_compressed_archive_is_refused_unread(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "plain.bin", {"a": torch.zeros(1 << 22)})
+    bomb = tmp_path / "bomb.bin"
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.namelist():
+            target.writestr(entry, source.read(entry))
+    assert bomb.stat().st_size < LIMIT
+    with pytest.raises(AdapterError, match="compressed"):
+        read_bin("mine", bomb, LIMIT)
+
+
+def test_the_old_format_and_garbage_are_refused(tmp_path: Path) -> None:
+    old = saved(tmp_path / "old.bin", {"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
+    with pytest.raises(AdapterError, match=r"older than 1\.6"):
+        read_bin("mine", old, LIMIT)
+    whole = saved(tmp_path / "whole.bin", {"a": torch.ones(200)}).read_bytes()
+    for cut in (0, 10, len(whole) // 2, len(whole) - 1):
+        damaged = tmp_path / "cut.bin"
+        damaged.write_bytes(whole[:cut])
+        with pytest.raises(AdapterError, match="damaged"):
+            read_bin("mine", damaged, LIMIT)

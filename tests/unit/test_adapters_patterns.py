@@ -1,0 +1,108 @@
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manylora.adapters.patterns import Budget, Pattern, PatternError
+
+atoms = st.sampled_from(
+    [
+        "a",
+        "b",
+        r"\.",
+        ".",
+        r"\d",
+        r"\w",
+        r"\W",
+        "[ab]",
+        "[^a]",
+        "[a-c1]",
+        "^",
+        "$",
+        r"\b",
+        r"\B",
+        r"\Z",
+        r"(?=a)",
+        "(?!b)",
+    ]
+)
+
+
+def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    repeats = st.sampled_from(["*", "+", "?", "*?", "+?", "{2}", "{1,3}", "{0,2}?", "{3,}"])
+    return st.one_of(
+        st.lists(inner, min_size=1, max_size=4).map("".join),
+        st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
+        st.tuples(inner, repeats).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+        inner.map(lambda part: f"(?={part})"),
+        inner.map(lambda part: f"(?!{part})"),
+    )
+
+
+@given(pattern=st.recursive(atoms, grow, max_leaves=8), text=st.text("ab1.", min_size=1, max_size=7))
+@settings(max_examples=400, deadline=None)
+def test_matches_what_python_matches(pattern: str, text: str) -> None:
+    expected = re.fullmatch(pattern, text) is not None
+    assert Pattern(pattern, Budget(10**7)).fullmatch(text) == expected
+
+
+@pytest.mark.parametrize("pattern", ["a(?!.)", "a(?=[^b])", "a(?![^b])", r"a\b(?!.)", r"(a(?!\W))*", "a(?=.)*"])
+def test_nothing_follows_the_end(pattern: str) -> None:
+    for text in ("a", "aa", "ab"):
+        assert Pattern(pattern, Budget(10**4)).fullmatch(text) == (re.fullmatch(pattern, text) is not None)
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        r".*\.(q_proj|v_proj)",
+        r"model\.layers\.\d+\.self_attn\.[qv]_proj",
+        r"^(?!.*visual).*(?:q_proj|v_proj).*",
+        r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))",
+    ],
+)
+def test_expressions_of_published_adapters_are_cheap(published: str) -> None:
+    budget = Budget(100_000)
+    pattern = Pattern(published, budget)
+    for layer in range(80):
+        for module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
+            name = f"model.layers.{layer}.{module}"
+            assert pattern.fullmatch(name) == (module[-6:] in ("q_proj", "v_proj"))
+
+
+@pytest.mark.parametrize("bomb", [r"(a+)+b", r"(a|aa)+b", r"(.*)*(.*)*(.*)*b", r"((a{0,9999}){0,9999}){0,9999}b"])
+def test_a_bomb_takes_no_time(bomb: str) -> None:
+    started = time.process_time()
+    assert not Pattern(bomb, Budget(10**6)).fullmatch("a" * 200)
+    assert time.process_time() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("(", "no regular expression"),
+        ("a{99999999999999999999}", "no regular expression"),
+        (r"(a)\1", "groupref"),
+        ("(?<=a)b", "look-behind"),
+        ("(?>a)b", "atomic group"),
+        ("a++b", "possessive repeat"),
+        ("(?i)a", "inline flags"),
+        ("a(?i:b)", "inline flags"),
+        ("a" * 8193, "8193 characters"),
+    ],
+)
+def test_what_is_not_supported_is_named(pattern: str, words: str) -> None:
+    with pytest.raises(PatternError, match=re.escape(words)):
+        Pattern(pattern, Budget(10**6)).fullmatch("ab")
+
+
+def test_a_budget_is_shared_and_ends() -> None:
+    budget = Budget(300)
+    patterns = [Pattern(".*a", budget) for _ in range(4)]
+    assert patterns[0].fullmatch("b" * 50 + "a")
+    with pytest.raises(PatternError, match="too long to match"):
+        for pattern in patterns:
+            pattern.fullmatch("b" * 50 + "a")
