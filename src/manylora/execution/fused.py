@@ -14,9 +14,9 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from manylora.adapters.shape import BaseShape, ModuleKind, TargetModule
+from manylora.execution.linear import linear
 from manylora.execution.lora import StepContext, add_embedding
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
@@ -44,7 +44,7 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x W^T + b`` plus every row's own adapter."""
-        out = functional.linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias)
         lora = self._step.lora
         if lora is not None:
             parts = lora.sampled_parts(self._group) if self._is_head else lora.parts(self._group)
@@ -123,7 +123,7 @@ class FusedLinear(nn.Module):
         return output
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        out = functional.linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias)
         lora = self._step.lora
         if lora is not None:
             parts = lora.parts(self._group)

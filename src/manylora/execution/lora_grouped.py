@@ -10,9 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
+from manylora.execution.linear import linear
 from manylora.execution.resident import GroupWeights
 
 __all__ = ["apply_grouped"]
+
+# From here a product of its own, added afterwards, is quicker than one that adds in place.
+MIN_ROWS_TO_ADD = 32
+MIN_RANK_TO_ADD = 32
 
 
 def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: Sequence[tuple[int, int, GroupWeights]]) -> None:
@@ -31,12 +36,17 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: Sequence[tuple[int,
                 num_rows, num_cols = piece.weight.shape
                 first = module.row + piece.row
                 column = module.offset + piece.col
-                rows[:, column : column + num_cols].addmm_(shrunk[:, first : first + num_rows], piece.weight)
+                if x.shape[0] >= MIN_ROWS_TO_ADD and num_rows >= MIN_RANK_TO_ADD:
+                    rows[:, column : column + num_cols] += linear(
+                        shrunk[:, first : first + num_rows], piece.weight.t()
+                    )
+                else:
+                    rows[:, column : column + num_cols].addmm_(shrunk[:, first : first + num_rows], piece.weight)
 
 
 def _shrink(x: torch.Tensor, weights: GroupWeights) -> torch.Tensor:
     if len(weights.a) == 1:
-        return x @ weights.a[0].weight.t()
+        return linear(x, weights.a[0].weight)
     shrunk = x.new_zeros(x.shape[0], weights.rank)
     for piece in weights.a:
         num_rows, num_cols = piece.weight.shape
