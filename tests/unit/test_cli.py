@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from bad_adapters import tiny_base, write_good_adapter
 from typer.testing import CliRunner
 
 import manylora
@@ -242,6 +243,36 @@ def test_generate_fails_if_an_answer_does(
 
 def test_generate_without_a_prompt(engine: type[FakeEngine], tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["generate", str(tmp_path)], input=" \n").exit_code == 2
+
+
+def test_inspect_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = tiny_base()
+    monkeypatch.setattr("manylora.cli.adapters._describe", lambda model: base)
+    good = write_good_adapter(tmp_path / "good", base, rank=4, targets=("q_proj", "v_proj"))
+    result = CliRunner().invoke(app, ["adapters", "inspect", str(good)])
+    assert result.exit_code == 0, result.output
+    shown = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.split()}
+    assert shown["rank"] == ["4"]
+    assert shown["q_proj"][:2] == [str(base.num_layers), "4"]
+    assert "fits" not in shown
+
+    result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "tiny", "--json"])
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["fits"], report["rank"]) == (0, True, 4)
+    assert report["version"]["num_modules"] == len(report["modules"]) == 2 * base.num_layers
+
+    other = tiny_base(hidden=64, fingerprint="other")
+    monkeypatch.setattr("manylora.cli.adapters._describe", lambda model: other)
+    result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "other"])
+    assert result.exit_code == 1
+    assert "no: " in result.stdout
+
+
+def test_inspect_refuses_what_is_no_adapter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_main(monkeypatch, "adapters", "inspect", str(tmp_path)) == 2
+    assert "adapter_config.json" in capsys.readouterr().err
 
 
 def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
