@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from text_tokenizers import make_huggingface
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora import Engine, SamplingParams
-from manylora.adapters.shape import BaseShape
-from manylora.clock import Clock
-from manylora.config import EngineConfig
-from manylora.engine.ports import EngineParts
-from manylora.execution.build import build_parts
-from manylora.execution.grammar import JsonGrammar
-from manylora.execution.sampler import Sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 
@@ -63,16 +55,8 @@ def adapter_paths(model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def engine(model_path: Path, adapter_paths: dict[str, Path]) -> Iterator[Engine]:
-    def build(config: EngineConfig, clock: Clock) -> EngineParts:
-        return build_parts(config, clock, make_sampler=partial(constrained_sampler, str(model_path)))
-
-    with Engine(model_path, adapters=adapter_paths, build=build, num_pages=200, max_num_batched_tokens=64) as engine:
+    with Engine(model_path, adapters=adapter_paths, num_pages=200, max_num_batched_tokens=64) as engine:
         yield engine
-
-
-def constrained_sampler(source: str, base: BaseShape) -> Sampler:
-    grammar = JsonGrammar(source, base.vocab_size, base.eos_token_ids)
-    return Sampler(base.vocab_size, base.eos_token_ids, grammar=grammar)
 
 
 def test_a_mixed_batch_is_what_transformers_and_peft_say(

@@ -23,10 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manylora.adapters.shape import BaseShape
+from manylora.config import ModelConfig
 from manylora.engine.ports import PlannedSequence
+from manylora.execution.grammar import JsonGrammar
 from manylora.types import SampledToken
 
-__all__ = ["Sampler", "TokenMasks", "philox_uniform"]
+__all__ = ["Sampler", "TokenMasks", "make_sampler", "philox_uniform"]
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +258,22 @@ class Sampler:
             i: SampledToken(token_id=chosen[i], logprob=_reportable(value), top=tuple(top))
             for i, value, top in zip(rows, mine.tolist(), tops, strict=True)
         }
+
+
+def make_sampler(config: ModelConfig, base: BaseShape) -> Sampler:
+    """Return the sampler of a live engine, ready for requests with a JSON schema.
+
+    Args:
+        config: Where the model runs, and its tokenizer.
+        base: The model's shape.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    grammar = JsonGrammar(
+        config.tokenizer or config.model, base.vocab_size, base.eos_token_ids, revision=config.revision
+    )
+    return Sampler(base.vocab_size, base.eos_token_ids, device, grammar=grammar)
 
 
 def num_generated(sequence: PlannedSequence) -> int:

@@ -79,10 +79,7 @@ class Engine:
             options.setdefault("served_model_name", "demo")
         config = _engine_config(str(model), options)
         self._tokenizer = Tokenizer.load(config.model.tokenizer or config.model.model, revision=config.model.revision)
-        if build is None:
-            from manylora.execution.build import build_parts
-
-            build = build_parts
+        build = build or _build_live_parts
         clock = WallClock()
         parts = self._parts = build(config, clock)
         core = EngineCore(
@@ -332,6 +329,13 @@ class Engine:
                     stopped.append(output.request_id)  # by a stop string, of which the engine knows nothing
         self._thread.cancel(stopped)
         return num_before - len(running)
+
+
+def _build_live_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    from manylora.execution.build import build_parts
+    from manylora.execution.sampler import make_sampler
+
+    return build_parts(config, clock, make_sampler=partial(make_sampler, config.model))
 
 
 def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
