@@ -28,7 +28,7 @@ __all__ = ["adapters_app"]
 NUM_PAGES = 8
 """A pool that is only there because the model cannot be asked without one."""
 
-adapters_app = typer.Typer(help="Look at adapters.", no_args_is_help=True)
+adapters_app = typer.Typer(help="Look into adapters' folders.", no_args_is_help=True)
 
 
 @adapters_app.callback()

@@ -28,7 +28,7 @@ def generate(
     model: options.ModelArgument,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="By default one per line of standard input.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="By default one per line of standard input.", show_default=False),
     ] = None,
     adapter: Annotated[
         list[str] | None,

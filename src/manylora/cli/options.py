@@ -79,8 +79,8 @@ LoraModules = Annotated[
     list[str] | None,
     typer.Option(
         "--lora-modules",
-        metavar="NAME=PATH ...",
-        help='Adapters by name; also as JSON: \'{"name": "sql", "path": "/adapters/sql"}\'.',
+        metavar="NAME=PATH",
+        help='An adapter by name; also as JSON: \'{"name": "sql", "path": "/adapters/sql"}\'. Repeatable.',
         rich_help_panel=_ADAPTERS,
     ),
 ]
