@@ -378,7 +378,7 @@ _bad_weight_file("weights-cut-in-header", lambda data: data[:40], "damaged")
 _bad_weight_file("weights-trailing", lambda data: data + b"\0" * 8, "damaged")
 _bad_weight_file("header-length-lies", lambda data: struct.pack("<Q", 2**60) + data[8:], "damaged", "longer")
 _bad_weight_file("header-not-json", lambda data: struct.pack("<Q", 64) + b"x" * 1000, "damaged")
-_bad_weight_file("header-large", lambda data: struct.pack("<Q", 17 << 20) + b" " * (17 << 20), "header of more")
+_bad_weight_file("header-large", lambda data: struct.pack("<Q", 9 << 20) + b" " * (9 << 20), "header of more")
 _bad_weight_file(
     "offsets-overlap",
     lambda data: _safetensors(

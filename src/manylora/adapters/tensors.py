@@ -30,7 +30,7 @@ FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 """Types of weights we read, by safetensors' names, and the numpy type of their bits (numpy knows no bfloat16)."""
 
-MAX_HEADER_BYTES = 16 * 1024 * 1024
+MAX_HEADER_BYTES = 8 * 1024 * 1024
 """Largest safetensors header: thousands of times what a real adapter needs, small enough to parse at once."""
 
 
