@@ -8,7 +8,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from serving import engine_config, write_reciter, write_tokenizer
+from reciter import engine_config, write_reciter
+from serving import write_tokenizer
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer, LoraModule
@@ -21,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def engine_path() -> Iterator[None]:
-    """Let engine processes find the builders in ``serving``."""
+    """Let engine processes find the builders in ``reciter``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         yield
@@ -41,7 +42,7 @@ def server(tokenizer: Path, lora_dir: Path) -> Iterator[BackgroundServer]:
     """A server whose base recites from ``a`` and whose adapters ``m`` and ``n`` from their own letter."""
     config = ServerConfig(port=0, in_process=True, lora_dirs=(str(lora_dir),), max_body_bytes=100_000)
     modules = [LoraModule(letter, str(lora_dir / letter)) for letter in "mn"]
-    with BackgroundServer(engine_config(tokenizer), config, modules, builder="serving:reciter_parts") as running:
+    with BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as running:
         yield running
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import engine_config, write_reciter
+from reciter import engine_config, write_reciter
 
 from manylora.config import ServerConfig
 from manylora.errors import AdapterError, ConfigError
@@ -162,7 +162,7 @@ def test_a_broken_adapter_is_vllms_500_and_harms_nobody(http: httpx.Client, lora
 def test_without_directories_nothing_is_loaded_at_run_time(tokenizer: Path, lora_dir: Path) -> None:
     config = ServerConfig(port=0, in_process=True)
     with (
-        BackgroundServer(engine_config(tokenizer), config, builder="serving:reciter_parts") as server,
+        BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server,
         httpx.Client(base_url=server.url) as http,
     ):
         answer = http.post("/v1/load_lora_adapter", json={"lora_name": "p", "lora_path": str(lora_dir / "p")})
@@ -174,7 +174,7 @@ def test_an_adapter_of_the_start_may_be_loaded_again(tokenizer: Path, lora_dir: 
     config = ServerConfig(port=0, in_process=True)
     modules = [LoraModule("p", str(lora_dir / "p"))]
     with (
-        BackgroundServer(engine_config(tokenizer), config, modules, builder="serving:reciter_parts") as server,
+        BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as server,
         httpx.Client(base_url=server.url) as http,
     ):
         assert http.delete("/adapters/p").status_code == 200
@@ -197,7 +197,7 @@ def test_a_bad_adapter_at_start_is_an_error_that_names_it(
 ) -> None:
     given = [LoraModule(name, str(lora_dir / path)) for name, path in modules]
     server = BackgroundServer(
-        engine_config(tokenizer), ServerConfig(port=0, in_process=True), given, builder="serving:reciter_parts"
+        engine_config(tokenizer), ServerConfig(port=0, in_process=True), given, builder="reciter:reciter_parts"
     )
     with pytest.raises(error, match=words), server:
         pytest.fail("it started")

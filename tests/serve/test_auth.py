@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from serving import engine_config
+from reciter import engine_config
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer
@@ -22,7 +22,7 @@ def serving(tokenizer: Path, **config: object) -> Iterator[httpx.Client]:
     server = BackgroundServer(
         engine_config(tokenizer),
         ServerConfig(port=0, in_process=True, **config),  # type: ignore[arg-type]
-        builder="serving:reciter_parts",
+        builder="reciter:reciter_parts",
     )
     with server, httpx.Client(base_url=server.url) as http:
         yield http

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import engine_config
+from reciter import engine_config
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer
@@ -26,7 +26,7 @@ def slow_server(tokenizer: Path, *, drain_timeout_s: float = 30.0, **scheduler: 
     server = BackgroundServer(
         engine_config(tokenizer, **scheduler),
         ServerConfig(port=0, in_process=True, drain_timeout_s=drain_timeout_s),
-        builder="serving:slow_reciter_parts",
+        builder="reciter:slow_reciter_parts",
     )
     with server:
         yield server

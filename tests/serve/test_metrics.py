@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from serving import engine_config, write_reciter
+from reciter import engine_config, write_reciter
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer, LoraModule
@@ -71,7 +71,7 @@ def test_the_numbers_are_those_of_the_requests(tokenizer: Path, lora_dir: Path) 
     config = ServerConfig(port=0, in_process=True, lora_dirs=(str(lora_dir),))
     modules = [LoraModule("m", str(lora_dir / "m")), LoraModule("n", str(lora_dir / "n"))]
     with (
-        BackgroundServer(engine_config(tokenizer), config, modules, builder="serving:reciter_parts") as server,
+        BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as server,
         httpx.Client(base_url=server.url) as http,
     ):
         for model, num_tokens in (("m", 5), ("m", 7), ("base", 3)):

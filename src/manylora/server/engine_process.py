@@ -52,8 +52,11 @@ def _receive(context: zmq.Context[zmq.Socket[bytes]], address: str, service: Eng
     socket = context.socket(zmq.PULL)
     socket.set_hwm(0)
     socket.bind(address)
-    while True:
-        service.handle(decode_command(socket.recv()))
+    try:
+        while True:
+            service.handle(decode_command(socket.recv()))
+    except zmq.ContextTerminated:
+        socket.close(linger=0)
 
 
 def main() -> int:
@@ -92,8 +95,8 @@ def main() -> int:
         logger.exception("engine_broke")
         return EXIT_BROKEN
     finally:
-        messages.close(linger=2000)
-        context.destroy(linger=2000)
+        messages.close(linger=2000)  # last words
+        context.term()
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ __all__ = [
     "SamplingFields",
     "StreamOptions",
     "TokenizeBody",
+    "check_token_ids",
     "parse",
     "sampling_params",
 ]
@@ -267,7 +268,7 @@ def sampling_params(
         raise RequestError("stream_options needs stream = true", param="stream_options")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     stop_token_ids = tuple(body.stop_token_ids or ())
-    _check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=_or(body.min_tokens, 0),
@@ -297,7 +298,12 @@ def _or(value: Value | None, default: Value) -> Value:
     return default if value is None else value
 
 
-def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+    """Refuse numbers that are no tokens.
+
+    Raises:
+        RequestError: One lies outside the vocabulary; names the field.
+    """
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"Got the token id {token_id} in {param}, expected 0 to {vocab_size - 1}", param=param)
@@ -309,7 +315,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[i
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise RequestError(f"Got the key {token[:50]!r} in logit_bias, expected token ids", param="logit_bias")
         pairs.append((int(token), value))
-    _check_token_ids(tuple(token for token, _ in pairs), vocab_size, "logit_bias")
+    check_token_ids(tuple(token for token, _ in pairs), vocab_size, "logit_bias")
     return tuple(pairs)
 
 

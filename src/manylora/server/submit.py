@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from starlette.responses import Response
 
-from manylora.errors import RequestError
+from manylora.errors import ModelNotFound, RequestError
 from manylora.execution.grammar import check_schema
 from manylora.server.answer import AnswerFormat, EventStream, Whole
 from manylora.server.context import Context
@@ -47,6 +47,8 @@ async def respond(
             f"Got {len(prompts)} prompts with n = {num_answers}, expected at most {most} answers in one request",
             param="prompt" if len(prompts) > 1 else "n",
         )
+    if not body.model:  # the engine would take it for the base
+        raise ModelNotFound("Got an empty model name, which does not exist", param="model")
     if sampling.json_schema is not None:
         await _check_schema(sampling.json_schema)
     answer_id = id_prefix + uuid.uuid4().hex

@@ -1,0 +1,139 @@
+"""The torch executor behind the server: a tiny random model with real adapters, and the demo model where it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+import torch
+from bad_adapters import tiny_base, write_good_adapter
+from serving import write_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.demo import demo_adapters
+from manylora.server import BackgroundServer, LoraModule
+
+VOCAB_SIZE = 257
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackgroundServer]:
+    root = tmp_path_factory.mktemp("live").resolve()
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=256,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(root / "base")
+    write_tokenizer(root / "base")
+    modules = []
+    for seed in range(2):
+        path = write_good_adapter(root / str(seed), tiny_base(vocab=VOCAB_SIZE), seed=seed)
+        modules.append(LoraModule(f"lora-{seed}", str(path)))
+    engine = EngineConfig(
+        model=ModelConfig(model=str(root / "base"), served_model_name="base", device="cpu"),
+        memory=MemoryConfig(num_pages=128),
+    )
+    server = ServerConfig(port=0, in_process=True, lora_dirs=(str(root),))
+    with BackgroundServer(engine, server, modules) as running:
+        yield running
+
+
+@pytest.fixture
+def client(live: BackgroundServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def test_adapters_answer_differently_and_always_the_same(client: openai.OpenAI) -> None:
+    def say(model: str) -> str:
+        answer = client.completions.create(model=model, prompt="hello", max_tokens=20, temperature=0)
+        return answer.choices[0].text
+
+    models = ("base", "lora-0", "lora-1")
+    answers = [say(model) for model in models]
+    assert len(set(answers)) == 3
+    assert [say(model) for model in reversed(models)] == answers[::-1]
+
+
+def test_a_seed_is_a_promise(client: openai.OpenAI) -> None:
+    def say(seed: int, n: int = 1) -> list[str]:
+        answer = client.completions.create(model="lora-0", prompt="hello", max_tokens=20, seed=seed, n=n)
+        return [choice.text for choice in answer.choices]
+
+    assert say(5) == say(5)
+    assert say(5) != say(6)
+    both = say(5, n=2)
+    assert both[0] == say(5)[0]
+    assert both[0] != both[1]
+
+
+def test_json_schemas_are_kept(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
+        "required": ["ok", "kind"],
+        "additionalProperties": False,
+    }
+    chat = client.chat.completions.create(
+        model="lora-1",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=200,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+    answer = json.loads(chat.choices[0].message.content or "")
+    assert set(answer) == {"ok", "kind"}
+    assert isinstance(answer["ok"], bool)
+    assert chat.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_are_of_the_model(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="lora-0", prompt="hello", max_tokens=3, temperature=0, logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert logprobs.token_logprobs is not None
+    for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert chosen == max(top.values()) < 0
+
+
+def test_unloading_really_frees(live: BackgroundServer, client: openai.OpenAI) -> None:
+    with httpx.Client(base_url=live.url) as http:
+        path = http.get("/adapters/lora-1").json()["source"]
+        client.completions.create(model="lora-1", prompt="hello", max_tokens=1)
+        assert "lora-1" in http.get("/metrics").text
+        assert http.delete("/adapters/lora-1").status_code == 200
+        assert "manylora_adapters_resident 1.0" in http.get("/metrics").text
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="lora-1", prompt="hello", max_tokens=1)
+        assert http.post("/adapters", json={"name": "lora-1", "src": path}).status_code == 200
+
+
+@pytest.mark.skipif(not demo_adapters(), reason="the demo model's files are not here")
+def test_the_demo_model_in_two_processes() -> None:
+    modules = [LoraModule(name, str(path)) for name, path in demo_adapters().items()]
+    engine = EngineConfig(model=ModelConfig(model="demo", device="cpu"))
+    with (
+        BackgroundServer(engine, ServerConfig(port=0), modules) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert [model.id for model in client.models.list().data] == ["demo", *sorted(demo_adapters())]
+        for model in ("demo", *list(demo_adapters())[:3]):
+            chat = client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "hello"}], max_tokens=8, temperature=0
+            )
+            assert chat.usage is not None
+            assert chat.usage.completion_tokens >= 1
