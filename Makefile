@@ -33,10 +33,8 @@ test: $(FOR_TEST) ## all checks and all tests; the tests run even when a check f
 
 .PHONY: check
 check: $(FOR_TEST) ## lint, format, types and the layering of imports
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-logo
+	@failed=0; for tool in 'ruff check .' 'ruff format --check .' mypy 'lint-imports --no-logo'; do \
+	  $(BIN)/$$tool || failed=1; done; exit $$failed
 
 .PHONY: bench
 bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (minutes; wants a quiet machine)
