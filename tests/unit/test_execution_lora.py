@@ -9,6 +9,7 @@ import torch
 from manylora.adapters.layout import AdapterLayout, Tile, lay_out
 from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
 from manylora.execution.lora import LORA_KERNELS, LoraBatch, LoraSegment, add_embedding
+from manylora.execution.lora_parts import GroupParts, Part
 from manylora.execution.pages import PageStorage
 from manylora.execution.resident import ResidentAdapter, make_resident
 
@@ -96,7 +97,6 @@ def test_kernel_equals_dense_product(kernel: str, page_elements: int) -> None:
             LoraSegment(only_embedding, 4, 6, 1, 1),
             LoraSegment(second, 6, 7, 1, 2),
         ),
-        torch.zeros(8, dtype=torch.int64),
     )
     x, out = torch.randn(8, IN), torch.randn(8, sum(SIZES))
     expected = out.clone()
@@ -105,7 +105,9 @@ def test_kernel_equals_dense_product(kernel: str, page_elements: int) -> None:
             if module.name in dense:
                 columns = slice(module.offset, module.offset + module.out_features)
                 expected[rows, columns] += x[rows] @ dense[module.name]
-    LORA_KERNELS[kernel](x, out, batch.parts(GROUP))
+    parts = batch.parts(GROUP)
+    assert parts is not None
+    LORA_KERNELS[kernel](x, out, parts)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
 
 
@@ -113,11 +115,12 @@ def test_head_parts_are_sampled_rows_only() -> None:
     base = make_base(64)
     storage = PageStorage(base.page, 100, torch.device("cpu"))
     adapter, _, _ = load(base, storage, 0, {NAMES[0]: 2})
-    batch = LoraBatch(
-        (LoraSegment(adapter, 0, 5, 0, 0), LoraSegment(adapter, 5, 9, 0, 2)), torch.zeros(9, dtype=torch.int64)
-    )
-    assert [part[:2] for part in batch.sampled_parts(GROUP)] == [(0, 2)]
-    assert [part[:2] for part in batch.parts(GROUP)] == [(0, 5), (5, 9)]
+    batch = LoraBatch((LoraSegment(adapter, 0, 5, 0, 0), LoraSegment(adapter, 5, 9, 0, 2)))
+    sampled, every = batch.parts(GROUP, is_sampled=True), batch.parts(GROUP)
+    assert sampled is not None and [(part.start, part.stop) for part in sampled.parts] == [(0, 2)]
+    assert every is not None and [(part.start, part.stop) for part in every.parts] == [(0, 5), (5, 9)]
+    assert batch.parts(GROUP) is every
+    assert batch.parts("embed") is None
 
 
 @pytest.mark.parametrize("page_elements", [16, 4096])
@@ -128,7 +131,7 @@ def test_embedding_gathers_columns_of_a(page_elements: int) -> None:
     adapter, dense, _ = load(base, storage, 0, {"embed": 7})
     tokens = torch.tensor([3, 49, 0, 3, 17])
     out = torch.zeros(5, IN)
-    add_embedding(LoraBatch((LoraSegment(adapter, 1, 4, 0, 0),), tokens), out, "embed", 2.0)
+    add_embedding(GroupParts((Part(1, 4, adapter.groups["embed"]),)), tokens, out, 2.0)
     torch.testing.assert_close(out[1:4], 2.0 * dense["embed"][tokens[1:4]], atol=1e-5, rtol=1e-5)
     assert not out[0].any() and not out[4].any()
 

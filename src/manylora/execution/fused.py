@@ -47,8 +47,8 @@ class AdaptedLinear(nn.Module):
         out = linear(x, self.weight, self.bias)
         lora = self._step.lora
         if lora is not None:
-            parts = lora.sampled_parts(self._group) if self._is_head else lora.parts(self._group)
-            if parts:
+            parts = lora.parts(self._group, is_sampled=self._is_head)
+            if parts is not None:
                 self._step.kernel(x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]), parts)
         return out
 
@@ -78,8 +78,10 @@ class AdaptedEmbedding(nn.Module):
         """Return the tokens' vectors plus every row's own adapter."""
         out = cast(torch.Tensor, self.base(token_ids))
         lora = self._step.lora
-        if lora is not None:
-            add_embedding(lora, out.view(-1, out.shape[-1]), self._group, self._scale)
+        parts = lora.parts(self._group) if lora is not None else None
+        if parts is not None:
+            assert self._step.token_ids is not None
+            add_embedding(parts, self._step.token_ids, out.view(-1, out.shape[-1]), self._scale)
         return out
 
 
@@ -127,7 +129,7 @@ class FusedLinear(nn.Module):
         lora = self._step.lora
         if lora is not None:
             parts = lora.parts(self._group)
-            if parts:
+            if parts is not None:
                 self._step.kernel(x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]), parts)
         return out
 

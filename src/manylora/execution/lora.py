@@ -7,19 +7,20 @@ base alone pays one comparison per module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from manylora.execution.lora_grouped import apply_grouped
+from manylora.execution.lora_parts import GroupParts, Part
 from manylora.execution.lora_reference import apply_reference
-from manylora.execution.resident import GroupWeights, ResidentAdapter
+from manylora.execution.resident import ResidentAdapter
 
 __all__ = ["LORA_KERNELS", "LoraBatch", "LoraKernel", "LoraSegment", "StepContext", "add_embedding"]
 
-LoraKernel = Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int, GroupWeights]]], None]
-"""``kernel(x [rows, in], out [rows, out], parts)`` adds every part ``(start, stop, weights)`` into ``out``."""
+LoraKernel = Callable[[torch.Tensor, torch.Tensor, GroupParts], None]
+"""``kernel(x [rows, in], out [rows, out], parts)`` adds every part's LoRA into its rows of ``out``."""
 
 LORA_KERNELS: dict[str, LoraKernel] = {"grouped": apply_grouped, "reference": apply_reference}
 """Implementations by name; all give the same sums, in another order of additions."""
@@ -36,34 +37,38 @@ class LoraSegment:
     sampled_stop: int
 
 
-@dataclass(frozen=True, slots=True)
 class LoraBatch:
-    """A step's segments, and per group the parts that kernels take (looked up once, used by every layer).
+    """A step's segments, and per group the parts that kernels take.
+
+    Sequences that decode make the same segments step after step, so the batch (and whatever kernels prepared
+    for it) is kept while they do.
 
     Args:
         segments: Segments with an adapter, in order of rows.
-        token_ids: Tokens of the step ``[rows]``, for adapters of the embedding.
     """
 
-    segments: tuple[LoraSegment, ...]
-    token_ids: torch.Tensor
+    def __init__(self, segments: tuple[LoraSegment, ...]) -> None:
+        self.segments = segments
+        self._parts: dict[tuple[str, bool], GroupParts | None] = {}
 
-    def parts(self, group: str) -> list[tuple[int, int, GroupWeights]]:
-        """Return the parts of ``group`` over all rows of the step."""
-        return [
-            (segment.start, segment.stop, weights)
-            for segment in self.segments
-            if (weights := segment.adapter.groups.get(group)) is not None
-        ]
+    def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
+        """Return the parts of ``group``, ``None`` if no adapter of the step has it.
 
-    def sampled_parts(self, group: str) -> list[tuple[int, int, GroupWeights]]:
-        """Return the parts of ``group`` over the sampled rows: what the output head sees."""
-        return [
-            (segment.sampled_start, segment.sampled_stop, weights)
-            for segment in self.segments
-            if segment.sampled_stop > segment.sampled_start
-            and (weights := segment.adapter.groups.get(group)) is not None
-        ]
+        Args:
+            group: Name of the group.
+            is_sampled: Count in sampled rows, which are what the output head sees, instead of all rows.
+        """
+        if (group, is_sampled) not in self._parts:
+            found = []
+            for segment in self.segments:
+                weights = segment.adapter.groups.get(group)
+                start, stop = (
+                    (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
+                )
+                if weights is not None and stop > start:
+                    found.append(Part(start, stop, weights))
+            self._parts[group, is_sampled] = GroupParts(tuple(found)) if found else None
+        return self._parts[group, is_sampled]
 
 
 @dataclass(slots=True)
@@ -73,25 +78,30 @@ class StepContext:
     Args:
         kernel: The LoRA implementation.
         lora: The step's adapters, ``None`` when it has none.
+        token_ids: The step's tokens ``[rows]``, for adapters of the embedding.
     """
 
     kernel: LoraKernel
-    lora: LoraBatch | None = field(default=None)
+    lora: LoraBatch | None = None
+    token_ids: torch.Tensor | None = None
 
 
-def add_embedding(batch: LoraBatch, out: torch.Tensor, group: str, scale: torch.Tensor | float | None) -> None:
+def add_embedding(
+    parts: GroupParts, token_ids: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | float | None
+) -> None:
     """Add an embedding's LoRA: A ``[rank, vocab]`` is gathered at the tokens, B^T as everywhere.
 
     Args:
-        batch: The step's adapters.
+        parts: Whose weights which rows take.
+        token_ids: Tokens ``[rows]``.
         out: Embedded tokens ``[rows, hidden]``, added into.
-        group: The embedding's group.
         scale: What the base embedding multiplies its output with (Gemma), applied to LoRA's share as PEFT does.
     """
-    for start, stop, weights in batch.parts(group):
-        tokens = batch.token_ids[start:stop]
-        shrunk = out.new_zeros(stop - start, weights.rank)
-        for piece in weights.a:
+    for part in parts.parts:
+        tokens = token_ids[part.start : part.stop]
+        rows = out[part.start : part.stop]
+        shrunk = out.new_zeros(part.stop - part.start, part.weights.rank)
+        for piece in part.weights.a:
             num_rows, num_cols = piece.weight.shape
             column = tokens - piece.col
             inside = (column >= 0) & (column < num_cols)
@@ -99,10 +109,9 @@ def add_embedding(batch: LoraBatch, out: torch.Tensor, group: str, scale: torch.
             shrunk[:, piece.row : piece.row + num_rows] += torch.where(inside[:, None], gathered, 0)
         if scale is not None:
             shrunk = shrunk * scale
-        for module in weights.modules:
+        for module in part.weights.modules:
             for piece in module.b:
                 num_rows, num_cols = piece.weight.shape
                 first = module.row + piece.row
-                out[start:stop, module.offset + piece.col : module.offset + piece.col + num_cols] += (
-                    shrunk[:, first : first + num_rows] @ piece.weight
-                )
+                start = module.offset + piece.col
+                rows[:, start : start + num_cols] += shrunk[:, first : first + num_rows] @ piece.weight

@@ -1,47 +1,77 @@
-"""The LoRA kernel of plain torch: per adapter one shrink over the group's A stack, one expand per module.
+"""The LoRA kernel that serves: true ranks, no padding, no copies.
 
-True ranks, no padding, no copies: products go straight from the pages into slices of the output. An
-adapter's weights are read once per step for all its rows.
+Parts with many rows (prompts) are products: one shrink over the group's A stack, one expand per module,
+straight from the pages into slices of the output. Parts with few rows (decoding) are reading, and go through
+the compiled kernel in one call for all adapters where there is one. Either way an adapter's weights are read
+once per step for all its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from manylora.execution.compiled import CompiledKernels, find_compiled
 from manylora.execution.linear import linear
+from manylora.execution.lora_parts import GroupParts, Part
 from manylora.execution.resident import GroupWeights
 
+if TYPE_CHECKING:
+    from manylora.execution.compiled_lora import LoraTables
+
 __all__ = ["apply_grouped"]
+
+# Up to here a part's rows are read beside its weights; from here products are quicker.
+MAX_COMPILED_ROWS = 8
 
 # From here a product of its own, added afterwards, is quicker than one that adds in place.
 MIN_ROWS_TO_ADD = 32
 MIN_RANK_TO_ADD = 32
 
 
-def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: Sequence[tuple[int, int, GroupWeights]]) -> None:
+def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
     """Add ``(x A^T) B^T`` of every part into its rows of ``out``.
 
     Args:
         x: Inputs ``[rows, in]``.
         out: Outputs of the base ``[rows, out]``, added into.
-        parts: ``(start, stop, weights)``: whose weights the rows ``[start, stop)`` take.
+        parts: Which rows take which weights.
     """
-    for start, stop, weights in parts:
-        shrunk = _shrink(x[start:stop], weights)
-        rows = out[start:stop]
-        for module in weights.modules:
-            for piece in module.b:
-                num_rows, num_cols = piece.weight.shape
-                first = module.row + piece.row
-                column = module.offset + piece.col
-                if x.shape[0] >= MIN_ROWS_TO_ADD and num_rows >= MIN_RANK_TO_ADD:
-                    rows[:, column : column + num_cols] += linear(
-                        shrunk[:, first : first + num_rows], piece.weight.t()
-                    )
-                else:
-                    rows[:, column : column + num_cols].addmm_(shrunk[:, first : first + num_rows], piece.weight)
+    kernels = find_compiled() if x.dtype is torch.float32 and x.device.type == "cpu" else None
+    if kernels is None:
+        for part in parts.parts:
+            _apply(x[part.start : part.stop], out[part.start : part.stop], part.weights)
+        return
+    many, tables, pages = _split(parts, kernels)
+    for part in many:
+        _apply(x[part.start : part.stop], out[part.start : part.stop], part.weights)
+    if tables is not None:
+        kernels.lora(x.contiguous(), out, pages, tables)
+
+
+def _split(parts: GroupParts, kernels: CompiledKernels) -> tuple[list[Part], LoraTables | None, torch.Tensor]:
+    """Return the parts with many rows, the tables of the others, and the pages both lie in; prepared once."""
+    if "grouped" not in parts.prepared:
+        many = [part for part in parts.parts if part.stop - part.start > MAX_COMPILED_ROWS]
+        few = [(p.start, p.stop, p.weights) for p in parts.parts if p.stop - p.start <= MAX_COMPILED_ROWS]
+        view = parts.parts[0].weights.a[0].weight
+        pages = view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)
+        parts.prepared["grouped"] = (many, kernels.tables(few) if few else None, pages)
+    return cast("tuple[list[Part], LoraTables | None, torch.Tensor]", parts.prepared["grouped"])
+
+
+def _apply(x: torch.Tensor, out: torch.Tensor, weights: GroupWeights) -> None:
+    shrunk = _shrink(x, weights)
+    for module in weights.modules:
+        for piece in module.b:
+            num_rows, num_cols = piece.weight.shape
+            first = module.row + piece.row
+            target = out[:, module.offset + piece.col : module.offset + piece.col + num_cols]
+            if x.shape[0] >= MIN_ROWS_TO_ADD and num_rows >= MIN_RANK_TO_ADD:
+                target += linear(shrunk[:, first : first + num_rows], piece.weight.t())
+            else:
+                target.addmm_(shrunk[:, first : first + num_rows], piece.weight)
 
 
 def _shrink(x: torch.Tensor, weights: GroupWeights) -> torch.Tensor:
@@ -50,5 +80,5 @@ def _shrink(x: torch.Tensor, weights: GroupWeights) -> torch.Tensor:
     shrunk = x.new_zeros(x.shape[0], weights.rank)
     for piece in weights.a:
         num_rows, num_cols = piece.weight.shape
-        shrunk[:, piece.row : piece.row + num_rows].addmm_(x[:, piece.col : piece.col + num_cols], piece.weight.t())
+        shrunk[:, piece.row : piece.row + num_rows] += linear(x[:, piece.col : piece.col + num_cols], piece.weight)
     return shrunk

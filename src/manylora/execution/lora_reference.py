@@ -5,25 +5,24 @@ Slow on purpose; it is what the fast kernels are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from manylora.execution.resident import GroupWeights
+from manylora.execution.lora_parts import GroupParts
 
 __all__ = ["apply_reference"]
 
 
-def apply_reference(x: torch.Tensor, out: torch.Tensor, parts: Sequence[tuple[int, int, GroupWeights]]) -> None:
+def apply_reference(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
     """Add ``(x A^T) B^T`` of every part into its rows of ``out``.
 
     Args:
         x: Inputs ``[rows, in]``.
         out: Outputs of the base ``[rows, out]``, added into.
-        parts: ``(start, stop, weights)``: whose weights the rows ``[start, stop)`` take.
+        parts: Which rows take which weights.
     """
-    for start, stop, weights in parts:
-        for row in range(start, stop):
+    for part in parts.parts:
+        weights = part.weights
+        for row in range(part.start, part.stop):
             shrunk = x.new_zeros(weights.rank)
             for piece in weights.a:
                 num_rows, num_cols = piece.weight.shape

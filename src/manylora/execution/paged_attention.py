@@ -8,7 +8,7 @@ All index tensors are made once per step and used by every layer::
 
     flat batch   | seq 3: chunk of 5 | seq 7: 1 | seq 1: 1 | ...        T rows
     slots        where row t's K goes in layer 0; layer l adds l * 2 * block_size, V another block_size
-    decode       rows of one token: one padded gather of pages, one masked product for all of them
+    decode       rows of one token: the compiled kernel, or one padded gather of pages and one masked product
     prompts      longer chunks: one product per sequence, over its own history and itself
 """
 
@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from manylora.engine.ports import PlannedSequence
+from manylora.execution.compiled import find_compiled
 from manylora.execution.pages import PageStorage
 
 __all__ = ["ATTENTION_NAME", "AttentionCall", "AttentionSink", "PagedBatch", "register_attention"]
@@ -104,9 +105,18 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeIndex:
-    """Which pages the decode rows read, and which of their positions count."""
+    """Which pages the decode rows read, and which of their positions count.
 
-    tables: torch.Tensor
+    Args:
+        tables: Pages of each row ``[rows, width]``.
+        bounds: First and one past the last position that counts, from the table's start ``[rows, 2]``.
+        pages: The tables, flat and on the device, for the gather.
+        mask: The bounds as ``[rows, 1, 1, width * block_size]``, for the product.
+    """
+
+    tables: np.ndarray
+    bounds: np.ndarray
+    pages: torch.Tensor
     mask: torch.Tensor
 
 
@@ -120,6 +130,8 @@ class PagedBatch:
 
     def __init__(self, pool: PageStorage, sequences: Sequence[PlannedSequence]) -> None:
         self._pool = pool
+        is_compiled = pool.dtype is torch.float32 and pool.flat.device.type == "cpu"
+        self._kernels = find_compiled() if is_compiled else None
         block_size = pool.shape.block_size
         positions: list[np.ndarray] = []
         slots: list[np.ndarray] = []
@@ -213,9 +225,19 @@ class PagedBatch:
     def _attend_decode(self, layer: int, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """Attend rows of one token, ``query`` ``[rows, heads, head_dim]``."""
         index = self._decode_index(call.window)
+        if self._kernels is not None:
+            return self._kernels.attend(
+                query.contiguous(),
+                self._pool.blocks,
+                layer,
+                index.tables,
+                index.bounds,
+                scaling=call.scaling,
+                softcap=call.softcap,
+            )
         num_rows = query.shape[0]
         key, value = (
-            self._gather(layer, kv, index.tables).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2)
+            self._gather(layer, kv, index.pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2)
             for kv in (0, 1)
         )
         return _attend(call, query.unsqueeze(2), key, value, index.mask).squeeze(2)
@@ -223,20 +245,22 @@ class PagedBatch:
     def _decode_index(self, window: int | None) -> _DecodeIndex:
         if window not in self._decode_indices:
             block_size = self._pool.shape.block_size
-            firsts, lengths, tables = [], [], []
+            bounds, tables = [], []
             for sequence in self._decode:
                 length = sequence.start + 1
                 first_block = 0 if window is None else max(0, length - window) // block_size
                 tables.append(sequence.pages[first_block : (length - 1) // block_size + 1])
-                lengths.append(length - first_block * block_size)
-                firsts.append(0 if window is None else max(0, length - window) - first_block * block_size)
+                first = 0 if window is None else max(0, length - window)
+                bounds.append((first - first_block * block_size, length - first_block * block_size))
             width = max(len(table) for table in tables)
             # Short tables are padded with the sequence's own last page: nobody reads another's memory.
-            padded = np.asarray([[*table, *([table[-1]] * (width - len(table)))] for table in tables])
+            padded = np.asarray([[*table, *([table[-1]] * (width - len(table)))] for table in tables], dtype=np.int64)
+            seen = np.asarray(bounds, dtype=np.int64)
             position = np.arange(width * block_size)[None, :]
-            seen = (position < np.asarray(lengths)[:, None]) & (position >= np.asarray(firsts)[:, None])
-            mask = torch.from_numpy(seen).to(self._slots.device)[:, None, None, :]
-            self._decode_indices[window] = _DecodeIndex(self._index(padded.ravel()), mask)
+            mask = torch.from_numpy((position >= seen[:, :1]) & (position < seen[:, 1:])).to(self._slots.device)
+            self._decode_indices[window] = _DecodeIndex(
+                padded, seen, self._index(padded.ravel()), mask[:, None, None, :]
+            )
         return self._decode_indices[window]
 
     def _index(self, values: np.ndarray) -> torch.Tensor:

@@ -58,9 +58,12 @@ class GroupWeights:
     modules: tuple[ModuleWeights, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ResidentAdapter:
-    """The weights by group name; the views die with it, the pages belong to the pool."""
+    """The weights by group name; the views die with it, the pages belong to the pool.
+
+    Two are equal only if they are the same object: the same weights in other pages are another resident.
+    """
 
     groups: dict[str, GroupWeights]
 

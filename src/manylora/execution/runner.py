@@ -57,6 +57,7 @@ class ModelRunner:
         self._pool = pool
         self._sampler = sampler
         self._resident = resident
+        self._last_lora: LoraBatch | None = None
         self.logits_hook: LogitsHook | None = None
 
     @torch.inference_mode()
@@ -72,7 +73,7 @@ class ModelRunner:
         token_ids = torch.tensor(
             [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]], device=device
         )
-        self._step.lora = self._lora_batch(sequences, token_ids)
+        self._step.lora, self._step.token_ids = self._lora_batch(sequences), token_ids
         try:
             logits = (
                 self._model(
@@ -86,7 +87,7 @@ class ModelRunner:
                 .float()
             )
         finally:
-            self._step.lora = None
+            self._step.lora = self._step.token_ids = None
         if self.logits_hook is not None:
             row_of = {sequence.seq_id: row for row, sequence in enumerate(sampled)}
             order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
@@ -96,7 +97,7 @@ class ModelRunner:
         tokens = self._sampler.sample(logits, sampled)
         return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)})
 
-    def _lora_batch(self, sequences: Sequence[PlannedSequence], token_ids: torch.Tensor) -> LoraBatch | None:
+    def _lora_batch(self, sequences: Sequence[PlannedSequence]) -> LoraBatch | None:
         """Return the step's segments, ``None`` when no sequence has an adapter."""
         segments: list[LoraSegment] = []
         row = sampled = first = 0
@@ -110,7 +111,11 @@ class ModelRunner:
             if key is not None:
                 segments.append(LoraSegment(self._resident[key], start, row, sampled_start, sampled))
             first = last
-        return LoraBatch(tuple(segments), token_ids) if segments else None
+        if not segments:
+            self._last_lora = None
+        elif self._last_lora is None or self._last_lora.segments != tuple(segments):
+            self._last_lora = LoraBatch(tuple(segments))
+        return self._last_lora
 
 
 def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:

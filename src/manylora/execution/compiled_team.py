@@ -1,0 +1,82 @@
+"""Run a compiled loop on torch's own OpenMP threads.
+
+Numba has thread pools of its own, but a second pool beside torch's is poison on a CPU: after every product
+torch's threads spin for the next one, and ours would wait for their cores. So a kernel here is a C function
+compiled by numba that we hand to ``GOMP_parallel`` of the very library torch uses: the threads that spin are
+the ones that take it, in about three microseconds.
+
+Only imported where numba is installed (``compiled.find_team``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding  # type: ignore[import-untyped]
+import numpy as np
+import torch
+from numba import carray, cfunc, types
+
+__all__ = ["FAST_MATH", "Team", "barrier", "compile_kernel", "num_threads", "open_team", "thread_num"]
+
+FAST_MATH = {"reassoc", "contract", "nsz"}
+"""Sums may be taken in any order; NaN and infinity keep their meaning."""
+
+# By name, not by address: so numba can keep compiled kernels on disk between processes.
+thread_num = types.ExternalFunction("omp_get_thread_num", types.int32())
+num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
+barrier = types.ExternalFunction("GOMP_barrier", types.void())
+
+_compiled: list[Any] = []  # kernels live as long as the process: their addresses are handed out
+
+
+class Team:
+    """Torch's OpenMP threads.
+
+    Args:
+        library: The OpenMP runtime that torch loaded.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._parallel = library.GOMP_parallel
+        self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        self._parallel.restype = None
+
+    def run(self, kernel: int, *arrays: np.ndarray | torch.Tensor) -> None:
+        """Call ``kernel`` on every thread; returns when all are done, the interpreter lock is free meanwhile.
+
+        Args:
+            kernel: Address from ``compile_kernel``.
+            arrays: What it gets, as pointers; contiguous.
+        """
+        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in arrays]
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._parallel(kernel, pointers, torch.get_num_threads(), 0)
+
+
+def open_team(library: Path) -> Team | None:
+    """Return the threads of an OpenMP runtime, ``None`` if they do not turn out to be torch's.
+
+    Two runtimes in one process answer to the same names; a kernel that mistook one for the other would see
+    one thread doing everything, or each doing the same.
+    """
+    llvmlite.binding.load_library_permanently(str(library))
+    team = Team(ctypes.CDLL(str(library)))
+    seen = np.zeros(torch.get_num_threads(), dtype=np.int64)
+    team.run(compile_kernel(_note), np.array([seen.size]), seen)
+    return team if bool((seen == seen.size).all()) else None
+
+
+def compile_kernel(entry: Callable[[Any], None]) -> int:
+    """Compile ``entry(pointers)``, with ``pointers[i]`` the i-th array's address; return its own for ``Team.run``."""
+    compiled = cfunc(types.void(types.CPointer(types.voidptr)), cache=True)(entry)
+    _compiled.append(compiled)
+    return int(compiled.address)
+
+
+def _note(pointers: Any) -> None:
+    seen = carray(pointers[1], carray(pointers[0], 1, np.int64)[0], np.int64)
+    seen[thread_num()] += num_threads()

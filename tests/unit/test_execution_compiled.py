@@ -1,0 +1,112 @@
+"""The compiled kernels and oneDNN's product against plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from manylora.execution.compiled import CompiledKernels, find_compiled
+from manylora.execution.linear import MIN_WORK, has_onednn, linear
+
+BLOCK, LAYERS, PAGES = 4, 3, 60
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CompiledKernels:
+    pytest.importorskip("numba")
+    kernels = find_compiled()
+    if kernels is None:
+        pytest.skip("torch's OpenMP threads are not within reach")
+    return kernels
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 24), (3, 1, 5)])
+def test_decode_attention_equals_plain_softmax(
+    kernels: CompiledKernels,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    softcap: float | None,
+    num_threads: int,
+) -> None:
+    torch.manual_seed(0)
+    blocks = torch.randn(PAGES, LAYERS, 2, BLOCK, num_kv_heads, head_dim)
+    lengths = [1, 33, 4, 17, 5]
+    tables = np.random.default_rng(0).permutation(PAGES)[: 5 * 9].reshape(5, 9).astype(np.int64)
+    bounds = np.array([(max(0, n - window) if window else 0, n) for n in lengths], dtype=np.int64)
+    query = torch.randn(5, num_heads, head_dim)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        found = kernels.attend(query, blocks, 1, tables, bounds, scaling=0.3, softcap=softcap)
+    finally:
+        torch.set_num_threads(before)
+    for row in range(5):
+        first, last = bounds[row]
+        key, value = (
+            blocks[tables[row], 1, kv].flatten(0, 1)[first:last].repeat_interleave(num_heads // num_kv_heads, 1)
+            for kv in (0, 1)
+        )
+        scores = torch.einsum("hd,jhd->hj", query[row], key) * 0.3
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        expected = torch.einsum("hj,jhd->hd", scores.softmax(-1), value)
+        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_nan_stays_with_its_own_sequence(kernels: CompiledKernels) -> None:
+    blocks = torch.randn(PAGES, LAYERS, 2, BLOCK, 2, 8)
+    blocks[1] = float("nan")
+    tables, bounds = np.array([[0, 2], [1, 2]], dtype=np.int64), np.array([[0, 6], [0, 6]], dtype=np.int64)
+    found = kernels.attend(torch.randn(2, 2, 8), blocks, 0, tables, bounds, scaling=1.0, softcap=None)
+    assert found[0].isfinite().all() and found[1].isnan().all()
+
+
+@pytest.mark.parametrize("failure", [None, OSError("no library"), RuntimeError("no cache directory")])
+def test_without_torchs_threads_there_are_no_kernels(
+    failure: Exception | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("numba")
+
+    def open_no_team(library: Path) -> None:
+        if failure is not None:
+            raise failure
+
+    monkeypatch.setattr("manylora.execution.compiled_team.open_team", open_no_team)
+    with caplog.at_level("INFO", logger="manylora.execution.compiled"):
+        assert find_compiled.__wrapped__() is None
+    assert "available=no" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3), (1, 300)], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_linear_equals_torchs(shape: tuple[int, int], has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(*shape, 96), torch.randn(160, 96)
+    bias = torch.randn(160) if has_bias else None
+    torch.testing.assert_close(linear(x, weight, bias), functional.linear(x, weight, bias), atol=1e-4, rtol=1e-5)
+
+
+def test_large_products_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_onednn():
+        pytest.skip("this build of torch has no oneDNN")
+    calls: list[int] = []
+
+    def note(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(x.shape[0])
+        return functional.linear(x, weight, bias)
+
+    monkeypatch.setattr("manylora.execution.linear._onednn", note)
+    weight = torch.randn(64, 64)
+    linear(torch.randn(4, 64), weight)
+    assert calls == []
+    linear(torch.randn(MIN_WORK // weight.numel(), 64), weight)
+    assert calls == [MIN_WORK // weight.numel()]
