@@ -106,6 +106,8 @@ def test_without_an_admin_key_the_api_keys_do(tokenizer: Path) -> None:
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
         {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:80"},
+        {"Host": "["},
     ],
 )
 def test_without_keys_adapters_are_for_this_machine_and_no_web_page(

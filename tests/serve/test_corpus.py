@@ -81,6 +81,7 @@ raw("form", b"model=base", 415, "application/json", headers={"content-type": "ap
 raw("text", json.dumps(COMPLETION).encode(), 415, "application/json", headers={"content-type": "text/plain"})
 raw("no-media-type", json.dumps(COMPLETION).encode(), 415, "application/json", headers={})
 raw("no-route", b"{}", 404, "no route", path="/v1/nothing")
+raw("malformed-host", b"", 404, "no route", path="/nothing", headers={"host": "["})
 raw("wrong-method", b"", 405, "GET is not allowed", method="GET")
 
 # Models.

@@ -84,10 +84,10 @@ class Gate:
                 "Without an admin key the adapter routes take calls from this machine only; "
                 "start the server with an admin key to use them from elsewhere.",
             )
+        host = request.headers.get("host", "")
         origin = request.headers.get("origin")
-        if not _is_loopback(request.url.hostname or "") or (
-            origin is not None and origin != f"{request.url.scheme}://{request.url.netloc}"
-        ):
+        is_own_page = origin is None or origin == f"{request.scope['scheme']}://{host}"
+        if not (_is_loopback(_without_port(host)) and is_own_page):
             raise HttpError(403, "Without an admin key the adapter routes take no calls from web pages.")
 
     def _bearer(self, request: Request) -> bytes:
@@ -106,9 +106,16 @@ def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _without_port(host: str) -> str:
+    """Return the name or address in a ``Host`` header: ``[::1]:8000``, ``localhost:8000``, ``127.0.0.1``."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
 
 
 def _unauthorized() -> HttpError:

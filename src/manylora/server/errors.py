@@ -94,8 +94,9 @@ async def on_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Answer in our shape where Starlette itself refuses: no such route, wrong method."""
     assert isinstance(error, HTTPException)
+    path = request.scope["path"]  # request.url fails on a malformed Host
     message = {
-        404: f"There is no route {request.url.path}.",
-        405: f"{request.method} is not allowed on {request.url.path}.",
+        404: f"There is no route {path}.",
+        405: f"{request.method} is not allowed on {path}.",
     }.get(error.status_code, error.detail)
     return error_response(HttpError(error.status_code, message, headers=dict(error.headers or {})))

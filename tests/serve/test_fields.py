@@ -1,0 +1,75 @@
+"""Whatever a body holds, it becomes sampling parameters or a refusal, never a failure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manylora.errors import RequestError
+from manylora.server.fields import REFUSED, ChatBody, CompletionBody, parse, sampling_params
+from manylora.types import SamplingParams
+
+NUMBERS = st.one_of(
+    st.integers(-3, 300),
+    st.integers(-(2**70), 2**70),
+    st.floats(allow_nan=True),
+    st.sampled_from([0.0, 1.0, 0.5, -0.0]),
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+NAMES = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *REFUSED})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), st.sampled_from([CompletionBody, ChatBody]))
+def test_any_body_is_understood_or_refused(values: dict[str, Any], kind: type[CompletionBody | ChatBody]) -> None:
+    given_values = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "x"}], **values}
+    try:
+        body = parse(json.dumps(given_values).encode(), kind)
+        params = sampling_params(body, max_tokens=body.max_tokens, logprobs=None, vocab_size=1000)
+    except RequestError as error:
+        assert str(error)
+    else:
+        assert isinstance(params, SamplingParams)
+
+
+def test_what_is_understood_arrives() -> None:
+    given_values = {
+        "model": "m",
+        "prompt": "p",
+        "temperature": 0,
+        "top_k": -1,
+        "stop": ["a", "b"],
+        "logit_bias": {"5": -1.5},
+        "seed": 2**63,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "response_format": {"type": "json_object"},
+    }
+    body = parse(json.dumps(given_values).encode(), CompletionBody)
+    params = sampling_params(body, max_tokens=9, logprobs=4, vocab_size=10)
+    assert params == SamplingParams(
+        max_tokens=9,
+        logprobs=4,
+        temperature=0.0,
+        top_k=0,
+        stop=("a", "b"),
+        logit_bias=((5, -1.5),),
+        seed=2**63,
+        min_tokens=2,
+        ignore_eos=True,
+        json_schema='{"type":"object"}',
+    )
+
+
+def test_an_unknown_field_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        parse(b'{"model": "m", "prompt": "p", "reported_once": 1}', CompletionBody)
+    assert [record.getMessage() for record in caplog.records] == ["unknown_field_ignored name='reported_once'"]
