@@ -166,8 +166,8 @@ class Output:
         request_id: Whose.
         tokens: New tokens in order; may be empty on the last output.
         finish: Set on the last output.
-        stop_token: The token that ended the sequence, when one did: the last of ``tokens``, counted in usage, its
-            text no part of the answer.
+        stop_token: The token that ended the sequence, when one did: the last of ``tokens``, counted in usage; its
+            text is part of the answer only with ``include_stop_str_in_output``.
         num_cached_tokens: Prompt tokens served from the prefix cache.
         adapter: The version that answered, ``None`` for the base.
         error: What went wrong, when ``finish`` is ``ERROR``.

@@ -285,6 +285,8 @@ def test_cancelling_works_while_waiting_running_and_in_flight():
         ({"num_prompt": 0}, "no tokens"),
         ({"num_prompt": 256}, "context is 256"),
         ({"num_prompt": 200, "max_tokens": 57}, "together more"),
+        ({"stop_token_ids": (1000,)}, "stop_token_ids has token ids outside"),
+        ({"logit_bias": ((5, 1.0), (1000, 1.0))}, "logit_bias has token ids outside"),
     ],
 )
 def test_requests_that_can_never_be_served_are_refused(change, message):

@@ -219,6 +219,12 @@ class EngineCore:
             raise RequestError("The prompt has no tokens", param="prompt")
         if not 0 <= min(request.prompt) <= max(request.prompt) < self.base.vocab_size:
             raise RequestError(f"The prompt has token ids outside [0, {self.base.vocab_size})", param="prompt")
+        for param, token_ids in (
+            ("stop_token_ids", request.sampling.stop_token_ids),
+            ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
+        ):
+            if max(token_ids, default=0) >= self.base.vocab_size:
+                raise RequestError(f"{param} has token ids outside [0, {self.base.vocab_size})", param=param)
         limit = self.base.max_model_len
         if num_prompt >= limit:
             raise RequestError(
