@@ -9,22 +9,25 @@ web framework.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manylora.server.serve import BackgroundServer, run
+    from manylora.server.background import BackgroundServer
+    from manylora.server.serve import run
     from manylora.server.supervisor import LoraModule, RestartPolicy
 
 __all__ = ["BackgroundServer", "LoraModule", "RestartPolicy", "run"]
 
+_HOMES = {
+    "BackgroundServer": "manylora.server.background",
+    "LoraModule": "manylora.server.supervisor",
+    "RestartPolicy": "manylora.server.supervisor",
+    "run": "manylora.server.serve",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("BackgroundServer", "run"):
-        from manylora.server import serve
-
-        return getattr(serve, name)
-    if name in ("LoraModule", "RestartPolicy"):
-        from manylora.server import supervisor
-
-        return getattr(supervisor, name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

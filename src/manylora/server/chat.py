@@ -15,8 +15,9 @@ from manylora.errors import RequestError
 from manylora.server.answer import LEAST_LOGPROB
 from manylora.server.body import read_body
 from manylora.server.context import context_of
-from manylora.server.fields import ChatBody, Message, parse, sampling_params
+from manylora.server.fields import ChatBody, Message, parse
 from manylora.server.generation import Piece
+from manylora.server.sampling import sampling_params
 from manylora.server.submit import LONG_TEXT, respond
 from manylora.text import TokenLogprob
 

@@ -14,12 +14,15 @@ from manylora.errors import RequestError
 from manylora.server.answer import LEAST_LOGPROB
 from manylora.server.body import read_body
 from manylora.server.context import Context, context_of
-from manylora.server.fields import DEFAULT_COMPLETION_TOKENS, CompletionBody, check_token_ids, parse, sampling_params
+from manylora.server.fields import CompletionBody, parse
 from manylora.server.generation import Piece
+from manylora.server.sampling import check_token_ids, sampling_params
 from manylora.server.submit import LONG_TEXT, respond
 from manylora.text import TokenLogprob
 
 __all__ = ["completion_routes"]
+
+DEFAULT_COMPLETION_TOKENS = 16
 
 
 class CompletionFormat:

@@ -6,13 +6,12 @@
          -> first signal: drain (503 to the new, the old may finish) -> stop engine -> exit 0
          -> second signal: exit at once
 
-``run`` blocks, for the command line; ``BackgroundServer`` runs the same in a thread, for tests, notebooks and demos.
+``run`` blocks, for the command line; ``background`` has the same in a thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -21,19 +20,17 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 
 import uvicorn
 
 from manylora.config import EngineConfig, ServerConfig
 from manylora.demo import demo_model_path
-from manylora.errors import ConfigError, EngineDead
+from manylora.errors import ConfigError
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
 from manylora.server.context import Context
@@ -45,7 +42,7 @@ from manylora.server.supervisor import LoraModule, RestartPolicy, Supervisor
 from manylora.server.thread_link import ThreadLink
 from manylora.text import Tokenizer
 
-__all__ = ["BackgroundServer", "run"]
+__all__ = ["Server", "run"]
 
 EXIT_FORCED = 130
 LAST_WRITES_S = 2.0
@@ -62,8 +59,19 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-class _Server:
-    """One server's life, on one event loop."""
+class Server:
+    """One server's life, on one event loop.
+
+    Args:
+        engine: The engine.
+        server: The HTTP face.
+        modules: Adapters to load at start.
+        builder: What builds the engine's parts, as ``module:function``.
+        restarts: When to restart a dead engine.
+
+    Raises:
+        ConfigError: The address cannot be listened on.
+    """
 
     def __init__(
         self,
@@ -91,17 +99,9 @@ class _Server:
             epoch_s=time.time,
         )
         self._socket = _bind(server.host, server.port)
+        self.url = _url(self._socket)
         self._stop = asyncio.Event()
         self._patience_s = server.drain_timeout_s
-
-    @property
-    def url(self) -> str:
-        """Return where the server is reached from this machine."""
-        host, port = self._socket.getsockname()[:2]
-        address = ipaddress.ip_address(host)
-        if address.is_unspecified:
-            host = "127.0.0.1" if address.version == 4 else "::1"
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def is_stopping(self) -> bool:
@@ -221,6 +221,15 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def _url(bound: socket.socket) -> str:
+    """Return where the server is reached from this machine."""
+    host, port = bound.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        host = "127.0.0.1" if address.version == 4 else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def run(
     engine: EngineConfig,
     server: ServerConfig,
@@ -245,7 +254,7 @@ def run(
 
     async def serve() -> None:
         builder = SIMULATED_BUILDER if simulate else TORCH_BUILDER
-        life = _Server(engine, server, lora_modules, builder=builder, restarts=RestartPolicy())
+        life = Server(engine, server, lora_modules, builder=builder, restarts=RestartPolicy())
 
         def stop() -> None:
             if life.is_stopping:
@@ -265,120 +274,3 @@ def run(
 
     asyncio.run(serve())
     return 0
-
-
-class BackgroundServer:
-    """A server in a thread of this process, as a context manager.
-
-    ::
-
-        with BackgroundServer(EngineConfig(model=ModelConfig(model="demo"))) as server:
-            client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-
-    Args:
-        engine: The engine.
-        server: The HTTP face; by default on a free port of this machine.
-        lora_modules: Adapters to load at start.
-        simulate: Use the simulated executor.
-        builder: What builds the engine's parts instead, as ``module:function``; for tests.
-        restarts: When to restart a dead engine.
-
-    Raises:
-        ManyloraError: On entering: it could not start.
-    """
-
-    def __init__(
-        self,
-        engine: EngineConfig,
-        server: ServerConfig | None = None,
-        lora_modules: Sequence[LoraModule] = (),
-        *,
-        simulate: bool = False,
-        builder: str | None = None,
-        restarts: RestartPolicy | None = None,
-    ) -> None:
-        self._engine_config = engine
-        self._config = server or ServerConfig(port=0)
-        self._modules = lora_modules
-        self._builder = builder or (SIMULATED_BUILDER if simulate else TORCH_BUILDER)
-        self._restarts = restarts or RestartPolicy()
-        self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._server: _Server | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._serve, name="manylora-server", daemon=True)
-
-    def __enter__(self) -> BackgroundServer:
-        """Start, and wait until the server is ready."""
-        self._thread.start()
-        self._ready.result()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop at once."""
-        self.stop()
-
-    @property
-    def url(self) -> str:
-        """Return the server's address, without a path."""
-        assert self._server is not None
-        return self._server.url
-
-    @property
-    def engine_pid(self) -> int | None:
-        """Return the engine's process id, if there is an engine."""
-        assert self._server is not None
-        return self._server.supervisor.engine_pid
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the server has ended; ``wait`` says how."""
-        return self._ended.done()
-
-    def drain(self) -> None:
-        """Begin to stop gracefully, as the first SIGTERM does; ``wait`` says when it is done."""
-        assert self._loop is not None
-        assert self._server is not None
-        self._loop.call_soon_threadsafe(self._server.drain)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the server has ended.
-
-        Raises:
-            ManyloraError: It gave up.
-            TimeoutError: It has not ended yet.
-        """
-        self._ended.result(timeout_s)
-
-    def stop(self) -> None:
-        """Stop at once, and wait for the thread."""
-        if self._loop is not None and self._server is not None and not self._ended.done():
-            server = self._server
-            with contextlib.suppress(RuntimeError):  # it ended in this moment
-                self._loop.call_soon_threadsafe(server.abandon)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        async def serve() -> None:
-            self._loop = asyncio.get_running_loop()
-            self._server = _Server(
-                self._engine_config,
-                self._config,
-                self._modules,
-                builder=self._builder,
-                restarts=self._restarts,
-            )
-            await self._server.serve(lambda: self._ready.set_result(None))
-
-        try:
-            asyncio.run(serve())
-        except Exception as error:
-            if not self._ready.done():
-                self._ready.set_exception(error)
-            self._ended.set_exception(error)
-        else:
-            if not self._ready.done():
-                self._ready.set_exception(EngineDead("The server was stopped before it was ready."))
-            self._ended.set_result(None)

@@ -1,0 +1,121 @@
+"""What crosses between the processes arrives as it was sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from manylora import errors
+from manylora.errors import ManyloraError
+from manylora.events import RequestArrived, RequestFinished, TokensEmitted
+from manylora.server.protocol import (
+    AddRequests,
+    Cancel,
+    Fault,
+    LoadAdapter,
+    Observations,
+    Turn,
+    decode_command,
+    decode_message,
+    encode,
+)
+from manylora.server.recorder import Recorder
+from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken, SamplingParams
+
+
+def make(kind: type[ManyloraError]) -> ManyloraError:
+    if issubclass(kind, errors.AdapterError):
+        return kind("name", "is broken")
+    if issubclass(kind, errors.RequestError):
+        return kind("wrong", param="stop")
+    if issubclass(kind, errors.CapacityError):
+        return kind("full", retry_after_s=7.0, status=503)
+    return kind("it failed")
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_survives_the_journey(name: str) -> None:
+    error = make(getattr(errors, name))
+    arrived = Fault.of(error).to_error()
+    assert type(arrived) is type(error)
+    assert str(arrived) == str(error)
+    assert arrived.status == error.status
+    for detail in ("param", "adapter", "reason", "retry_after_s"):
+        assert getattr(arrived, detail, None) == getattr(error, detail, None)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        AddRequests(
+            1,
+            [
+                Request(
+                    request_id="r",
+                    prompt=(1, 2),
+                    model="m",
+                    sampling=SamplingParams(stop=("a",), logit_bias=((3, -1.0),), seed=2**63, json_schema="{}"),
+                )
+            ],
+        ),
+        Cancel(["a", "b"], True),
+        LoadAdapter(2, "m", "/path", True),
+    ],
+)
+def test_commands(command: AddRequests | Cancel | LoadAdapter) -> None:
+    assert decode_command(encode(command)) == command
+
+
+def test_turns() -> None:
+    token = SampledToken(token_id=5, logprob=-0.5, top=((5, -0.5), (6, -1.0)))
+    output = Output(
+        request_id="r", tokens=(token,), finish=FinishReason.STOP, stop_token=5, adapter=AdapterKey("k"), error=None
+    )
+    turn = Turn([output], Observations(ttft_s=[0.5], num_failed_loads=1))
+    assert decode_message(encode(turn)) == turn
+
+
+def finished(at: float, request_id: str, reason: FinishReason) -> RequestFinished:
+    return RequestFinished(
+        at,
+        request_id=request_id,
+        adapter=None,
+        reason=reason,
+        arrived_at=0.0,
+        admitted_at=0.0,
+        first_token_at=1.0,
+        num_prompt_tokens=3,
+        num_output_tokens=4,
+        num_cached_tokens=0,
+        num_preemptions=0,
+    )
+
+
+def test_what_the_recorder_makes_of_events() -> None:
+    recorder = Recorder()
+    recorder(RequestArrived(10.0, "r", None, 3))
+    recorder(TokensEmitted(10.5, "r", 1, True))
+    recorder(TokensEmitted(10.9, "r", 2, False))
+    observed = recorder.take()
+    assert observed.ttft_s == [0.5]
+    assert observed.inter_token_s == pytest.approx([0.2, 0.2])
+    assert recorder.take() == Observations()
+
+
+@pytest.mark.parametrize(
+    ("was_stopped", "reason", "told"),
+    [
+        (True, FinishReason.CANCELLED, "stop"),
+        (False, FinishReason.CANCELLED, "cancelled"),
+        (True, FinishReason.LENGTH, "length"),
+    ],
+)
+def test_a_cancellation_by_a_stop_string_is_a_stop(was_stopped: bool, reason: FinishReason, told: str) -> None:
+    recorder = Recorder()
+    recorder(RequestArrived(0.0, "r", None, 3))
+    if was_stopped:
+        recorder.note_stopped(["r", "one that has ended already"])
+    recorder(finished(2.0, "r", reason))
+    assert [(one.reason, one.e2e_s) for one in recorder.take().finished] == [(told, 2.0)]
+    recorder(RequestArrived(3.0, "r", None, 3))
+    recorder(finished(4.0, "r", FinishReason.CANCELLED))
+    assert [one.reason for one in recorder.take().finished] == ["cancelled"]
