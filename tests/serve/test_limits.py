@@ -128,8 +128,8 @@ def test_a_stop_string_frees_the_engine_and_is_a_good_end(http: httpx.Client) ->
     assert ended("cancelled") == before[1]
 
 
-def events_of(answer: httpx.Response) -> list[Any]:
-    lines = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: ")]
+def events_of(text: str) -> list[Any]:
+    lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -140,13 +140,16 @@ def test_draining(tokenizer: Path, patience_s: float, is_whole: bool) -> None:
     async def scenario(server: BackgroundServer) -> tuple[list[Any], httpx.Response]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             body = {**LONG, "max_tokens": 15, "stream": True}
-            streaming = asyncio.create_task(client.post("/v1/completions", json=body))
-            await asyncio.sleep(0.3)
-            server.drain()
-            while (await client.get("/health")).status_code == 200:
-                pass
-            refused = await client.post("/v1/completions", json=LONG)
-            return events_of(await streaming), refused
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                pieces = answer.aiter_text()
+                text = await anext(pieces)
+                server.drain()
+                while (await client.get("/health")).status_code == 200:
+                    pass
+                refused = await client.post("/v1/completions", json=LONG)
+                async for piece in pieces:
+                    text += piece
+            return events_of(text), refused
 
     with slow_server(tokenizer, drain_timeout_s=patience_s) as server:
         events, refused = asyncio.run(scenario(server))
@@ -164,7 +167,7 @@ def test_many_tokens_at_once_travel_in_one_event(server: BackgroundServer) -> No
     """A reader that lags gets larger pieces, not more of them."""
     body = {"model": "base", "prompt": "say", "max_tokens": 200, "stream": True, "n": 100}
     with httpx.Client(base_url=server.url, timeout=60) as http:
-        events = events_of(http.post("/v1/completions", json=body))[:-1]
+        events = events_of(http.post("/v1/completions", json=body).text)[:-1]
     texts: dict[int, str] = {}
     for event in events:
         choice = event["choices"][0]
