@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.clock import WallClock
@@ -152,7 +153,22 @@ def test_a_load_that_cannot_be_done_is_a_result(parts: EngineParts, folders: dic
     version = parts.reader.read("one", str(folders["one"]))
     assert "pages" in (load(parts, version, Tier.DEVICE, (1,) * (version.num_pages + 1)) or "")
     parts.executor.drop_adapter(version.key, Tier.HOST)
-    assert "host copy is gone" in (load(parts, version, Tier.DEVICE, pages_for(version)) or "")
+    gone = replace(version, source=str(folders["one"] / "gone"))
+    assert "no directory" in (load(parts, gone, Tier.DEVICE, pages_for(version)) or "")
+
+
+def test_a_lost_host_copy_is_read_again(parts: EngineParts, folders: dict[str, Path]) -> None:
+    version = parts.reader.read("one", str(folders["one"]))
+    parts.executor.drop_adapter(version.key, Tier.HOST)
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    assert run(parts, sequence([1, 2], 0, 2, 0, version.key)).isfinite().all()
+
+
+def test_a_bin_file_holds_the_same_version(parts: EngineParts, folders: dict[str, Path], tmp_path: Path) -> None:
+    path = shutil.copytree(folders["one"], tmp_path / "bin")
+    torch.save(load_file(path / "adapter_model.safetensors"), path / "adapter_model.bin")
+    (path / "adapter_model.safetensors").unlink()
+    assert parts.reader.read("bin", str(path)).key == parts.reader.read("one", str(folders["one"])).key
 
 
 def test_a_host_load_reads_the_files_again(parts: EngineParts, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ through ``Work.poll``.
 
 from __future__ import annotations
 
+import logging
 import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
@@ -29,6 +30,8 @@ from manylora.execution.runner import LogitsHook, ModelRunner
 from manylora.types import AdapterKey, Tier
 
 __all__ = ["FutureWork", "TorchExecutor"]
+
+logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT", StepResult, LoadResult)
 
@@ -131,7 +134,12 @@ class TorchExecutor:
     def _copy(self, load: AdapterLoad) -> LoadResult:
         adapter = self._store.get(load.version.key)
         if adapter is None:
-            return LoadResult(error="its host copy is gone")
+            # Registering weights again while their host copy is being evicted can lose it; the files are the truth.
+            logger.warning("host_copy_gone adapter=%s", load.version.key)
+            if (result := self._read(load)).error is not None:
+                return result
+            adapter = self._store.get(load.version.key)
+            assert adapter is not None
         if len(load.pages) != adapter.image.shape[0]:
             return LoadResult(error=f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
         if self._copy_stream is None:

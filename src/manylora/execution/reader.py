@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from manylora.adapters.read import read_adapter
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.tensors import read_safetensors
+from manylora.adapters.tensors import TensorFileReader, read_safetensors
 from manylora.errors import AdapterError
+from manylora.execution.bin_reader import read_bin
 from manylora.execution.host_store import HostStore
 from manylora.types import AdapterVersion
 
 __all__ = ["HostReader"]
 
-_TENSOR_READERS = {".safetensors": read_safetensors}
+_TENSOR_READERS: Mapping[str, TensorFileReader] = {".safetensors": read_safetensors, ".bin": read_bin}
 
 
 class HostReader:
