@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,6 @@ import torch
 
 from manylora.clock import Clock
 from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.errors import AdapterError
 from manylora.execution.host_store import HostStore
 from manylora.execution.pages import PageStorage
 from manylora.execution.reader import HostReader
@@ -104,9 +104,9 @@ class TorchExecutor:
     def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
         """Start a load: files to host, or host to device pages."""
         if load.tier is Tier.HOST:
-            return self._watch(self._reads.submit(self._read, load))
+            return self._watch(self._reads.submit(_carry_out, self._read, load))
         assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
-        return self._watch(self._copies.submit(self._copy, load))
+        return self._watch(self._copies.submit(_carry_out, self._copy, load))
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
@@ -124,29 +124,32 @@ class TorchExecutor:
         future.add_done_callback(lambda _: self._clock.wake())
         return FutureWork(future)
 
-    def _read(self, load: AdapterLoad) -> LoadResult:
-        try:
-            self._reader.read_again(load.version)
-        except (AdapterError, OSError, MemoryError) as error:
-            return LoadResult(error=str(error) or type(error).__name__)
-        return LoadResult()
+    def _read(self, load: AdapterLoad) -> None:
+        self._reader.read_again(load.version)
 
-    def _copy(self, load: AdapterLoad) -> LoadResult:
-        adapter = self._store.get(load.version.key)
+    def _copy(self, load: AdapterLoad) -> None:
+        key = load.version.key
+        adapter = self._store.get(key)
         if adapter is None:
             # Registering weights again while their host copy is being evicted can lose it; the files are the truth.
-            logger.warning("host_copy_gone adapter=%s", load.version.key)
-            if (result := self._read(load)).error is not None:
-                return result
-            adapter = self._store.get(load.version.key)
-            assert adapter is not None
+            logger.warning("host_copy_gone adapter=%s", key)
+            adapter = self._reader.read_again(load.version)
         if len(load.pages) != adapter.image.shape[0]:
-            return LoadResult(error=f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
+            raise ValueError(f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
         if self._copy_stream is None:
             self._pool.write(load.pages, adapter.image)
         else:
             with torch.cuda.stream(self._copy_stream):
                 self._pool.write(load.pages, adapter.image)
                 self._copy_stream.synchronize()
-        self._resident[load.version.key] = make_resident(adapter.layout, load.pages, self._pool)
-        return LoadResult()
+        self._resident[key] = make_resident(adapter.layout, load.pages, self._pool)
+
+
+def _carry_out(load_to_tier: Callable[[AdapterLoad], None], load: AdapterLoad) -> LoadResult:
+    """Run a load; whatever goes wrong with one adapter must not end the engine, so every failure is a result."""
+    try:
+        load_to_tier(load)
+    except Exception as error:
+        logger.warning("load_failed adapter=%s tier=%s error=%s", load.version.key, load.tier.value, error)
+        return LoadResult(error=str(error) or type(error).__name__)
+    return LoadResult()

@@ -41,16 +41,16 @@ class HostStore:
         self._lock = threading.Lock()
         self._adapters: dict[AdapterKey, HostAdapter] = {}
 
-    def put(self, packed: PackedAdapter) -> None:
-        """Keep an adapter; the same content again changes nothing."""
+    def put(self, packed: PackedAdapter) -> HostAdapter:
+        """Keep an adapter and return what is kept; the same content again changes nothing."""
         key = packed.version.key
         with self._lock:
             if key in self._adapters:
-                return
+                return self._adapters[key]
         image = image_tensor(packed.image, self._dtype)
         adapter = HostAdapter(packed.layout, image.pin_memory() if self._is_pinned else image)
         with self._lock:
-            self._adapters.setdefault(key, adapter)
+            return self._adapters.setdefault(key, adapter)
 
     def get(self, key: AdapterKey) -> HostAdapter | None:
         """Return the adapter, ``None`` when it is not in the host tier."""

@@ -9,7 +9,7 @@ from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import TensorFileReader, read_safetensors
 from manylora.errors import AdapterError
 from manylora.execution.bin_reader import read_bin
-from manylora.execution.host_store import HostStore
+from manylora.execution.host_store import HostAdapter, HostStore
 from manylora.types import AdapterVersion
 
 __all__ = ["HostReader"]
@@ -41,8 +41,8 @@ class HostReader:
         self._store.put(packed)
         return packed.version
 
-    def read_again(self, version: AdapterVersion) -> None:
-        """Bring a known version back into the host tier.
+    def read_again(self, version: AdapterVersion) -> HostAdapter:
+        """Bring a known version back into the host tier and return it.
 
         Raises:
             AdapterError: Its directory is gone, broken, or holds other weights by now.
@@ -56,4 +56,4 @@ class HostReader:
                 f"its files changed since it was registered (version {version.key[:12]} then, "
                 f"{packed.version.key[:12]} now); register it again",
             )
-        self._store.put(packed)
+        return self._store.put(packed)
