@@ -186,7 +186,7 @@ class EngineClient:
         return (await self._call(lambda call: WarmAdapter(call, name))).statuses[0]
 
     async def snapshot(self) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
-        """Return the engine's counters and the state of every adapter, by name."""
+        """Return the engine's counters and the state of every adapter."""
         reply = await self._call(TakeSnapshot)
         assert reply.stats is not None
         return reply.stats, reply.statuses

@@ -165,11 +165,12 @@ def _status_json(status: AdapterStatus) -> dict[str, Any]:
 
 
 async def list_adapters(request: Request) -> Response:
-    """``GET /adapters``: every adapter, where it is and how much it is used."""
+    """``GET /adapters``: every adapter by name, where it is and how much it is used."""
     context = context_of(request)
     context.gate.check_admin(request)
     _, statuses = await context.supervisor.engine.snapshot()
-    return json_response({"object": "list", "data": [_status_json(status) for status in statuses]})
+    by_name = sorted(statuses, key=lambda status: status.name)
+    return json_response({"object": "list", "data": [_status_json(status) for status in by_name]})
 
 
 async def get_adapter(request: Request) -> Response:
