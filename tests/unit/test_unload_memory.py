@@ -1,0 +1,74 @@
+"""Unloading gives memory back: pages at once, and host memory to the operating system."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from bad_adapters import write_good_adapter
+from text_tokenizers import make_huggingface
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from manylora import Engine, SamplingParams
+
+NUM_ADAPTERS = 12
+NUM_CYCLES = 4
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    hf = make_huggingface("byte_level")
+    hf.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(hf),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        eos_token_id=hf.eos_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+def test_unload_frees_pages_and_host_memory(model_path: Path, tmp_path: Path) -> None:
+    with Engine(model_path, adapters={}, memory_bytes=256 << 20) as engine:
+        base = engine._parts.base
+        paths = [
+            write_good_adapter(tmp_path / f"a{i}", base, rank=128, targets=TARGETS, seed=i) for i in range(NUM_ADAPTERS)
+        ]
+        before = engine.stats()
+        names = [path.name for path in paths]
+        in_use, after = [], []
+        for _ in range(NUM_CYCLES):
+            for path in paths:
+                engine.load_adapter(path.name, path)
+            engine.generate(["x"] * NUM_ADAPTERS, adapter=names, sampling=ONE_TOKEN)
+            loaded = engine.stats()
+            in_use.append(resident_bytes())
+            for name in names:
+                engine.unload_adapter(name)
+            unloaded = engine.stats()
+            after.append(resident_bytes())
+            assert (loaded.num_resident, loaded.num_host) == (NUM_ADAPTERS, NUM_ADAPTERS)
+            assert loaded.host_bytes > NUM_ADAPTERS * 8_000_000
+            assert (unloaded.num_adapter_pages, unloaded.num_host, unloaded.host_bytes) == (0, 0, 0)
+            assert unloaded.num_free_pages + unloaded.num_prefix_pages == before.num_free_pages
+        # What the host tier held is the system's again (device pages are the pool's for good) ...
+        assert in_use[-1] - after[-1] > 0.8 * loaded.host_bytes
+        # ... and no cycle leaves anything behind.
+        assert after[-1] - after[0] < 0.1 * loaded.host_bytes
