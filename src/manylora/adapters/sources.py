@@ -21,13 +21,13 @@ __all__ = ["MAX_NAME_CHARS", "MAX_PATH_CHARS", "check_name", "resolve_path"]
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
 
-_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_ ./:@+=,()\[\]-]*[A-Za-z0-9_)\]+])?")
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_ ./:@+=()\[\]-]*[A-Za-z0-9_)\]+])?")
 
 
 def check_name(name: str) -> str:
     """Return a name that is fit to be an adapter's.
 
-    Letters, digits, ``_ . - / : @ + = , ( ) [ ]`` and inner spaces; it begins with a letter, digit or underscore.
+    Letters, digits, ``_ . - / : @ + = ( ) [ ]`` and inner spaces; it begins with a letter, digit or underscore.
 
     Raises:
         AdapterError: It is empty, too long, or holds something else.
@@ -39,7 +39,7 @@ def check_name(name: str) -> str:
         raise AdapterError(
             name,
             "its name must begin with a letter or digit, end with no space or punctuation, "
-            "and hold only letters, digits, inner spaces and _.-/:@+=,()[]",
+            "and hold only letters, digits, inner spaces and _.-/:@+=()[]",
         )
     return name
 

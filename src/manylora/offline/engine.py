@@ -89,7 +89,7 @@ class Engine:
             scheduler=config.scheduler,
             memory=config.memory,
             adapters=config.adapters,
-            served_name=config.model.served_model_name or parts.base.name,
+            served_name=config.model.served_model_name or config.model.model,
             seed=config.seed,
         )
         self._window = min(2 * config.scheduler.max_num_seqs, config.scheduler.max_waiting)
