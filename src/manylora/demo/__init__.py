@@ -1,0 +1,36 @@
+"""Demo models that ship with the package: one tiny base model and twelve LoRA adapters with checkable answers.
+
+`make demo` must show many adapters answering at once with nothing to download. This package finds the files
+(`demo_model_path`, `demo_adapters`) and knows what a right answer is (`TASKS`, `check`); it imports no torch. The
+script that remakes the files is `manylora.demo.train`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manylora.demo.tasks import EXAMPLE_PROMPTS, TASKS, Task, check, draw_prompt, held_out_prompts, is_held_out
+
+__all__ = [
+    "EXAMPLE_PROMPTS",
+    "TASKS",
+    "Task",
+    "check",
+    "demo_adapters",
+    "demo_model_path",
+    "draw_prompt",
+    "held_out_prompts",
+    "is_held_out",
+]
+
+_ASSETS = Path(__file__).parent / "assets"
+
+
+def demo_model_path() -> Path:
+    """Return the folder of the demo base model: config, tokenizer and weights, as `from_pretrained` reads them."""
+    return _ASSETS / "base"
+
+
+def demo_adapters() -> dict[str, Path]:
+    """Return the folder of every demo adapter in PEFT's format, by name, in alphabetical order."""
+    return {folder.parent.name: folder.parent for folder in sorted(_ASSETS.glob("adapters/*/adapter_config.json"))}
