@@ -210,7 +210,12 @@ def test_the_same_weights_are_kept_once(parts: EngineParts, folders: dict[str, P
     assert len(executor_of(parts)._store) == 1
 
 
-def test_what_a_page_held_before_does_not_reach_its_next_owner(parts: EngineParts) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_what_a_page_held_before_does_not_reach_its_next_owner(
+    is_compiled: bool, parts: EngineParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr("manylora.execution.paged_attention.find_compiled", lambda: None)
     tokens = [7, 8, 9, 10, 11, 12, 13]
     other = sequence([3, 4, 5], 0, 3, 8, None, 1)
     run(parts, other)
@@ -220,3 +225,25 @@ def test_what_a_page_held_before_does_not_reach_its_next_owner(parts: EnginePart
     run(parts, sequence(tokens, 0, 6, 0))
     dirty = run(parts, sequence(tokens, 6, 1, 0), sequence([3, 4, 5, 6], 3, 1, 8, None, 1))
     torch.testing.assert_close(dirty, clean)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_models_and_adapters_are_near_float32(
+    dtype: str, parts: EngineParts, folders: dict[str, Path], clock: WallClock
+) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model=str(folders["base"]), device="cpu", dtype=dtype),
+        memory=MemoryConfig(block_size=BLOCK, num_pages=128),
+    )
+    half = build_parts(config, clock)
+    try:
+        rows = []
+        for each in (parts, half):
+            version = each.reader.read("one", str(folders["one"]))
+            assert load(each, version, Tier.DEVICE, pages_for(version)) is None
+            prompt = run(each, sequence([5, 6, 7], 0, 3, 0, version.key))
+            rows.append(torch.cat([prompt, run(each, sequence([5, 6, 7, 8], 3, 1, 0, version.key))]))
+    finally:
+        half.close()
+    assert half.base.page.element_bytes == 2 and half.base.fingerprint != parts.base.fingerprint
+    torch.testing.assert_close(rows[1], rows[0], atol=0.03, rtol=0.1)

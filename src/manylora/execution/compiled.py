@@ -37,6 +37,9 @@ class CompiledKernels:
         self._team = team
         self._attention = compiled_attention
         self._lora = compiled_lora
+        # Compile (or fetch from numba's cache) now, not inside somebody's first step.
+        compiled_attention.attention_kernel()
+        compiled_lora.lora_kernel()
 
     def tables(self, parts: list[tuple[int, int, GroupWeights]]) -> LoraTables:
         """Write down the pieces of ``parts`` for ``lora``."""

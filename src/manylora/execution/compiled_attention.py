@@ -20,7 +20,7 @@ from numba import carray, njit
 
 from manylora.execution.compiled_team import FAST_MATH, Team, compile_kernel, num_threads, thread_num
 
-__all__ = ["attend_compiled"]
+__all__ = ["attend_compiled", "attention_kernel"]
 
 
 def attend_compiled(
@@ -59,7 +59,7 @@ def attend_compiled(
         dtype=np.int64,
     )
     factors = np.array([scaling, softcap or 0.0], dtype=np.float32)
-    team.run(_kernel(), sizes, factors, query, out, blocks, tables, bounds, scratch)
+    team.run(attention_kernel(), sizes, factors, query, out, blocks, tables, bounds, scratch)
     return out
 
 
@@ -169,5 +169,6 @@ def _entry(pointers: Any) -> None:
 
 
 @cache
-def _kernel() -> int:
+def attention_kernel() -> int:
+    """Return the kernel's address; compiles it when first called."""
     return compile_kernel(_entry)

@@ -23,7 +23,7 @@ from numba import carray, njit
 from manylora.execution.compiled_team import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
 from manylora.execution.resident import GroupWeights
 
-__all__ = ["LoraTables", "apply_compiled", "make_tables"]
+__all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
 
 # Columns of a table's rows: which rows of the batch, where the piece lies, what it is a piece of.
 FIRST_ROW, NUM_ROWS, OFFSET, PIECE_ROWS, PIECE_COLS, RANK_ROW, COLUMN, WHOLE, WHOLE_START, NUM_FIELDS = range(10)
@@ -81,7 +81,7 @@ def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.
         [len(tables.shrink), len(tables.expand), x.shape[0], x.shape[1], out.shape[1], tables.max_rank, pages.numel()],
         dtype=np.int64,
     )
-    team.run(_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
+    team.run(lora_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
 
 
 def _shrink(thread: Any, num_threads: Any, table: Any, x: Any, pages: Any, scratch: Any) -> None:
@@ -145,5 +145,6 @@ def _entry(pointers: Any) -> None:
 
 
 @cache
-def _kernel() -> int:
+def lora_kernel() -> int:
+    """Return the kernel's address; compiles it when first called."""
     return compile_kernel(_entry)

@@ -110,12 +110,21 @@ class _DecodeIndex:
     Args:
         tables: Pages of each row ``[rows, width]``.
         bounds: First and one past the last position that counts, from the table's start ``[rows, 2]``.
-        pages: The tables, flat and on the device, for the gather.
-        mask: The bounds as ``[rows, 1, 1, width * block_size]``, for the product.
     """
 
     tables: np.ndarray
     bounds: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGather:
+    """The same for the torch path, on the device.
+
+    Args:
+        pages: The tables, flat.
+        mask: The bounds as ``[rows, 1, 1, width * block_size]``.
+    """
+
     pages: torch.Tensor
     mask: torch.Tensor
 
@@ -164,8 +173,10 @@ class PagedBatch:
         self._prompts = tuple(prompts)
         self._decode_rows = self._index(np.asarray(decode_rows, dtype=np.int64))
         self._decode_indices: dict[int | None, _DecodeIndex] = {}
+        self._decode_gathers: dict[int | None, _DecodeGather] = {}
         self._prompt_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
-        if unfilled:  # what a page held before must not reach sums that read it whole: 0 * NaN is NaN
+        if unfilled and self._kernels is None:
+            # The torch path reads pages whole: what one held before must not reach its sums, 0 * NaN is NaN.
             pool.flat.index_fill_(0, self._index(np.asarray(unfilled)), 0)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -224,8 +235,8 @@ class PagedBatch:
 
     def _attend_decode(self, layer: int, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """Attend rows of one token, ``query`` ``[rows, heads, head_dim]``."""
-        index = self._decode_index(call.window)
         if self._kernels is not None:
+            index = self._decode_index(call.window)
             return self._kernels.attend(
                 query.contiguous(),
                 self._pool.blocks,
@@ -235,12 +246,13 @@ class PagedBatch:
                 scaling=call.scaling,
                 softcap=call.softcap,
             )
+        gather = self._decode_gather(call.window)
         num_rows = query.shape[0]
         key, value = (
-            self._gather(layer, kv, index.pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2)
+            self._gather(layer, kv, gather.pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2)
             for kv in (0, 1)
         )
-        return _attend(call, query.unsqueeze(2), key, value, index.mask).squeeze(2)
+        return _attend(call, query.unsqueeze(2), key, value, gather.mask).squeeze(2)
 
     def _decode_index(self, window: int | None) -> _DecodeIndex:
         if window not in self._decode_indices:
@@ -255,13 +267,17 @@ class PagedBatch:
             width = max(len(table) for table in tables)
             # Short tables are padded with the sequence's own last page: nobody reads another's memory.
             padded = np.asarray([[*table, *([table[-1]] * (width - len(table)))] for table in tables], dtype=np.int64)
-            seen = np.asarray(bounds, dtype=np.int64)
-            position = np.arange(width * block_size)[None, :]
-            mask = torch.from_numpy((position >= seen[:, :1]) & (position < seen[:, 1:])).to(self._slots.device)
-            self._decode_indices[window] = _DecodeIndex(
-                padded, seen, self._index(padded.ravel()), mask[:, None, None, :]
-            )
+            self._decode_indices[window] = _DecodeIndex(padded, np.asarray(bounds, dtype=np.int64))
         return self._decode_indices[window]
+
+    def _decode_gather(self, window: int | None) -> _DecodeGather:
+        if window not in self._decode_gathers:
+            index = self._decode_index(window)
+            position = np.arange(index.tables.shape[1] * self._pool.shape.block_size)[None, :]
+            is_seen = (position >= index.bounds[:, :1]) & (position < index.bounds[:, 1:])
+            mask = torch.from_numpy(is_seen).to(self._slots.device)[:, None, None, :]
+            self._decode_gathers[window] = _DecodeGather(self._index(index.tables.ravel()), mask)
+        return self._decode_gathers[window]
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))

@@ -37,8 +37,7 @@ def image_tensor(image: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 class PageStorage:
     """The storage of all pages.
 
-    It starts as zeros, and a page is cleared when KV first enters it, so that no path that reads whole pages
-    and masks afterwards can meet another owner's leftovers (a masked weight of zero times NaN is NaN).
+    It starts as zeros: a page that was never written holds numbers, not whatever the memory held before.
 
     Args:
         shape: The page.
