@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from manylora.demo import TASKS
+from manylora.cli.demo import PROMPTS
+from manylora.demo import TASKS, is_held_out
 
 
 def test_the_demo_without_a_terminal_answers_rightly_and_ends() -> None:
@@ -19,6 +20,7 @@ def test_the_demo_without_a_terminal_answers_rightly_and_ends() -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("✓") == 3 * len(TASKS) == 36
+    assert all(is_held_out(prompt) for prompt in PROMPTS), "answers that were learned by heart prove nothing"
     assert "✗" not in result.stdout
     assert "39 requests in flight at once over 12 adapters and the base" in result.stdout
     assert "no terminal here" in result.stderr

@@ -21,7 +21,8 @@ from manylora.demo import demo_adapters, demo_model_path
 
 __all__ = ["ask_all", "demo"]
 
-PROMPTS = ("hello world", "coffee for 2", "tiny llama")
+PROMPTS = ("hello world", "tiny llama", "route 42")
+"""Never trained on (``manylora.demo.is_held_out``), and short enough to stand side by side."""
 MAX_TOKENS = 64
 TIMEOUT_S = 120.0
 
