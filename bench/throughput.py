@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -87,6 +88,7 @@ def main() -> None:
         "ranks": RANKS,
         "tokens_per_s": rates,
         "seconds": seconds,
+        "load_average": os.getloadavg()[1],
         "base_over_transformers": rates["base ours"] / rates["base transformers"],
         "mixed_over_peft": rates["mixed ours"] / rates["mixed PEFT"],
     }
@@ -229,11 +231,13 @@ def table(report: dict[str, object], rates: dict[str, float]) -> str:
             f"{report['parameters'] / 1e6:.0f}M-parameter Llama in fp32, {report['requests']} requests, "  # type: ignore[operator]
             f"{report['tokens_in']} tokens in, {report['tokens_out']} out, greedy;",
             f"*mixed*: {report['requests']} adapters of rank {RANKS[0]}-{RANKS[-1]} on all linears, one per request.",
-            "Generated tokens per second, prompts included in the time, medians.",
+            "Generated tokens per second, prompts included in the time, medians. The load average of the machine at",
+            f"the end was {report['load_average']:.1f}: above the number of cores, it had other work too.",
             "",
             "| | no adapter | mixed adapters |",
             "|---|---|---|",
-            f"| transformers `generate` (+ PEFT `adapter_names`) | {rates['base transformers']:.0f} | {rates['mixed PEFT']:.0f} |",
+            "| transformers `generate` (+ PEFT `adapter_names`) | "
+            f"{rates['base transformers']:.0f} | {rates['mixed PEFT']:.0f} |",
             f"| manylora | {rates['base ours']:.0f} | {rates['mixed ours']:.0f} |",
             f"| ratio | {report['base_over_transformers']:.2f} | {report['mixed_over_peft']:.2f} |",
             "",
