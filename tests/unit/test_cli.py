@@ -279,15 +279,17 @@ def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch)
     written = io.StringIO()
     monkeypatch.setattr(out, "file", written)
     monkeypatch.setattr(out, "width", 120)
+    prompt = "tiny llama"
+    good, bad = list(TASKS)[:2]
     answers = [
-        Answer("demo", "tiny llama", "tiny llama?", 4),
-        Answer("reverse", "tiny llama", "amall ynit", 4),
-        Answer("upper", "tiny llama", "TINY LAMA", 4),
+        Answer("demo", prompt, "tiny llama?", 4),
+        Answer(good, prompt, TASKS[good].apply(prompt), 4),
+        Answer(bad, prompt, "nonsense", 4),
     ]
-    assert print_answers(answers, base="demo", prompts=["tiny llama"]) == 1
+    assert print_answers(answers, base="demo", prompts=[prompt]) == 1
     lines = written.getvalue()
-    assert "✓ amall ynit" in lines
-    assert "✗ TINY LAMA (not TINY LLAMA)" in lines
+    assert f"✓ {TASKS[good].apply(prompt)}" in lines
+    assert f"✗ nonsense (not {TASKS[bad].apply(prompt)})" in lines
     assert "  tiny llama?" in lines
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 __all__ = ["fail", "is_interactive", "note", "notes", "out"]
 
-PLAIN_WIDTH = 110
+PLAIN_WIDTH = 120
 """Columns where there is no terminal to ask: a log, a pipe, a file."""
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
