@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manylora.adapters.shape import BaseShape, PageShape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.events import Event
+from manylora.memory import BlockTable
+from manylora.scheduling import LengthPredictor, Nearness, PolicyContext, Sequence
+from manylora.scheduling.prediction import OraclePredictor
 from manylora.sim.fake import FakeExecutor
 from manylora.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams
 
@@ -59,6 +63,49 @@ def request(
         prompt=tuple((start + i) % VOCAB_SIZE for i in range(num_prompt)),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
         model=model,
+    )
+
+
+def sequence(
+    seq_id: int,
+    *,
+    num_prompt: int = 5,
+    max_tokens: int = 4,
+    adapter: AdapterVersion | None = None,
+    arrived_at: float = 0.0,
+    block_size: int = 4,
+) -> Sequence:
+    """Return a waiting sequence, for policies by themselves; its adapter's name is its key."""
+    return Sequence(
+        seq_id=seq_id,
+        request=request(f"r{seq_id}", num_prompt, max_tokens),
+        version=adapter,
+        name=adapter.key if adapter else "",
+        table=BlockTable(b"", block_size),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset(),
+        seed=0,
+        arrived_at=arrived_at,
+    )
+
+
+def policy_context(
+    *,
+    num_pages: int = 64,
+    block_size: int = 4,
+    predictor: LengthPredictor | None = None,
+    nearness: Callable[[Sequence], Nearness] = lambda one: Nearness.DEVICE,
+    num_claimable_pages: Callable[[bool], int] = lambda is_first: 0,
+    **scheduler: object,
+) -> PolicyContext:
+    """Return what a policy may know, without an engine: lengths are the caps."""
+    return PolicyContext(
+        config=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
+        num_pages=num_pages,
+        block_size=block_size,
+        predictor=predictor or OraclePredictor(),
+        nearness=nearness,
+        num_claimable_pages=num_claimable_pages,
     )
 
 

@@ -110,6 +110,17 @@ class SchedulerConfig:
         max_num_batched_tokens: Most tokens in one step: what chunks long prompts.
         max_loras: Most distinct adapters in one step; ``None`` is no limit (there is no slot to run out of).
         max_waiting: Most requests waiting; more are refused with 429.
+        chunked_prefill: Cut prompts to the step; otherwise each runs whole, and a step is as long as it makes it.
+        predictor: What guesses answer lengths, by name in ``scheduling.PREDICTORS``.
+        predictor_accuracy: 1 less the mean relative error of the ``noisy`` one; for experiments.
+        predictor_file: What ``manylora predictor train`` wrote, for the ``trained`` one.
+        ageing_tokens_per_s: Under ``sjf``, predicted tokens that a second of waiting makes up for.
+        request_size: Under ``chameleon``, what a request's size is: ``degree-2`` (prompt and answer, times the
+            adapter), ``degree-1`` (their sum) or ``output`` (the answer alone).
+        queue_criterion: Under ``chameleon``, how the number of queues is chosen: ``elbow`` stops where another
+            queue explains little more, ``wcss`` takes the least sum of squares (in practice always the most).
+        refresh_s: Under ``chameleon``, seconds between two settings of queues and quotas.
+        slo_s: Under ``chameleon``, seconds a request may take in all; five times the mean seen when ``None``.
     """
 
     policy: str = "fifo"
@@ -117,8 +128,27 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_loras: int | None = None
     max_waiting: int = 2048
+    chunked_prefill: bool = True
+    predictor: str = "quantile"
+    predictor_accuracy: float = 0.8
+    predictor_file: str | None = None
+    ageing_tokens_per_s: float = 50.0
+    request_size: str = "degree-2"
+    queue_criterion: str = "elbow"
+    refresh_s: float = 300.0
+    slo_s: float | None = None
 
     def __post_init__(self) -> None:
+        _check(
+            0.5 < self.predictor_accuracy <= 1.0, "predictor_accuracy", self.predictor_accuracy, "a number in (0.5, 1]"
+        )
+        _check(self.ageing_tokens_per_s > 0, "ageing_tokens_per_s", self.ageing_tokens_per_s, "above 0: nobody starves")
+        sizes = ("degree-2", "degree-1", "output")
+        _check(self.request_size in sizes, "request_size", self.request_size, f"one of {', '.join(sizes)}")
+        criteria = ("elbow", "wcss")
+        _check(self.queue_criterion in criteria, "queue_criterion", self.queue_criterion, "elbow or wcss")
+        _check(self.refresh_s > 0, "refresh_s", self.refresh_s, "above 0")
+        _check(self.slo_s is None or self.slo_s > 0, "slo_s", self.slo_s, "above 0")
         _check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
         _check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1")
         _check(self.max_loras is None or self.max_loras >= 1, "max_loras", self.max_loras, "at least 1")

@@ -22,6 +22,7 @@ __all__ = [
     "RequestArrived",
     "RequestFinished",
     "RequestPreempted",
+    "RequestSquashed",
     "StepFinished",
     "StepLaunched",
     "TokensEmitted",
@@ -37,11 +38,20 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived(Event):
-    """A request was accepted into the waiting set."""
+    """A request was accepted into the waiting set.
+
+    ``name`` is the adapter's as asked for, empty for the base; ``max_tokens`` is the cap it came with, ``limit`` the
+    one in effect.
+    """
 
     request_id: str
     adapter: AdapterKey | None
     num_prompt_tokens: int
+    name: str
+    max_tokens: int | None
+    limit: int
+    temperature: float
+    has_schema: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,14 @@ class RequestAdmitted(Event):
 @dataclass(frozen=True, slots=True)
 class RequestPreempted(Event):
     """A running request gave its pages back and waits again; its tokens are kept."""
+
+    request_id: str
+    num_tokens_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSquashed(Event):
+    """A running request waits again because one that it had passed can run after all; its tokens are kept."""
 
     request_id: str
     num_tokens_lost: int

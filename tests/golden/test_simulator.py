@@ -20,7 +20,7 @@ from manylora.events import Event, RequestFinished
 from manylora.sim.build import build_simulated_parts
 from manylora.types import AdapterKey, AdapterVersion, Request, SamplingParams
 
-DIGEST = "bb5069db718f937c7bd8e0b8d0399d76"
+DIGEST = "ff60693d99546cf37d35b625d2745943"
 NUM_REQUESTS = 400
 
 

@@ -10,6 +10,7 @@ import contextlib
 import random
 from dataclasses import replace
 
+import pytest
 from harness import VOCAB_SIZE, Rig, make_rig, request
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,11 +20,19 @@ from manylora.config import AdapterConfig
 from manylora.engine.ports import PlannedSequence
 from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
+from manylora.scheduling import POLICIES, ChameleonPolicy, queue_plan
 from manylora.sim.executor import made_up_token
 from manylora.types import FinishReason, Request
 
 NUM_SOAKS = 20
 NAMES = [f"a{i}" for i in range(6)]
+NAMES_OF_POLICIES = sorted(POLICIES)
+
+
+@pytest.fixture(autouse=True)
+def plan_queues_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples are short: let queues be cut after a few requests instead of a hundred."""
+    monkeypatch.setattr(queue_plan, "FIRST_PLAN_AFTER", 4)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -36,9 +45,27 @@ class EngineMachine(RuleBasedStateMachine):
         max_loras=st.none() | st.integers(1, 3),
         prefix_caching=st.booleans(),
         max_cpu_loras=st.none() | st.integers(1, 4),
+        policy=st.sampled_from(NAMES_OF_POLICIES),
+        predictor=st.sampled_from(["oracle", "noisy", "quantile"]),
+        chunked_prefill=st.booleans(),
     )
-    def start(self, num_pages, max_num_seqs, budget, max_loras, prefix_caching, max_cpu_loras) -> None:
+    def start(
+        self,
+        num_pages,
+        max_num_seqs,
+        budget,
+        max_loras,
+        prefix_caching,
+        max_cpu_loras,
+        policy,
+        predictor,
+        chunked_prefill,
+    ) -> None:
         self.rig = make_rig(
+            policy=policy,
+            predictor=predictor,
+            chunked_prefill=chunked_prefill,
+            refresh_s=8.0,
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -142,6 +169,8 @@ class EngineMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if hasattr(self, "rig"):
             self.rig.core.check_integrity()
+            if isinstance(self.rig.core._policy, ChameleonPolicy):
+                self.rig.core._policy.check_integrity()
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
@@ -198,6 +227,7 @@ def test_soak_under_pressure() -> None:
     """Hundreds of actions on a pool that is always too small: what short examples do not reach."""
     stats = [soak(seed) for seed in range(NUM_SOAKS)]
     assert sum(one.num_preemptions for one in stats) > NUM_SOAKS
+    assert sum(one.num_squashes for one in stats) > 0
     assert sum(one.num_evictions for one in stats) > 10 * NUM_SOAKS
     assert sum(one.num_cached_tokens for one in stats) > 100 * NUM_SOAKS
 
@@ -212,6 +242,9 @@ def soak(seed: int) -> EngineStats:
         max_loras=rng.choice([None, 1, 2]),
         prefix_caching=rng.random() < 0.7,
         max_cpu_loras=rng.choice([None, 2, 4]),
+        policy=NAMES_OF_POLICIES[seed % len(NAMES_OF_POLICIES)],
+        predictor=rng.choice(["oracle", "noisy", "quantile"]),
+        chunked_prefill=rng.random() < 0.7,
     )
     for _ in range(400):
         action = rng.random()

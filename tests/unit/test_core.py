@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from harness import make_rig, request
+from harness import make_rig, policy_context, request
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig
@@ -343,7 +343,7 @@ def test_names():
 
 def test_unknown_policies_are_configuration_errors():
     with pytest.raises(ConfigError, match="policy = 'lifo'"):
-        make_policy("lifo")
+        make_policy("lifo", policy_context())
     with pytest.raises(ConfigError, match="eviction = 'x'"):
         make_rig(adapters=AdapterConfig(eviction="x"))
 
@@ -352,9 +352,17 @@ def test_a_loop_with_requests_and_nothing_pending_says_so():
     rig = make_rig()
 
     class Deaf:
+        first_in_line = None
+
+        def squash(self, now):
+            return []
+
         def begin(self, now): ...
         def offer(self): ...
         def add(self, sequence, now): ...
+        def queues(self):
+            return ()
+
         def __len__(self):
             return 1
 

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from harness import make_rig, request
+from harness import make_rig, policy_context, request, sequence
 
-from manylora.memory import BlockTable
-from manylora.scheduling import FifoPolicy, Outcome, Sequence
-from manylora.scheduling.fifo import MAX_BYPASS
-
-
-def sequence(seq_id: int) -> Sequence:
-    return Sequence(
-        seq_id=seq_id,
-        request=request(f"r{seq_id}"),
-        version=None,
-        table=BlockTable(b"", 4),
-        max_tokens=1,
-        stop_token_ids=frozenset(),
-        seed=0,
-        arrived_at=0.0,
-    )
+from manylora.scheduling import FifoPolicy, Outcome
+from manylora.scheduling.bypass import MAX_BYPASS
 
 
 def offered(policy: FifoPolicy, outcome: Outcome) -> list[int]:
@@ -32,7 +18,7 @@ def offered(policy: FifoPolicy, outcome: Outcome) -> list[int]:
 
 
 def test_a_preempted_sequence_takes_its_old_place():
-    policy = FifoPolicy()
+    policy = FifoPolicy(policy_context())
     sequences = [sequence(i) for i in range(4)]
     for one in sequences[2:]:
         policy.add(one, 0.0)
@@ -45,7 +31,7 @@ def test_a_preempted_sequence_takes_its_old_place():
 
 
 def test_only_what_cannot_run_is_passed():
-    policy = FifoPolicy()
+    policy = FifoPolicy(policy_context())
     for seq_id in range(3):
         policy.add(sequence(seq_id), 0.0)
     assert offered(policy, Outcome.ADAPTER_LOADING) == [0, 1, 2]
@@ -54,7 +40,7 @@ def test_only_what_cannot_run_is_passed():
 
 
 def test_nobody_passes_one_that_was_passed_often_enough():
-    policy = FifoPolicy()
+    policy = FifoPolicy(policy_context())
     first = sequence(0)
     policy.add(first, 0.0)
     num_passed = 0

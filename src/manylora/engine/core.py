@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from manylora.adapters.registry import AdapterRegistry
-from manylora.adapters.residency import Residency
+from manylora.adapters.residency import Residency, TierState
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.adapter_cache import AdapterCache
@@ -40,8 +40,16 @@ from manylora.events import (
     StepLaunched,
     TokensEmitted,
 )
-from manylora.memory import BlockTable, Owner, PageStore, make_eviction_policy, num_blocks, prefix_root
-from manylora.scheduling import Sequence, SequenceStatus, make_policy
+from manylora.memory import BlockTable, Depth, Owner, PageStore, make_eviction_policy, num_blocks, prefix_root
+from manylora.scheduling import (
+    LengthPredictor,
+    Nearness,
+    PolicyContext,
+    Sequence,
+    SequenceStatus,
+    make_policy,
+    make_predictor,
+)
 from manylora.types import AdapterVersion, FinishReason, Output, Request, SampledToken
 
 __all__ = ["EngineCore"]
@@ -80,6 +88,10 @@ class EngineCore:
         served_name: Name of the base model in requests.
         seed: Seed for the draws of requests that bring no seed.
         sinks: Take every event, in order.
+        predictor: Guesses answer lengths; the one that ``scheduler`` names by default.
+
+    Raises:
+        ConfigError: No policy or predictor has the name given.
     """
 
     def __init__(
@@ -94,6 +106,7 @@ class EngineCore:
         served_name: str,
         seed: int = 0,
         sinks: Seq[EventSink] = (),
+        predictor: LengthPredictor | None = None,
     ) -> None:
         self.base = base
         self.served_name = served_name
@@ -125,7 +138,18 @@ class EngineCore:
             pages_needed=self._num_pages_needed,
             in_flight=lambda: list(self._sequences.values()),
         )
-        self._policy = make_policy(scheduler.policy)
+        self._predictor = predictor or make_predictor(scheduler, seed)
+        self._policy = make_policy(
+            scheduler.policy,
+            PolicyContext(
+                config=scheduler,
+                num_pages=num_pages,
+                block_size=memory.block_size,
+                predictor=self._predictor,
+                nearness=self._nearness,
+                num_claimable_pages=lambda is_first: self.store.num_claimable(Depth.WANTED if is_first else Depth.IDLE),
+            ),
+        )
         self._running = RunningSet(
             store=self.store,
             cache=self._cache,
@@ -192,7 +216,19 @@ class EngineCore:
             self._counters.adapter_requests += 1
             self._cache.want(named.version.key, now)
         self._policy.add(sequence, now)
-        self._emit(RequestArrived(now, request.request_id, sequence.adapter, sequence.num_prompt_tokens))
+        self._emit(
+            RequestArrived(
+                now,
+                request.request_id,
+                sequence.adapter,
+                sequence.num_prompt_tokens,
+                sequence.name,
+                sampling.max_tokens,
+                max_tokens,
+                sampling.temperature,
+                sampling.json_schema is not None,
+            )
+        )
 
     def cancel(self, request_id: str, now: float) -> bool:
         """End a request; its last output follows. Return whether it was in flight."""
@@ -335,6 +371,8 @@ class EngineCore:
             if sequence.adapter is not None:
                 self._cache.unwant(sequence.adapter, now)
         sequence.status = SequenceStatus.FINISHED
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._predictor.observe(sequence)
         self._running.forget(sequence)
         request_id = sequence.request.request_id
         del self._sequences[request_id]
@@ -446,6 +484,8 @@ class EngineCore:
             num_evictions=self._cache.num_evictions,
             num_prefix_evictions=counters.prefix_evictions,
             num_preemptions=self._running.num_preemptions,
+            num_squashes=self._running.num_squashes,
+            queues=self._policy.queues(),
             num_steps=counters.steps,
             num_prompt_tokens=self._running.num_prompt_tokens,
             num_cached_tokens=self._running.num_cached_tokens,
@@ -465,6 +505,17 @@ class EngineCore:
             assert residency.num_waiting == sum(one.status is SequenceStatus.WAITING for one in users)
         for sequence in self._running.sequences():
             assert len(sequence.table.pages) * self._memory.block_size >= sequence.num_computed
+
+    def _nearness(self, sequence: Sequence) -> Nearness:
+        """Return how near a sequence's adapter is to the device."""
+        if sequence.adapter is None:
+            return Nearness.DEVICE
+        residency = self._cache.residency(sequence.adapter)
+        if residency.device is TierState.RESIDENT:
+            return Nearness.DEVICE
+        if residency.device is TierState.LOADING:
+            return Nearness.LOADING
+        return Nearness.HOST if residency.host is TierState.RESIDENT else Nearness.DISK
 
     def _on_adapter_hit(self, sequence: Sequence) -> None:
         self._counters.adapter_hits += 1

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.engine.adapter_cache import AdapterCache, Readiness
-from manylora.events import EventSink, RequestAdmitted, RequestPreempted
+from manylora.events import EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageStore, num_blocks
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus
 
@@ -63,6 +63,7 @@ class RunningSet:
         self._running: list[Sequence] = []
         self._first_in_line: Sequence | None = None  # of the last step, if it was not admitted
         self.num_preemptions = 0
+        self.num_squashes = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -75,6 +76,10 @@ class RunningSet:
 
     def plan(self, now: float) -> list[tuple[Sequence, int]]:
         """Decide the next step: who runs and how many tokens each. Admits and pre-empts on the way."""
+        for sequence in self._policy.squash(now):
+            self.num_squashes += 1
+            self._emit(RequestSquashed(now, sequence.request.request_id, sequence.num_computed))
+            self._send_back(sequence, now)
         num_preemptions = self.num_preemptions
         planned = self._plan_running(now)
         if not planned or self.num_preemptions == num_preemptions:
@@ -83,12 +88,15 @@ class RunningSet:
         return planned
 
     def stop(self, sequence: Sequence, now: float) -> None:
-        """Take a sequence out, with its pages and its hold on the adapter."""
+        """Take a sequence out that ended, with its pages and its hold on the adapter."""
+        self._take_out(sequence, now)
+        self._policy.finish(sequence, now)
+
+    def _take_out(self, sequence: Sequence, now: float) -> None:
         self._running.remove(sequence)
         self._store.release_kv(sequence.table.clear(), now)
         if sequence.adapter is not None:
             self._cache.release(sequence.adapter, now)
-        self._policy.finish(sequence, now)
 
     def forget(self, sequence: Sequence) -> None:
         """Learn that a sequence is over."""
@@ -108,10 +116,17 @@ class RunningSet:
         budget = self._budget_after(planned)
         for sequence in self._running:
             if sequence.num_to_run > 1 and budget > 0:
-                num_tokens = min(sequence.num_to_run, budget)
+                num_tokens = self._prompt_tokens(sequence, budget)
                 planned.append((sequence, num_tokens))
                 budget -= num_tokens
         return planned
+
+    def _prompt_tokens(self, sequence: Sequence, budget: int) -> int:
+        """Return how much of a prompt goes into a step with ``budget`` tokens left.
+
+        Without chunking a prompt runs whole: the last one in a step may overshoot the budget, and ends it.
+        """
+        return min(sequence.num_to_run, budget) if self._scheduler.chunked_prefill else sequence.num_to_run
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Make room for a decoding sequence's next token; return whether it can run in this step.
@@ -136,16 +151,20 @@ class RunningSet:
                 return False
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Send a running sequence back to wait; its tokens stay and are computed again."""
+        """Take a running sequence's pages for an older one."""
         self.num_preemptions += 1
-        sequence.num_preemptions += 1
         self._emit(RequestPreempted(now, sequence.request.request_id, sequence.num_computed))
+        self._send_back(sequence, now)
+
+    def _send_back(self, sequence: Sequence, now: float) -> None:
+        """Let a running sequence wait again; its tokens stay and are computed again."""
+        sequence.num_preemptions += 1
         if sequence.adapter is not None:
             self._cache.want(sequence.adapter, now)
-        self.stop(sequence, now)
+        self._take_out(sequence, now)
         sequence.num_computed = 0
         sequence.status = SequenceStatus.WAITING
-        self._policy.add(sequence, now)
+        self._policy.send_back(sequence, now)
 
     def _admit(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
         """Let waiting sequences in, in the policy's order, while there are seats and tokens."""
@@ -159,7 +178,7 @@ class RunningSet:
             outcome = self._try_admit(sequence, now, Depth.WANTED if sequence is first else Depth.IDLE)
             self._policy.report(sequence, outcome)
             if outcome is Outcome.ADMITTED:
-                num_tokens = min(sequence.num_to_run, budget)
+                num_tokens = self._prompt_tokens(sequence, budget)
                 planned.append((sequence, num_tokens))
                 budget -= num_tokens
         is_waiting = first is not None and first.status is SequenceStatus.WAITING
@@ -186,6 +205,7 @@ class RunningSet:
             self._store.release_kv(cached, now)
             return Outcome.NO_PAGES
         sequence.table.adopt(cached)
+        sequence.num_shared_pages = len(cached)
         sequence.table.pages.extend(pages)
         sequence.num_computed = len(cached) * self._memory.block_size
         self._start(sequence, now, was_resident)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manylora.scheduling import QueueStatus
 from manylora.types import AdapterVersion, Tier
 
 __all__ = ["AdapterStatus", "EngineStats"]
@@ -64,13 +65,15 @@ class EngineStats:
         num_disk_loads: Disk to host reads completed by the engine.
         num_evictions: Adapters dropped from the device for room.
         num_prefix_evictions: Prefix pages dropped for room.
-        num_preemptions: Sequences that gave their pages back.
+        num_preemptions: Sequences that gave their pages back for want of memory.
         num_steps: Steps completed.
         num_prompt_tokens: Prompt tokens of admitted requests.
         num_cached_tokens: Those that the prefix cache held.
         num_generated_tokens: Tokens generated.
         num_adapter_requests: Requests that asked for an adapter.
         num_adapter_hits: Those that found it on the device when first looked at.
+        num_squashes: Sequences that gave their place back to one they had passed.
+        queues: The policy's queues, smallest requests first.
     """
 
     num_running: int
@@ -99,3 +102,5 @@ class EngineStats:
     num_generated_tokens: int
     num_adapter_requests: int
     num_adapter_hits: int
+    num_squashes: int = 0
+    queues: tuple[QueueStatus, ...] = ()

@@ -5,21 +5,54 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manylora.errors import ConfigError
+from manylora.scheduling.adapter_aware import AdapterAwarePolicy
+from manylora.scheduling.chameleon import ChameleonPolicy, StaticQueuesPolicy
 from manylora.scheduling.fifo import FifoPolicy
-from manylora.scheduling.policy import Outcome, Policy
+from manylora.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
+from manylora.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
 from manylora.scheduling.sequence import Sequence, SequenceStatus
+from manylora.scheduling.sjf import ShortestFirstPolicy
 
-__all__ = ["POLICIES", "FifoPolicy", "Outcome", "Policy", "Sequence", "SequenceStatus", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "PREDICTORS",
+    "AdapterAwarePolicy",
+    "ChameleonPolicy",
+    "FifoPolicy",
+    "LengthEstimate",
+    "LengthPredictor",
+    "Nearness",
+    "Outcome",
+    "Policy",
+    "PolicyContext",
+    "QueueStatus",
+    "Sequence",
+    "SequenceStatus",
+    "ShortestFirstPolicy",
+    "StaticQueuesPolicy",
+    "make_policy",
+    "make_predictor",
+]
 
-POLICIES: dict[str, Callable[[], Policy]] = {"fifo": FifoPolicy}
+POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
+    "adapter-aware": AdapterAwarePolicy,
+    "chameleon": ChameleonPolicy,
+    "fifo": FifoPolicy,
+    "sjf": ShortestFirstPolicy,
+    "static-queues": StaticQueuesPolicy,
+}
 
 
-def make_policy(name: str) -> Policy:
+def make_policy(name: str, context: PolicyContext) -> Policy:
     """Make a scheduling policy by name.
+
+    Args:
+        name: In ``POLICIES``.
+        context: What it may know of the engine it decides for.
 
     Raises:
         ConfigError: No policy has that name.
     """
     if name not in POLICIES:
         raise ConfigError(f"Got policy = {name!r}, expected one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]()
+    return POLICIES[name](context)

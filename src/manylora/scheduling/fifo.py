@@ -1,37 +1,33 @@
 """First come, first served, except that a cold or capped request does not hold up those behind it.
 
 A sequence whose adapter is on its way is passed by younger ones: it could not run anyway. One that lacks room
-for its adapter, or that the adapter cap keeps out, may be passed as well, but by no more than
-``MAX_BYPASS`` admissions: after that nobody passes, running sequences end, and it gets its turn. One that
-lacks room for KV is never passed.
+for its adapter, or that the adapter cap keeps out, may be passed as well, a bounded number of times
+(``bypass.py``). One that lacks room for KV is never passed.
 
-Source: vLLM and S-LoRA admit first come first served; the bound on bypassing is ours (at their adapter limit
-a request can starve).
+Nobody starves: the oldest is first in line until admitted, and is passed a bounded number of times.
+
+Source: vLLM and S-LoRA admit first come first served; with ``chunked_prefill`` off and eviction ``none`` this
+is S-LoRA's scheduler.
 """
 
 from __future__ import annotations
 
-from itertools import islice
-
-from manylora.scheduling.policy import Outcome
+from manylora.scheduling.bypass import LOOK_AHEAD, MAX_BYPASS, Bypass
+from manylora.scheduling.line import Line
+from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["FifoPolicy"]
-
-MAX_BYPASS = 64
-LOOK_AHEAD = 256
-"""Sequences offered in one step at most: bounds the cost of a step when thousands wait."""
 
 
 class FifoPolicy:
     """Offers sequences by order of arrival; a pre-empted one keeps its place."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[int, Sequence] = {}
-        self._is_sorted = True
+    def __init__(self, context: PolicyContext) -> None:
+        self._waiting = Line()
+        self._bypass = Bypass()
         self._offers: list[Sequence] = []
         self._first: Sequence | None = None
-        self._passed: list[Sequence] = []
         self._is_blocked = False
 
     def __len__(self) -> int:
@@ -39,24 +35,23 @@ class FifoPolicy:
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Take in a sequence; its place is by ``seq_id``."""
-        if self._waiting and self._is_sorted:
-            self._is_sorted = sequence.seq_id > next(reversed(self._waiting))
-        self._waiting[sequence.seq_id] = sequence
+        self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a waiting sequence."""
-        del self._waiting[sequence.seq_id]
+        self._waiting.remove(sequence)
+        self._bypass.forgive(sequence)
+
+    def squash(self, now: float) -> list[Sequence]:
+        """Nobody: who passes stays."""
+        return []
 
     def begin(self, now: float) -> None:
         """Line up the oldest."""
-        if not self._is_sorted:
-            self._waiting = dict(sorted(self._waiting.items()))
-            self._is_sorted = True
-        self._offers = list(islice(self._waiting.values(), LOOK_AHEAD))
+        self._offers = self._waiting.oldest(LOOK_AHEAD)
         self._offers.reverse()
-        self._passed = []
         self._is_blocked = False
-        self._first = self._offers[-1] if self._offers else None
+        self._first = self._waiting.head
 
     @property
     def first_in_line(self) -> Sequence | None:
@@ -72,15 +67,27 @@ class FifoPolicy:
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
         """Go on, count who was passed, or stop."""
         if outcome is Outcome.ADMITTED:
-            del self._waiting[sequence.seq_id]
-            for older in self._passed:
-                older.num_bypassed += 1
-            self._is_blocked = any(older.num_bypassed >= MAX_BYPASS for older in self._passed)
+            self._waiting.remove(sequence)
+            self._is_blocked = self._bypass.admit(sequence)
         elif outcome is Outcome.NO_PAGES:
             self._is_blocked = True
-        elif outcome is not Outcome.ADAPTER_LOADING:
-            self._passed.append(sequence)
+        elif outcome is Outcome.ADAPTER_LOADING:
+            self._bypass.forgive(sequence)
+        else:
+            self._bypass.refuse(sequence)
             self._is_blocked = sequence.num_bypassed >= MAX_BYPASS
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Nothing to give back."""
+
+    def send_back(self, sequence: Sequence, now: float) -> None:
+        """Let it wait again, in its old place."""
+        self.add(sequence, now)
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        """Return the oldest."""
+        return self._waiting.oldest(count)
+
+    def queues(self) -> tuple[QueueStatus, ...]:
+        """One line."""
+        return (QueueStatus(num_waiting=len(self._waiting)),)

@@ -1,25 +1,37 @@
-"""Who goes first: the interface every policy implements.
+"""Who goes first: the interface every policy implements, and what it may ask of the engine.
 
 Each step the core asks the policy for one waiting sequence after the other, tries to admit it, and tells the
 policy what happened; the policy decides whether to go on to the next, and never touches memory itself. The
 policy names one sequence *first in line*: the core lets it claim whatever running sequences do not hold and keeps
-its adapter from younger ones, so a policy that puts the same one first until it is admitted starves nobody.
+its adapter from younger ones.
 
 ::
 
+    for sequence in policy.squash(now):        # normally nobody
+        core.preempt(sequence)
     policy.begin(now)
     while there are seats and token budget and (sequence := policy.offer()) is not None:
         policy.report(sequence, core.try_admit(sequence))
+
+Nobody starves under a policy that keeps three promises (each policy says how it does):
+
+1. whoever is first in line and was refused stays first in line until admitted, but for older arrivals;
+2. it is passed a bounded number of times, not counting while its adapter is on its way;
+3. everybody comes to be first in line, or is admitted before.
 """
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
 from typing import Protocol
 
+from manylora.config import SchedulerConfig
+from manylora.scheduling.prediction.port import LengthPredictor
 from manylora.scheduling.sequence import Sequence
 
-__all__ = ["Outcome", "Policy"]
+__all__ = ["Nearness", "Outcome", "Policy", "PolicyContext", "QueueStatus"]
 
 
 class Outcome(Enum):
@@ -36,6 +48,55 @@ class Outcome(Enum):
     """As many distinct adapters run as may."""
 
 
+class Nearness(IntEnum):
+    """How near a sequence's adapter is to the device; the base is always there."""
+
+    DEVICE = 0
+    LOADING = 1
+    HOST = 2
+    DISK = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStatus:
+    """One queue of a policy, as people are shown it.
+
+    Args:
+        num_waiting: Sequences in it.
+        num_running: Admitted from it and not ended, where the policy keeps count.
+        below: Sizes of its requests lie below this; ``None`` for no upper cut-off.
+        quota_tokens: What its running requests may hold together; ``None`` where there are no quotas.
+        used_tokens: What of that is taken, lent tokens included.
+    """
+
+    num_waiting: int
+    num_running: int | None = None
+    below: float | None = None
+    quota_tokens: int | None = None
+    used_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyContext:
+    """What a policy may know of the engine it decides for.
+
+    Args:
+        config: What people chose.
+        num_pages: Pages in the pool.
+        block_size: Tokens of KV in a page.
+        predictor: Guesses output lengths.
+        nearness: Where a sequence's adapter is.
+        num_claimable_pages: Pages an admission could get now; with ``True``, that of the first in line.
+    """
+
+    config: SchedulerConfig
+    num_pages: int
+    block_size: int
+    predictor: LengthPredictor
+    nearness: Callable[[Sequence], Nearness]
+    num_claimable_pages: Callable[[bool], int]
+
+
 class Policy(Protocol):
     """Holds the waiting sequences and decides their order. Told the time, in seconds; reads no clock."""
 
@@ -44,11 +105,15 @@ class Policy(Protocol):
         ...
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Take in a sequence that arrived, or that was pre-empted and waits again."""
+        """Take in a sequence that arrived."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a waiting sequence: it was cancelled or failed."""
+        ...
+
+    def squash(self, now: float) -> list[Sequence]:
+        """Name running sequences to pre-empt before the step, because one that they passed can run after all."""
         ...
 
     def begin(self, now: float) -> None:
@@ -69,5 +134,17 @@ class Policy(Protocol):
         ...
 
     def finish(self, sequence: Sequence, now: float) -> None:
-        """Learn that an admitted sequence ended or was pre-empted."""
+        """Learn that an admitted sequence ended."""
+        ...
+
+    def send_back(self, sequence: Sequence, now: float) -> None:
+        """Take an admitted sequence in again that was pre-empted or squashed; its tokens are kept."""
+        ...
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        """Return up to ``count`` waiting sequences, likeliest to go next first: whose adapters are worth fetching."""
+        ...
+
+    def queues(self) -> tuple[QueueStatus, ...]:
+        """Return its queues, smallest requests first, for people to look at; one line is one queue."""
         ...

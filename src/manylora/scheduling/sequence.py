@@ -52,6 +52,7 @@ class Sequence:
         "num_computed",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_shared_pages",
         "request",
         "seed",
         "seq_id",
@@ -91,6 +92,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0
         self.num_preemptions = 0
+        self.num_shared_pages = 0  # found in the prefix cache when it was admitted
         self.num_bypassed = 0
         self.admitted_at: float | None = None
         self.first_token_at: float | None = None

@@ -1,0 +1,352 @@
+"""Chameleon's scheduler: queues by size with token quotas, so that short requests have a fast lane.
+
+::
+
+    arrivals --size--> [ small  ] --own quota--\
+                       [ medium ] --own quota---+--> running        pass 1: each queue up to its own quota
+                       [ large  ] --own quota--/                    pass 2: the others share what empty ones left
+
+A request is charged its prompt, its predicted answer and its adapter, in tokens, until it ends; what pass 2 lends
+is charged to the empty queues and comes back to them. A request whose demand exceeds its queue's whole quota is
+charged all of that quota: it waits until its queue holds nothing else, instead of for ever.
+
+A younger request passes one that lacks memory for its adapter only if it is predicted to end before that memory
+comes free, and is squashed if the older could run after all (``opportunity.py``). While an adapter is on its
+way, its request's tokens are kept for it and younger ones pass freely.
+
+Nobody starves. A queue's quota comes back as its running requests end, and its oldest takes it before any
+younger one; an empty queue lends nothing once it has work. For memory, the oldest of all is first in line; one
+that was refused memory is passed a bounded number of times (``bypass.py``), then is first in line itself, and alone.
+Squashing ends: only older requests squash younger ones.
+
+Source: Chameleon, section 4.3, algorithm 1. The choices it leaves open are in ``docs/adr/0010`` to ``0013``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from manylora.memory import num_blocks
+from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.line import Line
+from manylora.scheduling.opportunity import Running, pages_freed, steps_to_end, steps_until
+from manylora.scheduling.policy import Nearness, Outcome, PolicyContext, QueueStatus
+from manylora.scheduling.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
+from manylora.scheduling.quota import QuotaLedger
+from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.sequence import Sequence
+from manylora.types import AdapterKey
+
+__all__ = ["ChameleonPolicy", "StaticQueuesPolicy"]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of a sequence in flight."""
+
+    sequence: Sequence
+    demand: Demand
+    queue: int
+    steps: int
+    """Steps it takes if admitted, at p90."""
+    total_output: int
+    """Tokens it is expected to generate in all, at p50."""
+    passed: list[Sequence] = field(default_factory=list)
+    """Older ones of its queue that lacked adapter memory when it was admitted."""
+
+
+class ChameleonPolicy:
+    """Queues, cut-offs and quotas that follow the load."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._context = context
+        self._config = context.config
+        self._total = context.num_pages * context.block_size
+        self._history = RequestHistory()
+        self._sizer = RequestSizer(context.config.request_size)
+        self._plan = QueuePlan((), (self._total,))
+        self._plan_again_at = -inf
+        self._lines = [Line()]
+        self._ledger = QuotaLedger(self._plan.quotas)
+        self._waiting: dict[int, _Entry] = {}  # by seq_id
+        self._running: dict[int, _Entry] = {}  # by seq_id
+        self._users: dict[AdapterKey, int] = {}  # running requests per adapter
+        self._bypass = Bypass()
+        self._first: Sequence | None = None
+        self._offers: Iterator[Sequence] = iter(())
+        self._outcome = Outcome.NO_PAGES
+        self._charging: tuple[int, list[int]] = (0, [])  # tokens of the sequence just offered, and who gives them
+        self._offered: set[int] = set()
+        self._lacking: dict[int, list[tuple[Sequence, float]]] = {}  # by queue: who lacks adapter memory, for how long
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    # -- sequences come and go ---------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Predict its length, measure it and put it into the queue for its size."""
+        entry = self._measure(sequence)
+        if sequence.admitted_at is None:
+            self._history.arrived(entry.demand, now)
+        self._waiting[sequence.seq_id] = entry
+        self._lines[entry.queue].add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence."""
+        self._take_out(sequence)
+        self._bypass.forgive(sequence)
+
+    def finish(self, sequence: Sequence, now: float) -> None:
+        """Take its tokens back, and note how long it took."""
+        entry = self._stop(sequence)
+        assert sequence.admitted_at is not None
+        self._history.ended(entry.demand, now - sequence.admitted_at)
+
+    def send_back(self, sequence: Sequence, now: float) -> None:
+        """Take its tokens back and let it wait in its old place."""
+        self._stop(sequence)
+        self.add(sequence, now)
+
+    def _stop(self, sequence: Sequence) -> _Entry:
+        entry = self._running.pop(sequence.seq_id)
+        self._ledger.give_back(sequence.seq_id)
+        if sequence.adapter is not None:
+            self._users[sequence.adapter] -= 1
+            if not self._users[sequence.adapter]:
+                del self._users[sequence.adapter]
+        return entry
+
+    def _take_out(self, sequence: Sequence) -> _Entry:
+        entry = self._waiting.pop(sequence.seq_id)
+        self._lines[entry.queue].remove(sequence)
+        return entry
+
+    def _measure(self, sequence: Sequence) -> _Entry:
+        estimate = self._context.predictor.predict(sequence)
+        demand = Demand(
+            prompt=sequence.num_prompt_tokens,
+            output=estimate.p50,
+            adapter=sequence.num_adapter_pages * self._context.block_size,
+        )
+        queue = self._plan.queue_of(self._sizer.size(demand))
+        steps = steps_to_end(sequence, estimate.p90, self._config.max_num_batched_tokens)
+        return _Entry(sequence, demand, queue, steps, estimate.p50)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """Settle the queues anew if it is time, and name the first in line."""
+        if now >= self._plan_again_at and self._history.is_enough:
+            self._settle(now)
+        self._first = self._first_now()
+        self._offered.clear()
+        self._lacking = {}
+        worn = self._bypass.exhausted
+        self._offers = self._two_passes() if worn is None else self._alone(worn)
+
+    @property
+    def first_in_line(self) -> Sequence | None:
+        """The oldest that was passed too often, else the oldest of all."""
+        return self._first
+
+    def offer(self) -> Sequence | None:
+        """Return the next sequence of the two passes."""
+        sequence = next(self._offers, None)
+        if sequence is not None:
+            self._offered.add(sequence.seq_id)
+        return sequence
+
+    def report(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Let the passes go on from here."""
+        self._outcome = outcome
+        if outcome is Outcome.ADMITTED:
+            entry = self._running[sequence.seq_id] = self._take_out(sequence)
+            self._ledger.take(sequence.seq_id, *self._charging)
+            if sequence.adapter is not None:
+                self._users[sequence.adapter] = self._users.get(sequence.adapter, 0) + 1
+            entry.passed = [older for older, _ in self._lacking.get(entry.queue, ()) if older.seq_id < sequence.seq_id]
+            if self._bypass.admit(sequence):
+                self._offers = iter(())
+        elif outcome is Outcome.ADAPTER_LOADING:
+            self._bypass.forgive(sequence)
+        else:
+            self._bypass.refuse(sequence)
+
+    def _first_now(self) -> Sequence | None:
+        heads = [head for line in self._lines if (head := line.head) is not None]
+        return self._bypass.exhausted or min(heads, key=lambda head: head.seq_id, default=None)
+
+    def _alone(self, sequence: Sequence) -> Iterator[Sequence]:
+        """Offer nobody but one that was passed too often, once its queue's quota allows."""
+        entry = self._waiting[sequence.seq_id]
+        tokens = self._charge(entry)
+        if tokens <= self._ledger.free([entry.queue]):
+            self._charging = tokens, [entry.queue]
+            yield sequence
+
+    def _two_passes(self) -> Iterator[Sequence]:
+        """Offer what own quotas allow, then what empty queues can lend; small requests first in both."""
+        for queue in range(len(self._lines)):
+            yield from self._put_batch(queue, [queue])
+        empty = [queue for queue, line in enumerate(self._lines) if not line]
+        for queue, line in enumerate(self._lines):
+            if not self._ledger.free(empty):
+                break
+            if line:
+                yield from self._put_batch(queue, empty)
+
+    def _put_batch(self, queue: int, lenders: list[int]) -> Iterator[Sequence]:
+        """Offer a queue's sequences, oldest first, as long as the lenders have the tokens."""
+        reserved = 0  # for those of this batch whose adapter is on its way
+        lacking = self._lacking.setdefault(queue, [])
+        for sequence in self._lines[queue].oldest(LOOK_AHEAD):
+            if sequence.seq_id in self._offered:
+                continue
+            entry = self._waiting[sequence.seq_id]
+            tokens = self._charge(entry)
+            if tokens > self._ledger.free(lenders) - reserved:
+                return
+            if any(entry.steps > wait for _, wait in lacking):
+                continue
+            self._charging = tokens, lenders
+            yield sequence
+            match self._outcome:
+                case Outcome.ADAPTER_LOADING:
+                    reserved += tokens
+                case Outcome.ADAPTER_NO_PAGES:
+                    lacking.append((sequence, self._steps_until_room(sequence)))
+                case Outcome.NO_PAGES:
+                    lacking.append((sequence, 0))  # nobody of this queue passes it, in the second pass neither
+                    return
+
+    def _charge(self, entry: _Entry) -> int:
+        return min(entry.demand.tokens, self._ledger.quotas[entry.queue])
+
+    # -- opportunistic bypass ----------------------------------------------------------------------------------------
+
+    def squash(self, now: float) -> list[Sequence]:
+        """Name those that passed somebody who could run in their stead: as few as it takes, youngest first."""
+        passers: dict[int, list[Sequence]] = {}  # by seq_id of the older one
+        for entry in self._running.values():
+            for older in entry.passed:
+                if older.seq_id in self._waiting:
+                    passers.setdefault(older.seq_id, []).append(entry.sequence)
+        for seq_id in sorted(passers):
+            squashed = self._enough_of(passers[seq_id], self._waiting[seq_id])
+            if squashed:
+                return squashed
+        return []
+
+    def _enough_of(self, passers: list[Sequence], older: _Entry) -> list[Sequence]:
+        """Return the youngest passers whose pages and tokens, with what is free, let the older one run."""
+        if self._context.nearness(older.sequence) < Nearness.HOST:
+            return []  # its adapter came after all
+        num_pages = self._pages_missing(older.sequence)
+        num_tokens = self._charge(older) - self._ledger.free([older.queue])
+        chosen: list[Sequence] = []
+        for passer in sorted(passers, key=lambda one: one.seq_id, reverse=True):
+            if num_pages <= 0 and num_tokens <= 0:
+                break
+            chosen.append(passer)
+            num_tokens -= self._ledger.held_by(passer.seq_id)
+            is_first = older.sequence is self._first_now()
+            num_pages = self._pages_missing(older.sequence) - pages_freed(chosen, self._users, with_adapters=is_first)
+        return chosen if num_pages <= 0 and num_tokens <= 0 else []
+
+    def _pages_missing(self, sequence: Sequence) -> int:
+        """Return the pages that its adapter and its tokens need and that it could not claim now."""
+        needed = sequence.num_adapter_pages + num_blocks(len(sequence.tokens), self._context.block_size)
+        return needed - self._context.num_claimable_pages(sequence is self._first_now())
+
+    def _steps_until_room(self, sequence: Sequence) -> float:
+        """Return in how many steps memory for its adapter will have come free; infinite if it is not pages it lacks."""
+        missing = self._pages_missing(sequence)
+        if missing <= 0:
+            return inf
+        running = []
+        for entry in self._running.values():
+            generated = entry.sequence.num_output_tokens
+            if generated >= entry.total_output:
+                entry.total_output = self._context.predictor.predict(entry.sequence).p50
+            budget = self._config.max_num_batched_tokens
+            running.append(Running(entry.sequence, steps_to_end(entry.sequence, entry.total_output, budget)))
+        return steps_until(missing, running, self._users)
+
+    # -- queues ------------------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Plan the queues by recent requests, and move everybody to where they belong now."""
+        self._plan_again_at = now + self._config.refresh_s
+        self._sizer.fit(demand for _, demand in self._history.arrivals)
+        self._plan = self._make_plan(now)
+        old = self._ledger
+        self._ledger = QuotaLedger(self._plan.quotas)
+        self._lines = [Line() for _ in self._plan.quotas]
+        for entry in [*self._waiting.values(), *self._running.values()]:
+            entry.queue = self._plan.queue_of(self._sizer.size(entry.demand))
+        for seq_id in sorted(self._waiting):
+            self._lines[self._waiting[seq_id].queue].add(self._waiting[seq_id].sequence)
+        for seq_id, entry in self._running.items():
+            self._ledger.carry_over(seq_id, old.held_by(seq_id), entry.queue)
+
+    def _make_plan(self, now: float) -> QueuePlan:
+        config = self._config
+        return plan_queues(
+            self._history,
+            self._sizer,
+            criterion=config.queue_criterion,
+            total=self._total,
+            slo_s=config.slo_s,
+            now=now,
+        )
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        """Return the first in line and the oldest of each queue in turn, small ones first."""
+        first = self._first_now()
+        found = [] if first is None else [first]
+        fronts = [line.oldest(count) for line in self._lines]
+        for place in range(count):
+            found += [front[place] for front in fronts if place < len(front) and front[place] is not first]
+            if len(found) >= count:
+                break
+        return found[:count]
+
+    def queues(self) -> tuple[QueueStatus, ...]:
+        """Return the queues with cut-offs and quotas."""
+        num_running = [0] * len(self._lines)
+        for entry in self._running.values():
+            num_running[entry.queue] += 1
+        return tuple(
+            QueueStatus(
+                num_waiting=len(line),
+                num_running=num_running[queue],
+                below=below,
+                quota_tokens=self._ledger.quotas[queue],
+                used_tokens=self._ledger.used(queue),
+            )
+            for queue, (line, below) in enumerate(zip(self._lines, (*self._plan.cut_offs, None), strict=True))
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that quotas and lines agree with who waits and who runs; slow, for tests."""
+        self._ledger.check_integrity()
+        assert self._ledger.num_loans == len(self._running)
+        assert sum(map(len, self._lines)) == len(self._waiting)
+        for entry in self._waiting.values():
+            assert entry.queue == self._plan.queue_of(self._sizer.size(entry.demand))
+        assert sum(self._users.values()) == sum(entry.demand.adapter > 0 for entry in self._running.values())
+
+
+class StaticQueuesPolicy(ChameleonPolicy):
+    """The same passes over four queues of equal ranges and equal quotas, settled once.
+
+    Source: the baseline "Static" of Chameleon, section 5.4.5, which knows the smallest and the largest size; here
+    they are those of the first hundred requests.
+    """
+
+    def _make_plan(self, now: float) -> QueuePlan:
+        self._plan_again_at = inf
+        return plan_static(self._history, self._sizer, total=self._total)

@@ -1,0 +1,117 @@
+"""A histogram of answer lengths that forgets, and can be asked what is to come of those that got so far.
+
+Bins are a quarter of an octave wide, so a quantile is within a tenth of the truth from 1 token to a million.
+An answer that ended at its cap was cut off: it tells that the length is *at least* that. Such answers count
+among those that could have ended and not among those that did (the estimator of Kaplan and Meier), so low caps
+of some requests do not make others look short.
+
+::
+
+    ended[b]     weight of answers that ended in bin b
+    cut[b]       weight of answers cut off in bin b
+    at risk(b)   all that reached bin b        hazard(b) = ended[b] / at risk(b)
+    P(length beyond b | reached a) = product over a..b of (1 - hazard)
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+__all__ = ["NUM_BINS", "LengthHistogram", "bin_of", "quantiles_beyond", "upper_edge"]
+
+BINS_PER_OCTAVE = 4
+NUM_BINS = 80
+"""Up to 2**20 tokens."""
+RENORMALIZE_ABOVE = 1e12
+
+
+def bin_of(num_tokens: int) -> int:
+    """Return the bin of a length."""
+    return min(int(log2(max(1, num_tokens)) * BINS_PER_OCTAVE + 1e-9), NUM_BINS - 1)
+
+
+def upper_edge(index: int) -> float:
+    """Return the length that bounds a bin from above."""
+    return float(2.0 ** ((index + 1) / BINS_PER_OCTAVE))
+
+
+class LengthHistogram:
+    """Weights of lengths; each new one outweighs the one before it a little. Updates take constant time.
+
+    Args:
+        memory: About how many of the latest lengths count.
+    """
+
+    __slots__ = ("_growth", "_total", "_weight", "cut", "ended")
+
+    def __init__(self, memory: int) -> None:
+        self._growth = 1.0 + 1.0 / memory
+        self._weight = 1.0
+        self._total = 0.0
+        # Sparse: an adapter's answers fall into few bins, and there may be very many adapters.
+        self.ended: dict[int, float] = {}
+        self.cut: dict[int, float] = {}
+
+    @property
+    def count(self) -> float:
+        """How many lengths are remembered, old ones counting less."""
+        return self._total / self._weight
+
+    def add(self, num_tokens: int, *, was_cut: bool = False, count: float = 1.0) -> None:
+        """Take in a length."""
+        # Instead of fading the old, the new weighs more; once in a while all are scaled back.
+        self._weight *= self._growth
+        side = self.cut if was_cut else self.ended
+        index = bin_of(num_tokens)
+        side[index] = side.get(index, 0.0) + self._weight * count
+        self._total += self._weight * count
+        if self._weight > RENORMALIZE_ABOVE:
+            for bins in (self.ended, self.cut):
+                for key in bins:
+                    bins[key] /= self._weight
+            self._total /= self._weight
+            self._weight = 1.0
+
+    def add_to(self, ended: list[float], cut: list[float], count: float) -> None:
+        """Add its shape to dense bins, scaled so that all of it together counts as ``count`` lengths."""
+        if not self._total:
+            return
+        scale = count / self._total
+        for index, weight in self.ended.items():
+            ended[index] += weight * scale
+        for index, weight in self.cut.items():
+            cut[index] += weight * scale
+
+
+def quantiles_beyond(
+    ended: list[float], cut: list[float], num_reached: int, shares: tuple[float, ...]
+) -> tuple[float, ...]:
+    """Return for each share the length that so many of those that reached ``num_reached`` tokens do not exceed.
+
+    Args:
+        ended: Weight of answers that ended, by bin.
+        cut: Weight of answers that were cut off, by bin.
+        num_reached: Tokens generated so far.
+        shares: In (0, 1), rising.
+
+    Returns:
+        Lengths; infinite where no answer was seen to end that late.
+    """
+    first = bin_of(num_reached)
+    at_risk = sum(ended[first:]) + sum(cut[first:])
+    surviving = 1.0
+    found: list[float] = []
+    for index in range(first, NUM_BINS):
+        if at_risk <= 1e-9:
+            break
+        before = surviving
+        surviving *= max(0.0, 1.0 - ended[index] / at_risk)
+        at_risk -= ended[index] + cut[index]
+        while len(found) < len(shares) and surviving <= 1.0 - shares[len(found)] + 1e-12:
+            # Within the bin, as if ends were spread evenly over its logarithm.
+            part = (before - (1.0 - shares[len(found)])) / (before - surviving)
+            low = max(float(max(1, num_reached)), upper_edge(index - 1))
+            found.append(low * (upper_edge(index) / low) ** part)
+        if len(found) == len(shares):
+            break
+    return (*found, *[float("inf")] * (len(shares) - len(found)))

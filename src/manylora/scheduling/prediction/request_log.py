@@ -1,0 +1,95 @@
+"""The request log: one JSON line per finished request, what a length predictor is trained on.
+
+It holds sizes and sampling caps, no prompt and no answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from manylora.errors import ConfigError
+from manylora.events import Event, RequestArrived, RequestFinished
+from manylora.types import FinishReason
+
+__all__ = ["RequestLog", "RequestRecord", "read_request_log"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One finished request.
+
+    Args:
+        arrived_at: Seconds on the server's clock.
+        adapter: The name it asked for, empty for the base.
+        prompt_tokens: Tokens of its prompt.
+        output_tokens: Tokens of its answer.
+        max_tokens: The cap it came with, ``None`` for none.
+        limit: The cap in effect: its own, or what the model and the memory allow.
+        temperature: 0 is greedy.
+        has_schema: Whether the answer had to match a JSON schema.
+        finish: ``stop`` or ``length``; others are not logged, for they say nothing of the answer's length.
+    """
+
+    arrived_at: float
+    adapter: str
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int | None
+    limit: int
+    temperature: float
+    has_schema: bool
+    finish: str
+
+
+class RequestLog:
+    """An event sink that writes the log.
+
+    Args:
+        file: Open for appending; line-buffered, so that a crash loses nothing that was finished.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._arrived: dict[str, RequestArrived] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        match event:
+            case RequestArrived(request_id=request_id):
+                self._arrived[request_id] = event
+            case RequestFinished(request_id=request_id, reason=reason, num_output_tokens=num_output_tokens):
+                arrived = self._arrived.pop(request_id)
+                if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    record = RequestRecord(
+                        arrived_at=round(arrived.at, 6),
+                        adapter=arrived.name,
+                        prompt_tokens=arrived.num_prompt_tokens,
+                        output_tokens=num_output_tokens,
+                        max_tokens=arrived.max_tokens,
+                        limit=arrived.limit,
+                        temperature=arrived.temperature,
+                        has_schema=arrived.has_schema,
+                        finish=reason.value,
+                    )
+                    self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+
+
+def read_request_log(path: str | Path) -> Iterator[RequestRecord]:
+    """Yield the records of a log.
+
+    Raises:
+        ConfigError: There is no such file, or a line of it is not a record; says which and why.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    yield RequestRecord(**json.loads(line))
+                except (ValueError, TypeError) as error:
+                    raise ConfigError(f"Line {number} of {path} is not a record of a request: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot read the request log {path}: {error.strerror}") from None

@@ -1,0 +1,120 @@
+"""How many queues, where they are cut, and what each may hold: settled anew every few minutes from recent requests.
+
+Before the first hundred requests there is one queue with all tokens.
+
+Source: Chameleon, sections 4.3.4 and 4.3.5; the static plan is the baseline of section 5.4.5.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from manylora.scheduling.clustering import choose, cluster, cut_offs
+from manylora.scheduling.quota import QueueLoad, minimum_quota, share_out
+from manylora.scheduling.request_size import Demand, RequestSizer
+
+__all__ = ["QueuePlan", "RequestHistory", "plan_queues", "plan_static"]
+
+MAX_QUEUES = 4
+FIRST_PLAN_AFTER = 100
+SLO_FACTOR = 5.0
+WINDOW = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePlan:
+    """Queues in order of size.
+
+    Args:
+        cut_offs: Where one ends and the next begins, rising; one fewer than queues.
+        quotas: Tokens of each.
+    """
+
+    cut_offs: tuple[float, ...]
+    quotas: tuple[int, ...]
+
+    def queue_of(self, size: float) -> int:
+        """Return the index of the queue for a size."""
+        return bisect_right(self.cut_offs, size)
+
+
+class RequestHistory:
+    """The latest requests: when they came, what they asked for, and how long they took."""
+
+    def __init__(self) -> None:
+        self.arrivals: deque[tuple[float, Demand]] = deque(maxlen=WINDOW)
+        self._durations: deque[tuple[Demand, float]] = deque(maxlen=WINDOW)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether there were enough requests to plan by."""
+        return len(self.arrivals) >= FIRST_PLAN_AFTER
+
+    def arrived(self, demand: Demand, now: float) -> None:
+        """Take in an arrival."""
+        self.arrivals.append((now, demand))
+
+    def ended(self, demand: Demand, duration_s: float) -> None:
+        """Take in how long a request took from its admission."""
+        self._durations.append((demand, duration_s))
+
+    def mean_duration_s(self) -> float:
+        """Return the mean duration in seconds; 1 before any request ended."""
+        durations = [duration_s for _, duration_s in self._durations]
+        return sum(durations) / len(durations) if durations and sum(durations) else 1.0
+
+    def loads(self, sizer: RequestSizer, cuts: Seq[float], now: float) -> list[QueueLoad]:
+        """Return the load of each queue that these cut-offs would make."""
+        span_s = max(now - self.arrivals[0][0], 1e-9)
+        num_queues = len(cuts) + 1
+        max_tokens, counts = [0] * num_queues, [0] * num_queues
+        seconds, ends = [0.0] * num_queues, [0] * num_queues
+        for _, demand in self.arrivals:
+            queue = bisect_right(cuts, sizer.size(demand))
+            counts[queue] += 1
+            max_tokens[queue] = max(max_tokens[queue], demand.tokens)
+        for demand, duration_s in self._durations:
+            queue = bisect_right(cuts, sizer.size(demand))
+            ends[queue] += 1
+            seconds[queue] += duration_s
+        mean_s = self.mean_duration_s()
+        return [
+            QueueLoad(
+                max_tokens=max_tokens[queue],
+                duration_s=seconds[queue] / ends[queue] if ends[queue] else mean_s,
+                rate=counts[queue] / span_s,
+            )
+            for queue in range(num_queues)
+        ]
+
+
+def plan_queues(
+    history: RequestHistory, sizer: RequestSizer, *, criterion: str, total: int, slo_s: float | None, now: float
+) -> QueuePlan:
+    """Cluster recent sizes, cut between the clusters and share the tokens out by load.
+
+    Args:
+        history: Recent requests, at least one.
+        sizer: Fitted to them.
+        criterion: How the number of queues is chosen, see ``clustering.choose``.
+        total: Tokens in the pool.
+        slo_s: What a request may take in seconds; five times the mean when ``None``.
+        now: Seconds.
+    """
+    sizes = [sizer.size(demand) for _, demand in history.arrivals]
+    cuts = cut_offs(choose(cluster(sizes, min(MAX_QUEUES, total)), criterion))
+    slo_s = slo_s or SLO_FACTOR * history.mean_duration_s()
+    minima = [minimum_quota(load, slo_s) for load in history.loads(sizer, cuts, now)]
+    return QueuePlan(cuts, share_out(total, minima))
+
+
+def plan_static(history: RequestHistory, sizer: RequestSizer, *, total: int) -> QueuePlan:
+    """Cut the range from the smallest to the largest size into four equal parts with equal quotas."""
+    sizes = [sizer.size(demand) for _, demand in history.arrivals]
+    low, high = min(sizes), max(sizes)
+    num_queues = min(MAX_QUEUES, total)
+    cuts = tuple(low + (high - low) * index / num_queues for index in range(1, num_queues))
+    return QueuePlan(cuts, share_out(total, [1.0] * num_queues))

@@ -1,0 +1,74 @@
+"""How large a request is: one number that stands for how long it will take (the paper's WRS).
+
+::
+
+    degree-2   (A * prompt/max_prompt + B * output/max_output) * adapter/max_adapter        A = 0.4, B = 0.6
+    degree-1   (A * prompt/max_prompt + B * output/max_output + adapter/max_adapter) / 2
+    output      output/max_output
+
+The largest values are those of recent requests and change only when the queues do. A request without an
+adapter counts as if it had the smallest adapter among them: multiplied by nothing it would have size 0 however
+long it is, and go ahead of everything.
+
+Source: Chameleon, section 4.3.1. It does not say over what the maxima are taken, what a request on the base counts as,
+nor the weights of degree 1, where we let the adapter weigh as much as the other two together, as in degree 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Demand", "RequestSizer"]
+
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 0.4, 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks of memory, all in tokens of KV.
+
+    Args:
+        prompt: Its prompt.
+        output: Its answer, as predicted.
+        adapter: What the pages of its adapter would hold; 0 for the base.
+    """
+
+    prompt: int
+    output: int
+    adapter: int
+
+    @property
+    def tokens(self) -> int:
+        """All of it: what a quota counts."""
+        return self.prompt + self.output + self.adapter
+
+
+class RequestSizer:
+    """Measures requests against recent ones.
+
+    Args:
+        kind: ``degree-2``, ``degree-1`` or ``output``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._max_prompt = self._max_output = self._max_adapter = self._least_adapter = 1
+
+    def fit(self, demands: Iterable[Demand]) -> None:
+        """Take the largest values, and the smallest adapter, from recent requests."""
+        demands = list(demands)
+        adapters = [demand.adapter for demand in demands if demand.adapter]
+        self._max_prompt = max((demand.prompt for demand in demands), default=1)
+        self._max_output = max((demand.output for demand in demands), default=1)
+        self._max_adapter = max(adapters, default=1)
+        self._least_adapter = min(adapters, default=1)
+
+    def size(self, demand: Demand) -> float:
+        """Return a request's size; above 1 for one larger than any that was fitted."""
+        output = demand.output / self._max_output
+        if self._kind == "output":
+            return output
+        length = PROMPT_WEIGHT * demand.prompt / self._max_prompt + OUTPUT_WEIGHT * output
+        adapter = (demand.adapter or self._least_adapter) / self._max_adapter
+        return length * adapter if self._kind == "degree-2" else (length + adapter) / 2
