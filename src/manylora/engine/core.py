@@ -338,7 +338,8 @@ class EngineCore:
         is_first = sequence.first_token_at is None
         if is_first:
             sequence.first_token_at = now
-        self._emit(TokensEmitted(now, sequence.request.request_id, 1, is_first))
+        if self._sinks:
+            self._emit(TokensEmitted(now, sequence.request.request_id, 1, is_first))
         num_output = sequence.num_output_tokens
         if token.token_id in sequence.stop_token_ids and num_output >= sequence.request.sampling.min_tokens:
             self._finish(sequence, FinishReason.STOP, now, token=token)

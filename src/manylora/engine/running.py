@@ -109,13 +109,19 @@ class RunningSet:
     def _plan_running(self, now: float) -> list[tuple[Sequence, int]]:
         """Give running sequences their tokens: decoding ones first, then prompt chunks, each oldest first."""
         planned = []
+        prompts = []
+        block_size = self._memory.block_size
         for sequence in self.sequences():
-            is_decoding = sequence.num_to_run == 1 and sequence.status is SequenceStatus.RUNNING
-            if is_decoding and self._grow(sequence, now):
-                planned.append((sequence, 1))
+            num_tokens = len(sequence.tokens)
+            if num_tokens - sequence.num_computed > 1:
+                prompts.append(sequence)
+            elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one a moment ago
+                has_room = num_tokens <= len(sequence.table.pages) * block_size
+                if has_room or self._grow(sequence, now):
+                    planned.append((sequence, 1))
         budget = self._budget_after(planned)
-        for sequence in self._running:
-            if sequence.num_to_run > 1 and budget > 0:
+        for sequence in prompts:
+            if budget > 0 and sequence.status is SequenceStatus.RUNNING:
                 num_tokens = self._prompt_tokens(sequence, budget)
                 planned.append((sequence, num_tokens))
                 budget -= num_tokens
@@ -129,13 +135,11 @@ class RunningSet:
         return min(sequence.num_to_run, budget) if self._scheduler.chunked_prefill else sequence.num_to_run
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
-        """Make room for a decoding sequence's next token; return whether it can run in this step.
+        """Claim a page for a decoding sequence's next token; return whether it can run in this step.
 
         Idle things go first, then adapters that others wait for (that of the first in line only if it is
         younger), then younger running sequences, youngest first; at last the sequence itself.
         """
-        if num_blocks(len(sequence.tokens), self._memory.block_size) <= len(sequence.table.pages):
-            return True
         first = self._first_in_line
         spare = first.adapter if first is not None and first.seq_id < sequence.seq_id else None
         while True:

@@ -31,7 +31,7 @@ class AdapterAwarePolicy:
         self._num_admitted = 0
         self._first: Sequence | None = None
         self._by_age: list[Sequence] = []
-        self._by_nearness: list[Sequence] = []
+        self._by_nearness: list[Sequence] | None = None  # put in order when first asked for: most steps have no seat
         self._offered: set[int] = set()
         self._is_blocked = False
 
@@ -54,12 +54,10 @@ class AdapterAwarePolicy:
 
     def begin(self, now: float) -> None:
         """Put the oldest in order."""
-        window = self._waiting.oldest(LOOK_AHEAD)
-        self._first = window[0] if window else None
-        self._by_nearness = sorted(window, key=self._nearness)  # stable: by age inside each class
-        self._by_nearness.reverse()
-        window.reverse()
-        self._by_age = window
+        self._by_age = self._waiting.oldest(LOOK_AHEAD)
+        self._by_age.reverse()
+        self._by_nearness = None
+        self._first = self._waiting.head
         self._offered.clear()
         self._is_blocked = False
 
@@ -75,6 +73,9 @@ class AdapterAwarePolicy:
         sequence = self._next_of(self._by_age)
         if sequence is not None and not self._is_due(sequence):
             self._by_age.append(sequence)
+            if self._by_nearness is None:
+                # Stable, and taken from the end: by age inside each class.
+                self._by_nearness = sorted(self._by_age, key=self._nearness, reverse=True)
             sequence = self._next_of(self._by_nearness)
         if sequence is not None:
             self._offered.add(sequence.seq_id)
@@ -89,7 +90,7 @@ class AdapterAwarePolicy:
         elif outcome is Outcome.NO_PAGES:
             # Adapters that others wait for may hold what is missing, and only the first in line may take those.
             self._is_blocked = sequence is self._first
-            self._by_age, self._by_nearness = [], [self._first] if self._first else []
+            self._by_age, self._by_nearness = ([self._first], [self._first]) if self._first else ([], [])
         elif outcome is not Outcome.ADAPTER_LOADING:
             self._is_blocked = sequence is self._first and self._is_due(sequence)
 

@@ -40,6 +40,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "admitted_at",
         "arrived_at",
         "first_token_at",
@@ -80,6 +81,7 @@ class Sequence:
         self.seq_id = seq_id
         self.request = request
         self.version = version
+        self.adapter: AdapterKey | None = version.key if version else None
         self.name = name
         self.table = table
         self.max_tokens = max_tokens
@@ -102,11 +104,6 @@ class Sequence:
 
     def __repr__(self) -> str:
         return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed}/{len(self.tokens)} computed)"
-
-    @property
-    def adapter(self) -> AdapterKey | None:
-        """Its adapter version's key, ``None`` for the base."""
-        return self.version.key if self.version else None
 
     @property
     def num_output_tokens(self) -> int:

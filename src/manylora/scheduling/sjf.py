@@ -36,7 +36,7 @@ class ShortestFirstPolicy:
         self._order: list[_Key] = []
         self._bypass = Bypass()
         self._first: Sequence | None = None
-        self._offers: list[Sequence] = []
+        self._offers: list[Sequence] | None = None  # lined up when first asked for: most steps have no seat
         self._is_blocked = False
 
     def __len__(self) -> int:
@@ -60,14 +60,13 @@ class ShortestFirstPolicy:
         return []
 
     def begin(self, now: float) -> None:
-        """Keep the first in line if it still waits, else name the shortest; line up the others."""
+        """Keep the first in line if it still waits, else name the shortest."""
         worn = self._bypass.exhausted
         if worn is not None:
             self._first = worn
         elif self._first is None or self._first.seq_id not in self._waiting:
             self._first = self._waiting[self._order[0][1]] if self._order else None
-        self._offers = self.upcoming(LOOK_AHEAD)
-        self._offers.reverse()
+        self._offers = None
         self._is_blocked = False
 
     @property
@@ -77,9 +76,10 @@ class ShortestFirstPolicy:
 
     def offer(self) -> Sequence | None:
         """Return the next by key, after the first in line."""
-        if self._is_blocked or not self._offers:
-            return None
-        return self._offers.pop()
+        if self._offers is None:
+            self._offers = self.upcoming(LOOK_AHEAD)
+            self._offers.reverse()
+        return self._offers.pop() if self._offers and not self._is_blocked else None
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
         """Go on, count who was passed, or stop."""
