@@ -20,7 +20,7 @@ from manylora.events import Event, RequestFinished
 from manylora.sim.build import build_simulated_parts
 from manylora.types import AdapterKey, AdapterVersion, Request, SamplingParams
 
-DIGEST = "ff60693d99546cf37d35b625d2745943"
+DIGEST = "cfc3c2fa32d1276551417d726733ce6f"
 NUM_REQUESTS = 400
 
 

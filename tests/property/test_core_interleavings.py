@@ -20,6 +20,7 @@ from manylora.config import AdapterConfig
 from manylora.engine.ports import PlannedSequence
 from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
+from manylora.memory import EVICTION_POLICIES
 from manylora.scheduling import POLICIES, ChameleonPolicy, queue_plan
 from manylora.sim.executor import made_up_token
 from manylora.types import FinishReason, Request
@@ -48,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(NAMES_OF_POLICIES),
         predictor=st.sampled_from(["oracle", "noisy", "quantile"]),
         chunked_prefill=st.booleans(),
+        eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
     )
     def start(
         self,
@@ -60,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy,
         predictor,
         chunked_prefill,
+        eviction,
     ) -> None:
         self.rig = make_rig(
             policy=policy,
@@ -72,7 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_loras=max_loras,
             prefix_caching=prefix_caching,
             max_model_len=40,
-            adapters=AdapterConfig(max_cpu_loras=max_cpu_loras),
+            adapters=AdapterConfig(max_cpu_loras=max_cpu_loras, eviction=eviction),
         )
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
@@ -245,6 +248,7 @@ def soak(seed: int) -> EngineStats:
         policy=NAMES_OF_POLICIES[seed % len(NAMES_OF_POLICIES)],
         predictor=rng.choice(["oracle", "noisy", "quantile"]),
         chunked_prefill=rng.random() < 0.7,
+        eviction=sorted(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
     )
     for _ in range(400):
         action = rng.random()

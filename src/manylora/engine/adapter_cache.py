@@ -24,7 +24,7 @@ from manylora.adapters.residency import Residency, TierState
 from manylora.config import AdapterConfig
 from manylora.engine.ports import AdapterLoad, Executor, LoadResult, Work
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
-from manylora.memory import Depth, PageStore
+from manylora.memory import Depth, PageStore, ReloadCosts
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["AdapterCache", "Readiness"]
@@ -53,6 +53,7 @@ class AdapterCache:
         store: The pages.
         executor: Carries loads out.
         config: Limits of the host tier.
+        costs: Kept up to date with what loads take.
         is_pinned: Whether a version is pinned to the device.
         emit: Takes events.
     """
@@ -63,18 +64,21 @@ class AdapterCache:
         store: PageStore,
         executor: Executor,
         config: AdapterConfig,
+        costs: ReloadCosts,
         is_pinned: Callable[[AdapterKey], bool],
         emit: EventSink,
     ) -> None:
         self._store = store
         self._executor = executor
         self._config = config
+        self._costs = costs
         self._is_pinned = is_pinned
         self._emit = emit
         self._residencies: dict[AdapterKey, Residency] = {}
         self._loads: list[_Load] = []
         self._host: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
         self._warming: dict[AdapterKey, None] = {}
+        self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
         self.num_active = 0  # versions that a running sequence uses
         self.host_bytes = 0
         self.num_loads = 0
@@ -116,6 +120,7 @@ class AdapterCache:
             residency.end(Tier.HOST, ok=True)
             self._host[version.key] = version.host_bytes
             self.host_bytes += version.host_bytes
+            self.refresh(version.key, now)
             self._trim_host(now)
 
     def refuse(self, version: AdapterVersion) -> None:
@@ -133,6 +138,11 @@ class AdapterCache:
 
     # -- references --------------------------------------------------------------------------------------------------
 
+    def ask(self, key: AdapterKey, now: float) -> None:
+        """A request for it arrived, and waits."""
+        self._store.adapter_used(key, now)
+        self.want(key, now)
+
     def want(self, key: AdapterKey, now: float) -> None:
         """A waiting sequence asks for it to be spared."""
         self._residencies[key].num_waiting += 1
@@ -143,8 +153,7 @@ class AdapterCache:
         residency = self._residencies[key]
         assert residency.num_waiting > 0
         residency.num_waiting -= 1
-        self.refresh(key, now)
-        self._free_if_over(key, now)
+        self._let_go(key, now)
 
     def hold(self, key: AdapterKey, now: float) -> None:
         """A sequence starts to run on it."""
@@ -162,7 +171,16 @@ class AdapterCache:
         residency.num_running -= 1
         self.num_active -= residency.num_running == 0
         residency.last_used_at = now
+        self._let_go(key, now)
+
+    def _let_go(self, key: AdapterKey, now: float) -> None:
+        """One reference fewer: it may go idle, and under a policy that keeps nothing idle it goes."""
         self.refresh(key, now)
+        residency = self._residencies[key]
+        is_idle = residency.device is TierState.RESIDENT and not residency.is_referenced and not self._is_pinned(key)
+        if is_idle and not self._store.keeps_idle_adapters:
+            self._store.release_adapter(key)
+            self.on_dropped(key, now)
         self._free_if_over(key, now)
 
     def refresh(self, key: AdapterKey, now: float) -> None:
@@ -176,7 +194,8 @@ class AdapterCache:
             depth = Depth.WANTED
         else:
             depth = Depth.IDLE
-        self._store.set_adapter_depth(key, depth, now)
+        read_bytes = 0 if residency.host is TierState.RESIDENT else residency.version.disk_bytes
+        self._store.set_adapter_depth(key, depth, now, read_bytes=read_bytes)
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
@@ -236,6 +255,10 @@ class AdapterCache:
                 del self._warming[key]
         return failures
 
+    def is_link_busy(self, tier: Tier) -> bool:
+        """Whether any load to ``tier`` is in flight."""
+        return any(load.tier is tier for load in self._loads)
+
     def _start(self, load: AdapterLoad, now: float) -> None:
         residency = self._residencies[load.version.key]
         residency.begin(load.tier)
@@ -248,6 +271,7 @@ class AdapterCache:
         key, ok = load.version.key, result.error is None
         residency = self._residencies[key]
         residency.end(load.tier, ok=ok)
+        self._measure(load, now, ok=ok)
         if load.tier is Tier.HOST:
             self.num_disk_loads += ok
             if ok:
@@ -264,6 +288,15 @@ class AdapterCache:
             self._warming.pop(key, None)
         self._emit(AdapterLoaded(now, key, load.tier, now - load.started_at, result.error))
         self._free_if_over(key, now)
+
+    def _measure(self, load: _Load, now: float, *, ok: bool) -> None:
+        """Learn what the load itself took: a link serves first in, first out, so its turn came when it was free."""
+        took_s = now - max(load.started_at, self._link_free_at[load.tier])
+        self._link_free_at[load.tier] = now
+        if ok and load.tier is Tier.HOST:
+            self._costs.read.observe(load.version.disk_bytes, took_s)
+        elif ok:
+            self._costs.copy.observe(load.version.host_bytes, took_s)
 
     # -- giving up copies --------------------------------------------------------------------------------------------
 
@@ -286,6 +319,7 @@ class AdapterCache:
             self._emit(AdapterEvicted(now, key, Tier.DEVICE, residency.version.num_pages))
         if residency.host is TierState.RESIDENT:
             self._drop_host(residency, now)
+        self._store.forget_adapter(key, now)
         del self._residencies[key]
 
     def _drop_host(self, residency: Residency, now: float) -> None:
@@ -294,6 +328,7 @@ class AdapterCache:
         self.host_bytes -= self._host.pop(key)
         self._executor.drop_adapter(key, Tier.HOST)
         self._emit(AdapterEvicted(now, key, Tier.HOST, 0))
+        self.refresh(key, now)  # its way back to the device is longer now
 
     def _is_over(self, num_bytes: int, num_adapters: int) -> bool:
         limit = self._config.max_cpu_loras

@@ -40,7 +40,16 @@ from manylora.events import (
     StepLaunched,
     TokensEmitted,
 )
-from manylora.memory import BlockTable, Depth, Owner, PageStore, make_eviction_policy, num_blocks, prefix_root
+from manylora.memory import (
+    BlockTable,
+    Depth,
+    Owner,
+    PageStore,
+    ReloadCosts,
+    make_eviction_policy,
+    num_blocks,
+    prefix_root,
+)
 from manylora.scheduling import (
     LengthPredictor,
     Nearness,
@@ -116,11 +125,12 @@ class EngineCore:
         self._sinks = tuple(sinks)
         self._rng = random.Random(seed)
         self._registry = AdapterRegistry(served_name, adapters.max_registered)
+        self._costs = ReloadCosts()
         self.store = PageStore(
             num_pages,
             base.page.num_bytes,
-            idle=make_eviction_policy(adapters.eviction),
-            wanted=make_eviction_policy(adapters.eviction),
+            memory.block_size,
+            policy=make_eviction_policy(adapters.eviction, self._costs),
             on_adapter_dropped=lambda key, now: self._cache.on_dropped(key, now),
             on_prefix_dropped=self._on_prefix_dropped,
         )
@@ -128,6 +138,7 @@ class EngineCore:
             store=self.store,
             executor=executor,
             config=adapters,
+            costs=self._costs,
             is_pinned=self._registry.is_pinned,
             emit=self._emit,
         )
@@ -214,7 +225,7 @@ class EngineCore:
         if named:
             named.num_requests += 1
             self._counters.adapter_requests += 1
-            self._cache.want(named.version.key, now)
+            self._cache.ask(named.version.key, now)
         self._policy.add(sequence, now)
         self._emit(
             RequestArrived(
@@ -330,6 +341,7 @@ class EngineCore:
             elif planned.is_sampled:
                 self._take_token(sequence, result.tokens[planned.seq_id], now)
         self._counters.steps += 1
+        self._costs.step.observe(num_tokens, now - step.launched_at)
         self._emit(StepFinished(now, step.plan.step_id, now - step.launched_at, len(step.sequences), num_tokens))
 
     def _take_token(self, sequence: Sequence, token: SampledToken, now: float) -> None:

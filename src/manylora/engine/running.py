@@ -202,11 +202,9 @@ class RunningSet:
             if readiness is Readiness.NO_ROOM:
                 return Outcome.ADAPTER_NO_PAGES
         cached = sequence.table.match(sequence.tokens, self._store.prefix) if self._memory.prefix_caching else []
-        self._store.share_kv(cached)
         num_missing = num_blocks(len(sequence.tokens), self._memory.block_size) - len(cached)
-        pages = self._store.claim_kv(num_missing, now, depth, spare=sequence.adapter)
+        pages = self._store.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=cached)
         if pages is None:
-            self._store.release_kv(cached, now)
             return Outcome.NO_PAGES
         sequence.table.adopt(cached)
         sequence.num_shared_pages = len(cached)

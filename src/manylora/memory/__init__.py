@@ -1,10 +1,17 @@
 """Memory: one pool of equal pages for KV, prefix blocks and adapters; page numbers only, no tensor."""
 
 from manylora.memory.blocks import BlockTable, num_blocks
-from manylora.memory.eviction import EVICTION_POLICIES, EvictionPolicy, IdleItem, LruEviction, make_eviction_policy
+from manylora.memory.eviction import (
+    EVICTION_POLICIES,
+    Depth,
+    EvictionPolicy,
+    IdleItem,
+    ReloadCosts,
+    make_eviction_policy,
+)
 from manylora.memory.pool import Owner, PagePool
 from manylora.memory.prefix import PrefixIndex, block_digests, prefix_root
-from manylora.memory.store import Depth, PageStore
+from manylora.memory.store import PageStore
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -12,11 +19,11 @@ __all__ = [
     "Depth",
     "EvictionPolicy",
     "IdleItem",
-    "LruEviction",
     "Owner",
     "PagePool",
     "PageStore",
     "PrefixIndex",
+    "ReloadCosts",
     "block_digests",
     "make_eviction_policy",
     "num_blocks",

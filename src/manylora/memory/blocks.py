@@ -59,7 +59,8 @@ class BlockTable:
             return
         self._extend_digests(tokens, num_computed)
         for block in range(self._num_indexed, num_full):
-            index.insert(self._digests[block], self.pages[block])
+            parent = self._digests[block - 1] if block else self._root
+            index.insert(self._digests[block], self.pages[block], parent)
         self._num_indexed = num_full
 
     def clear(self) -> list[int]:

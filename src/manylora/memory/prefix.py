@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from manylora.types import AdapterKey
@@ -53,11 +54,17 @@ def block_digests(parent: bytes, tokens: Seq[int], start: int, stop: int, block_
 
 
 class PrefixIndex:
-    """Maps digests to the pages that hold their KV, both ways."""
+    """Maps digests to the pages that hold their KV, both ways, and knows which blocks follow which.
+
+    A block is found only through those before it. One whose parent is gone is out of reach, though not lost: when
+    the parent has been computed again, under the same digest, it is found again.
+    """
 
     def __init__(self) -> None:
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._parent_of: dict[int, bytes] = {}
+        self._children: dict[bytes, dict[int, None]] = {}  # digest -> indexed pages of the blocks that follow it
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -75,15 +82,37 @@ class PrefixIndex:
             pages.append(page)
         return pages
 
-    def insert(self, digest: bytes, page: int) -> None:
-        """Index ``page`` under ``digest`` unless the block is indexed already (two requests computed it at once)."""
+    def insert(self, digest: bytes, page: int, parent: bytes) -> None:
+        """Index ``page`` under ``digest`` unless the block is indexed already (two requests computed it at once).
+
+        Args:
+            digest: The block's.
+            page: Where its KV lies.
+            parent: Digest of the block before it, or the root.
+        """
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
+            self._parent_of[page] = parent
+            self._children.setdefault(parent, {})[page] = None
 
     def remove(self, page: int) -> None:
         """Drop ``page`` from the index: its contents are about to change."""
         del self._page_of[self._digest_of.pop(page)]
+        parent = self._parent_of.pop(page)
+        siblings = self._children[parent]
+        del siblings[page]
+        if not siblings:
+            del self._children[parent]
+
+    def last_below(self, page: int, may_go: Callable[[int], bool]) -> int:
+        """Return a block at the end of a chain of blocks that may go, beginning with ``page``."""
+        while True:
+            children = self._children.get(self._digest_of[page], ())
+            child = next((child for child in children if may_go(child)), None)
+            if child is None:
+                return page
+            page = child
 
     def pages(self) -> list[int]:
         """Return all indexed pages."""

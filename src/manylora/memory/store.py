@@ -19,22 +19,16 @@ else can go).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from enum import Enum
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
-from manylora.memory.eviction import EvictionPolicy, IdleItem
+from manylora.memory.eviction import Depth, EvictionPolicy, IdleItem
+from manylora.memory.eviction.policy import ItemKey
 from manylora.memory.pool import Owner, PagePool
 from manylora.memory.prefix import PrefixIndex
 from manylora.types import AdapterKey
 
-__all__ = ["Depth", "PageStore"]
-
-
-class Depth(Enum):
-    """How far down a claim may reach."""
-
-    IDLE = 1
-    WANTED = 2
+__all__ = ["PageStore"]
 
 
 class PageStore:
@@ -43,8 +37,8 @@ class PageStore:
     Args:
         num_pages: Pages in the pool.
         page_bytes: Bytes in a page.
-        idle: Ranks what nobody asks for.
-        wanted: Ranks adapters that waiting requests ask for.
+        block_size: Tokens of KV in a page.
+        policy: Ranks what may be dropped.
         on_adapter_dropped: Told, with the time, of each adapter dropped for room; its pages are free by then.
         on_prefix_dropped: Told, with the time, how many prefix pages were dropped for room.
     """
@@ -53,34 +47,40 @@ class PageStore:
         self,
         num_pages: int,
         page_bytes: int,
+        block_size: int,
         *,
-        idle: EvictionPolicy,
-        wanted: EvictionPolicy,
+        policy: EvictionPolicy,
         on_adapter_dropped: Callable[[AdapterKey, float], None],
         on_prefix_dropped: Callable[[int, float], None],
     ) -> None:
         self.pool = PagePool(num_pages)
         self.prefix = PrefixIndex()
         self._page_bytes = page_bytes
-        self._policies = {Depth.IDLE: idle, Depth.WANTED: wanted}
+        self._block_size = block_size
+        self._policy = policy
         self._on_adapter_dropped = on_adapter_dropped
         self._on_prefix_dropped = on_prefix_dropped
         self._refs: dict[int, int] = {}  # KV page -> sequences that use it
         self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
-        self._adapter_depth: dict[AdapterKey, Depth] = {}  # absent: held
-        self._droppable = {Depth.IDLE: 0, Depth.WANTED: 0}  # pages per class
+        self._droppable: dict[ItemKey, tuple[IdleItem, Depth]] = {}  # an adapter that is not here is held
+        self._num_droppable = {Depth.IDLE: 0, Depth.WANTED: 0}  # pages per class
+
+    @property
+    def keeps_idle_adapters(self) -> bool:
+        """Whether the policy leaves adapters on the device once nobody uses or waits for them."""
+        return self._policy.keeps_idle_adapters
 
     # -- claims ------------------------------------------------------------------------------------------------------
 
     def num_claimable(self, depth: Depth, spare: AdapterKey | None = None) -> int:
         """Return how many pages a claim of that depth could get, ``spare`` left alone."""
-        num_pages = self.pool.num_free + self._droppable[Depth.IDLE]
+        num_pages = self.pool.num_free + self._num_droppable[Depth.IDLE]
         if depth is Depth.WANTED:
-            num_pages += self._droppable[Depth.WANTED]
-        if spare is not None:
-            spared = self._adapter_depth.get(spare)
-            if spared is Depth.IDLE or (spared is Depth.WANTED and depth is Depth.WANTED):
-                num_pages -= len(self._adapter_pages[spare])
+            num_pages += self._num_droppable[Depth.WANTED]
+        if spare is not None and spare in self._droppable:
+            item, spared = self._droppable[spare]
+            if spared is Depth.IDLE or depth is Depth.WANTED:
+                num_pages -= item.num_pages
         return num_pages
 
     def claim(
@@ -89,45 +89,105 @@ class PageStore:
         """Take pages, dropping idle (then wanted) things as needed; all, or ``None`` and nothing is dropped."""
         if num_pages > self.num_claimable(depth, spare):
             return None
-        num_prefix_dropped = 0
+        num_blocks_dropped = 0
         for level in (Depth.IDLE, Depth.WANTED):
             while self.pool.num_free < num_pages:
-                victim = self._policies[level].victim(now, spare)
+                victim = self._victim(level, now, spare)
                 if victim is None:
                     break
-                if isinstance(victim.key, int):
-                    self._drop_prefix_block(victim.key)
-                    num_prefix_dropped += 1
-                else:
-                    self.release_adapter(victim.key)
-                    self._on_adapter_dropped(victim.key, now)
-        if num_prefix_dropped:
-            self._on_prefix_dropped(num_prefix_dropped, now)
+                num_blocks_dropped += not victim.is_adapter
+                self._evict(victim, now)
+        if num_blocks_dropped:
+            self._on_prefix_dropped(num_blocks_dropped, now)
         pages = self.pool.allocate(num_pages, owner)
         assert pages is not None, "claimable pages were miscounted"
         return pages
 
+    def can_displace(self, num_pages: int, price: float, now: float) -> bool:
+        """Return whether that many pages could be had from free ones and from idle things cheaper than ``price``.
+
+        Args:
+            num_pages: How many.
+            price: Seconds saved per second and page by whatever would come in, as the eviction policy has it.
+            now: Seconds.
+        """
+        missing = num_pages - self.pool.num_free
+        taken: list[IdleItem] = []
+        while missing > 0:
+            victim = self._victim(Depth.IDLE, now, None, taken)
+            if victim is None or self._policy.price(victim, now) >= price:
+                break
+            self._policy.remove(victim.key)
+            taken.append(victim)
+            missing -= victim.num_pages
+        for item in taken:
+            self._policy.add(item, Depth.IDLE)
+        return missing <= 0
+
+    def _victim(self, depth: Depth, now: float, spare: AdapterKey | None, taken: Seq[IdleItem] = ()) -> IdleItem | None:
+        """Return what the policy would drop; of a chain of prefix blocks, the last one.
+
+        A policy ranks blocks one by one, and a chain's blocks are used together, the first at least as often as the
+        last. Should it name one in the middle all the same, those behind it, out of reach without it, go first.
+        """
+        victim = self._policy.victim(depth, now, spare)
+        if victim is None or isinstance(victim.key, str):
+            return victim
+        keys = {item.key for item in taken}
+        last = self.prefix.last_below(victim.key, lambda page: page in self._droppable and page not in keys)
+        return self._droppable[last][0]
+
+    def _evict(self, item: IdleItem, now: float) -> None:
+        self._policy.evict(item.key, now)
+        _, depth = self._droppable.pop(item.key)
+        self._num_droppable[depth] -= item.num_pages
+        if isinstance(item.key, int):
+            self.prefix.remove(item.key)
+            self.pool.free((item.key,))
+        else:
+            self.pool.free(self._adapter_pages.pop(item.key))
+            self._on_adapter_dropped(item.key, now)
+
+    def _set_droppable(self, item: IdleItem, depth: Depth) -> None:
+        self._droppable[item.key] = (item, depth)
+        self._num_droppable[depth] += item.num_pages
+        self._policy.add(item, depth)
+
+    def _set_held(self, key: ItemKey) -> None:
+        item, depth = self._droppable.pop(key)
+        self._num_droppable[depth] -= item.num_pages
+        self._policy.remove(key)
+
     # -- KV ----------------------------------------------------------------------------------------------------------
 
     def claim_kv(
-        self, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None
+        self, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None, shared: Seq[int] = ()
     ) -> list[int] | None:
-        """Take pages for a sequence's KV, with one reference each."""
-        pages = self.claim(num_pages, Owner.KV, now, depth, spare=spare)
-        for page in pages or ():
-            self._refs[page] = 1
-        return pages
+        """Take pages for a sequence's KV beside ``shared`` ones; all and a reference to each, or ``None``.
 
-    def share_kv(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages found in the prefix index, idle or in use."""
-        for page in pages:
+        Args:
+            num_pages: New pages.
+            now: Seconds.
+            depth: How far down to reach.
+            spare: An adapter to leave alone.
+            shared: Pages found in the prefix index, idle or in use.
+        """
+        num_idle = sum(page in self._droppable for page in shared)
+        if num_pages > self.num_claimable(depth, spare) - num_idle:
+            return None
+        for page in shared:
+            self._policy.used(page, now)
             if page in self._refs:
                 self._refs[page] += 1
             else:
-                self._policies[Depth.IDLE].remove(page)
-                self._droppable[Depth.IDLE] -= 1
+                self._set_held(page)
                 self.pool.transfer(page, Owner.KV)
                 self._refs[page] = 1
+        pages = self.claim(num_pages, Owner.KV, now, depth, spare=spare)
+        assert pages is not None, "claimable pages were miscounted"
+        for page in pages:
+            self._refs[page] = 1
+        return pages
 
     def release_kv(self, pages: list[int], now: float) -> None:
         """Drop one reference to each page; indexed ones go idle, the others free.
@@ -141,16 +201,9 @@ class PageStore:
             del self._refs[page]
             if page in self.prefix:
                 self.pool.transfer(page, Owner.PREFIX)
-                self._policies[Depth.IDLE].add(IdleItem(page, 1, self._page_bytes), now)
-                self._droppable[Depth.IDLE] += 1
+                self._set_droppable(IdleItem(page, 1, now, run_tokens=self._block_size), Depth.IDLE)
             else:
                 self.pool.free((page,))
-
-    def _drop_prefix_block(self, page: int) -> None:
-        self._policies[Depth.IDLE].remove(page)
-        self._droppable[Depth.IDLE] -= 1
-        self.prefix.remove(page)
-        self.pool.free((page,))
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
@@ -169,24 +222,39 @@ class PageStore:
         """Return the pages of an adapter that has some."""
         return self._adapter_pages[key]
 
-    def set_adapter_depth(self, key: AdapterKey, depth: Depth | None, now: float) -> None:
-        """Say who may claim an adapter's pages: anybody, those owed wanted ones, or (``None``) nobody."""
-        old = self._adapter_depth.get(key)
-        if old is depth:
+    def set_adapter_depth(self, key: AdapterKey, depth: Depth | None, now: float, *, read_bytes: int = 0) -> None:
+        """Say who may claim an adapter's pages: anybody, those owed wanted ones, or (``None``) nobody.
+
+        Args:
+            key: Which; it has pages.
+            depth: How far down a claim must reach.
+            now: Seconds.
+            read_bytes: What would have to be read from disk to bring it back, 0 while the host holds a copy.
+        """
+        item, old = self._droppable.get(key, (None, None))
+        if old is depth and (item is None or item.read_bytes == read_bytes):
             return
-        num_pages = len(self._adapter_pages[key])
-        if old is not None:
-            self._policies[old].remove(key)
-            self._droppable[old] -= num_pages
-            del self._adapter_depth[key]
+        if item is not None:
+            self._set_held(key)
         if depth is not None:
-            self._policies[depth].add(IdleItem(key, num_pages, num_pages * self._page_bytes), now)
-            self._droppable[depth] += num_pages
-            self._adapter_depth[key] = depth
+            num_pages = len(self._adapter_pages[key])
+            # Only its way back has changed: it has been idle for as long as before.
+            idle_since = item.idle_since if item is not None and old is depth else now
+            copy_bytes = num_pages * self._page_bytes
+            self._set_droppable(IdleItem(key, num_pages, idle_since, copy_bytes, read_bytes), depth)
+
+    def adapter_used(self, key: AdapterKey, now: float) -> None:
+        """Tell the policy that a request needs an adapter, wherever it is."""
+        self._policy.used(key, now)
+
+    def forget_adapter(self, key: AdapterKey, now: float) -> None:
+        """Let the policy forget an adapter that is gone for good."""
+        self._policy.forget(key, now)
 
     def release_adapter(self, key: AdapterKey) -> None:
         """Free an adapter's pages, whatever its class."""
-        self.set_adapter_depth(key, None, 0.0)
+        if key in self._droppable:
+            self._set_held(key)
         self.pool.free(self._adapter_pages.pop(key))
 
     def check_integrity(self) -> None:
@@ -196,11 +264,12 @@ class PageStore:
         assert all(self.pool.owner(page) is Owner.KV and count > 0 for page, count in self._refs.items())
         idle_blocks = [page for page in self.prefix.pages() if page not in self._refs]
         assert len(idle_blocks) == self.pool.count(Owner.PREFIX)
-        assert all(self.pool.owner(page) is Owner.PREFIX for page in idle_blocks)
+        assert all(self.pool.owner(page) is Owner.PREFIX and page in self._droppable for page in idle_blocks)
         adapter_pages = [page for pages in self._adapter_pages.values() for page in pages]
         assert len(adapter_pages) == len(set(adapter_pages)) == self.pool.count(Owner.ADAPTER)
         assert all(self.pool.owner(page) is Owner.ADAPTER for page in adapter_pages)
-        by_depth = {Depth.IDLE: len(idle_blocks), Depth.WANTED: 0}
-        for key, depth in self._adapter_depth.items():
-            by_depth[depth] += len(self._adapter_pages[key])
-        assert by_depth == self._droppable, (by_depth, self._droppable)
+        by_depth = {Depth.IDLE: 0, Depth.WANTED: 0}
+        for key, (item, depth) in self._droppable.items():
+            by_depth[depth] += item.num_pages
+            assert item.num_pages == (len(self._adapter_pages[key]) if isinstance(key, str) else 1)
+        assert by_depth == self._num_droppable, (by_depth, self._num_droppable)

@@ -1,0 +1,61 @@
+"""Eviction: which idle thing goes first when pages run short, one file per policy.
+
+``policy.py`` is the interface; ``price.py`` ranks adapters and prefix blocks in one order; the published policies
+(``weighted.py``, ``gdsf.py``, ``lru.py``) rank adapters and stand beside blocks as ``by_age.py`` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora.errors import ConfigError
+from manylora.memory.eviction.by_age import AdapterScore, ByAge
+from manylora.memory.eviction.costs import LinearCost, ReloadCosts
+from manylora.memory.eviction.gdsf import GdsfScore
+from manylora.memory.eviction.lru import LruScore
+from manylora.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
+from manylora.memory.eviction.price import PriceEviction
+from manylora.memory.eviction.reuse import ReuseModel
+from manylora.memory.eviction.weighted import WeightedScore
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "AdapterScore",
+    "ByAge",
+    "Depth",
+    "EvictionPolicy",
+    "GdsfScore",
+    "IdleItem",
+    "ItemKey",
+    "LinearCost",
+    "LruScore",
+    "PriceEviction",
+    "ReloadCosts",
+    "ReuseModel",
+    "WeightedScore",
+    "make_eviction_policy",
+]
+
+EVICTION_POLICIES: dict[str, Callable[[ReloadCosts], EvictionPolicy]] = {
+    "chameleon": lambda costs: ByAge(WeightedScore(0.45, 0.10, 0.45)),
+    "fair": lambda costs: ByAge(WeightedScore(1 / 3, 1 / 3, 1 / 3)),
+    "gdsf": lambda costs: ByAge(GdsfScore(costs)),
+    "lru": lambda costs: ByAge(LruScore()),
+    "none": lambda costs: ByAge(LruScore(), keeps_idle_adapters=False),
+    "price": PriceEviction,
+}
+
+
+def make_eviction_policy(name: str, costs: ReloadCosts) -> EvictionPolicy:
+    """Make an eviction policy by name.
+
+    Args:
+        name: One of ``EVICTION_POLICIES``.
+        costs: What bringing things back takes; whoever brings them back keeps it up to date.
+
+    Raises:
+        ConfigError: No policy has that name.
+    """
+    if name not in EVICTION_POLICIES:
+        raise ConfigError(f"Got eviction = {name!r}, expected one of {', '.join(sorted(EVICTION_POLICIES))}")
+    return EVICTION_POLICIES[name](costs)

@@ -1,0 +1,107 @@
+"""Finds the least worthy of thousands of idle items without looking at each.
+
+Worth changes with time, so no heap of scores stays true. But among items that differ in nothing but how long
+they have been idle, the order never changes. So items are kept in *groups*, each a heap that stays true, and only
+the head of each group is scored:
+
+::
+
+    group (used 1x, 8 pages)    [idle 9 s] idle 4 s  idle 1 s
+    group (used 4x, 8 pages)    [idle 70 s] idle 2 s              <- one score per group: min of the heads
+    group (used 4x, 32 pages)   [idle 31 s]
+
+Scores of heads are kept while the time stands still, so a claim that drops many things scores each group once
+and then only the groups it took from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from heapq import heapify, heappop, heappush
+
+from manylora.memory.eviction.policy import IdleItem, ItemKey
+
+__all__ = ["Ranking"]
+
+_Entry = tuple[float, int, ItemKey]  # order, serial, key
+
+
+class Ranking:
+    """Idle items in groups; within a group the lowest ``order`` is worth least, whatever the time.
+
+    Args:
+        worth: Score of an item at a time, in seconds; the lowest goes first.
+    """
+
+    def __init__(self, worth: Callable[[IdleItem, float], float]) -> None:
+        self._worth = worth
+        self._heaps: dict[Hashable, list[_Entry]] = {}
+        self._num_live: dict[Hashable, int] = {}
+        self._items: dict[ItemKey, tuple[IdleItem, Hashable, float, int]] = {}  # with group, order, serial
+        self._serial = 0
+        self._heads: dict[Hashable, tuple[float, int, ItemKey]] = {}  # worth, serial, key: as of _scored_at
+        self._scored_at: float | None = None
+        self._unscored: dict[Hashable, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: ItemKey) -> bool:
+        return key in self._items
+
+    def add(self, item: IdleItem, group: Hashable, order: float) -> None:
+        """Take in an item."""
+        assert item.key not in self._items
+        self._serial += 1
+        self._items[item.key] = (item, group, order, self._serial)
+        heap = self._heaps.setdefault(group, [])
+        heappush(heap, (order, self._serial, item.key))
+        self._num_live[group] = self._num_live.get(group, 0) + 1
+        if heap[0][1] == self._serial:
+            self._unscored[group] = None
+
+    def remove(self, key: ItemKey) -> IdleItem:
+        """Take out an item; its entry in the heap is skipped from here on."""
+        item, group, _, serial = self._items.pop(key)
+        self._num_live[group] -= 1
+        heap = self._heaps[group]
+        if not self._num_live[group]:
+            del self._heaps[group], self._num_live[group]
+            self._heads.pop(group, None)
+            self._unscored.pop(group, None)
+        elif heap[0][1] == serial:
+            heappop(heap)
+            self._unscored[group] = None
+        elif len(heap) > 2 * self._num_live[group] + 16:
+            heap[:] = [entry for entry in heap if self._is_live(entry)]
+            heapify(heap)
+        return item
+
+    def rescore(self) -> None:
+        """Score every group again: worth has changed by something other than time."""
+        self._scored_at = None
+
+    def least(self, now: float, spare: ItemKey | None = None) -> IdleItem | None:
+        """Return the item worth least, other than ``spare``; of equals the one that came first."""
+        if now != self._scored_at:
+            self._scored_at = now
+            self._unscored = dict.fromkeys(self._heaps)
+        if spare is not None and spare in self._items:
+            # Rare (the one adapter a claim is made for): look behind it.
+            item, group, order, _ = self._items[spare]
+            self.remove(spare)
+            found = self.least(now)
+            self.add(item, group, order)
+            return found
+        for group in self._unscored:
+            heap = self._heaps[group]
+            while not self._is_live(heap[0]):
+                heappop(heap)
+            _, serial, key = heap[0]
+            self._heads[group] = (self._worth(self._items[key][0], now), serial, key)
+        self._unscored.clear()
+        return self._items[min(self._heads.values())[2]][0] if self._heads else None
+
+    def _is_live(self, entry: _Entry) -> bool:
+        known = self._items.get(entry[2])
+        return known is not None and known[3] == entry[1]

@@ -1,0 +1,172 @@
+"""How likely an idle thing is used again: a hazard rate, learnt online from every gap between two uses.
+
+*Frequency* says how often it was used, *recency* how long ago; which of them tells more differs from one workload
+to the next (independent draws: frequency alone; sessions: recency almost alone). So neither is weighted by
+hand. The rate at which an idle item is used again is taken as a product
+
+::
+
+    rate(item, age) = popularity[class] * ageing[age]          per second
+                       by uses so far      by seconds idle      (classes and ages in steps of sqrt 2 and 2)
+
+which is a proportional-hazards model with both factors free. They are fitted together to counts of uses and to
+time at risk: the seconds that items of each class spent idle at each age, whether or not a use ended them. So an item
+evicted (blocks) or not used again (adapters) still counts as evidence against reuse, and popularity is not
+mistaken for youth: with independent draws the fit finds ``ageing`` flat, with sessions steep.
+
+An item used once inherits what items used once did before it: the table is its prior. Uses fade (half after
+``HALF_LIFE`` uses of anything), and so does the evidence, so the fit follows a workload that drifts.
+
+Source: the hazard rate per byte is what bounds every policy that does not know the future: Panigrahy et al., "A new
+upper bound on cache hit probability for non-anticipative caching policies" (2020); classes and online counting after
+Beckmann et al., LHD (NSDI '18); the factors by iterative proportional fitting of a Poisson model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+__all__ = ["ReuseModel"]
+
+HALF_LIFE = 2000
+"""Uses of anything after which a use counts half."""
+CLASSES_PER_OCTAVE = 2
+NUM_CLASSES = 28
+FIRST_AGE, NUM_AGES = -10, 36
+"""Ages from 2**-10 s to 2**25 s, a bucket per octave; younger and older fall into the first and last."""
+FIT_EVERY = 128
+FADE = 0.985
+"""Weight that evidence keeps from one fit to the next: half after some 6,000 uses."""
+NUM_PASSES = 2
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _History:
+    num_uses: float = 0.0  # faded
+    counted_at: int = 0  # uses of anything by then
+    since: float = 0.0  # its last use, or the end of it
+    is_idle: bool = False
+    group: int = 0  # class when last idle
+    stocked_s: float = 0.0  # age up to which its time at risk is in the books
+
+
+class ReuseModel(Generic[_Key]):
+    """Learns gaps of one kind of thing, and answers with rates."""
+
+    def __init__(self) -> None:
+        self._histories: OrderedDict[_Key, _History] = OrderedDict()  # those whose time at risk to book next in front
+        self._num_uses = 0
+        ages = 2.0 ** (FIRST_AGE + np.arange(NUM_AGES) - 0.5)  # middle of each bucket, in seconds
+        self._typical_s = ages
+        self._uses_by_class = [0.0] * NUM_CLASSES
+        self._uses_by_age = [0.0] * NUM_AGES
+        self._at_risk = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]  # seconds
+        # Before any evidence every item is as likely as its age says: rate 1 / age, which is LRU.
+        self._ageing: list[float] = (1.0 / ages).tolist()
+        self._popularity = [1.0] * NUM_CLASSES
+
+    def used(self, key: _Key, now: float) -> None:
+        """Learn that a request needs ``key``, idle or not, present or evicted."""
+        self._num_uses += 1
+        history = self._history(key, now)
+        if history.is_idle:
+            age = now - history.since
+            self._book(history, age)
+            self._uses_by_class[history.group] += 1.0
+            self._uses_by_age[_bucket(age)] += 1.0
+            history.is_idle = False
+        history.since = now
+        faded = 0.5 ** ((self._num_uses - history.counted_at) / HALF_LIFE)
+        history.num_uses = history.num_uses * faded + 1.0
+        history.counted_at = self._num_uses
+        self._book_others(now)
+        if self._num_uses % FIT_EVERY == 0:
+            self._fit()
+
+    def idle(self, key: _Key, now: float) -> None:
+        """Learn that ``key`` is idle since ``now``; saying so twice changes nothing."""
+        history = self._history(key, now)
+        if history.is_idle:
+            if history.since == now:
+                return  # the same gap
+            self._book(history, now - history.since)
+        history.is_idle = True
+        history.since = now
+        history.stocked_s = 0.0
+        history.group = _class(history.num_uses)
+
+    def forget(self, key: _Key, now: float) -> None:
+        """Close the books of something that will not be seen again."""
+        history = self._histories.pop(key, None)
+        if history is not None and history.is_idle:
+            self._book(history, now - history.since)
+
+    def group(self, key: _Key, now: float) -> int:
+        """Return the class of an item: what it shares its popularity with."""
+        return self._history(key, now).group
+
+    def rate(self, key: _Key, now: float) -> float:
+        """Return the rate, per second, at which an item is used again just now."""
+        history = self._history(key, now)
+        return self._popularity[history.group] * self._ageing[_bucket(now - history.since)]
+
+    def _history(self, key: _Key, now: float) -> _History:
+        history = self._histories.get(key)
+        if history is None:
+            history = self._histories[key] = _History(counted_at=self._num_uses, since=now)
+        return history
+
+    def _book_others(self, now: float) -> None:
+        """Book the time at risk of the next in turn: all are booked in time, and no use pays for all."""
+        for _ in range(2):
+            key = next(iter(self._histories))
+            self._histories.move_to_end(key)
+            history = self._histories[key]
+            if history.is_idle:
+                self._book(history, now - history.since)
+
+    def _book(self, history: _History, age: float) -> None:
+        """Put the seconds at risk from the last booking up to ``age`` into the table, bucket by bucket."""
+        row, begin = self._at_risk[history.group], history.stocked_s
+        for bucket in range(_bucket(begin), _bucket(age)):
+            end = 2.0 ** (FIRST_AGE + bucket)
+            row[bucket] += end - begin
+            begin = end
+        row[_bucket(age)] += max(0.0, age - begin)
+        history.stocked_s = max(age, history.stocked_s)
+
+    def _fit(self) -> None:
+        """Fit both factors in turn, from where they were; a factor without evidence goes back to its guess."""
+        at_risk = np.array(self._at_risk)
+        by_class, by_age = np.array(self._uses_by_class), np.array(self._uses_by_age)
+        popularity, ageing = np.array(self._popularity), np.array(self._ageing)
+        for _ in range(NUM_PASSES):
+            # One use more and one expected more: one observation's worth of guess.
+            popularity = (by_class + 1.0) / (at_risk @ ageing + 1.0)
+            # Only the product means anything: keep the typical use at popularity 1, or both drift.
+            popularity /= np.exp(by_class @ np.log(popularity) / max(1.0, by_class.sum()))
+            ageing = (by_age + 1.0) / (popularity @ at_risk + self._typical_s)
+        self._popularity, self._ageing = popularity.tolist(), ageing.tolist()
+        self._uses_by_class = (by_class * FADE).tolist()
+        self._uses_by_age = (by_age * FADE).tolist()
+        self._at_risk = (at_risk * FADE).tolist()
+
+
+def _bucket(age: float) -> int:
+    """Return the bucket of an age: bucket ``b`` holds ages in ``[2**(FIRST_AGE + b - 1), 2**(FIRST_AGE + b))``."""
+    return min(max(math.frexp(age)[1] - FIRST_AGE, 0), NUM_AGES - 1) if age > 0.0 else 0
+
+
+def _class(num_uses: float) -> int:
+    """Return the class of a faded number of uses; class 4 begins at one use, those below have faded."""
+    if num_uses <= 0.0:
+        return 0
+    return min(max(4 + math.floor(CLASSES_PER_OCTAVE * math.log2(num_uses) + 1e-9), 1), NUM_CLASSES - 1)
