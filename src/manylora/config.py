@@ -213,6 +213,7 @@ class ServerConfig:
         in_process: Run the engine in a thread of the API process, for debugging.
         drain_timeout_s: How long SIGTERM waits for requests in flight, in seconds.
         max_body_bytes: Largest request body.
+        adapter_histograms: Show latencies by adapter in the metrics: some sixty series for each.
     """
 
     host: str = "127.0.0.1"
@@ -223,6 +224,7 @@ class ServerConfig:
     in_process: bool = False
     drain_timeout_s: float = 30.0
     max_body_bytes: int = 32 * MIB
+    adapter_histograms: bool = False
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535")

@@ -70,7 +70,7 @@ def test_turns() -> None:
     output = Output(
         request_id="r", tokens=(token,), finish=FinishReason.STOP, stop_token=5, adapter=AdapterKey("k"), error=None
     )
-    turn = Turn([output], Observations(ttft_s=[0.5], num_failed_loads=1))
+    turn = Turn([output], Observations(ttft_s={"m": [0.5]}, num_failed_loads=1))
     assert decode_message(encode(turn)) == turn
 
 
@@ -92,12 +92,16 @@ def finished(at: float, request_id: str, reason: FinishReason) -> RequestFinishe
 
 def test_what_the_recorder_makes_of_events() -> None:
     recorder = Recorder()
-    recorder(RequestArrived(10.0, "r", None, 3))
-    recorder(TokensEmitted(10.5, "r", 1, True))
+    for request_id, adapter in (("r", "m"), ("q", "")):
+        recorder(RequestArrived(10.0, request_id, None, 3))
+        recorder.note_adapter(request_id, adapter)
+        recorder(TokensEmitted(10.5, request_id, 1, True))
     recorder(TokensEmitted(10.9, "r", 2, False))
+    recorder(finished(11.0, "r", FinishReason.LENGTH))
     observed = recorder.take()
-    assert observed.ttft_s == [0.5]
-    assert observed.inter_token_s == pytest.approx([0.2, 0.2])
+    assert observed.ttft_s == {"m": [0.5], "": [0.5]}
+    assert observed.inter_token_s == {"m": pytest.approx([0.2, 0.2])}
+    assert [one.adapter for one in observed.finished] == ["m"]
     assert recorder.take() == Observations()
 
 

@@ -149,6 +149,14 @@ def serve(
         float,
         typer.Option(help="Seconds that SIGTERM waits for requests in flight.", rich_help_panel="HTTP"),
     ] = _SERVER.drain_timeout_s,
+    adapter_histograms: Annotated[
+        bool,
+        typer.Option(
+            "--adapter-histograms",
+            help="Latencies by adapter in the metrics: some sixty series for each.",
+            rich_help_panel="HTTP",
+        ),
+    ] = False,
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="One process instead of two, for a debugger.", rich_help_panel="Debugging"),
@@ -207,6 +215,7 @@ def serve(
         lora_dirs=tuple(lora_dir or ()),
         in_process=in_process,
         drain_timeout_s=drain_timeout,
+        adapter_histograms=adapter_histograms,
     )
     _log_to_stderr(log_level)
     from manylora.server import LoraModule, run  # torch and the web framework are wanted only now

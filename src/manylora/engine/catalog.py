@@ -5,6 +5,7 @@ Every method runs on the loop's thread and returns at once; reading files has ha
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 
 from manylora.adapters.registry import AdapterRegistry, NamedAdapter
@@ -12,9 +13,11 @@ from manylora.engine.adapter_cache import AdapterCache, Readiness
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound
 from manylora.scheduling import Sequence
-from manylora.types import AdapterVersion
+from manylora.types import AdapterVersion, Tier
 
 __all__ = ["AdapterCatalog"]
+
+_HEIGHT = {tier: height for height, tier in enumerate(Tier)}
 
 
 class AdapterCatalog:
@@ -153,6 +156,19 @@ class AdapterCatalog:
     def statuses(self, now: float) -> tuple[AdapterStatus, ...]:
         """Return every registered adapter's status, in order of registration."""
         return tuple(self.status(named.name, now) for named in self._registry.all())
+
+    def busiest(self, num_adapters: int, now: float) -> tuple[AdapterStatus, ...]:
+        """Return the status of a few: those highest in the tiers, of these the ones with requests, then the most used.
+
+        For live views of thousands: looking at all is cheap, describing them is not.
+        """
+
+        def use(named: NamedAdapter) -> tuple[int, bool, int]:
+            residency = self._cache.residency(named.version.key)
+            return _HEIGHT[residency.tier], residency.is_referenced, named.num_requests
+
+        busiest = heapq.nlargest(num_adapters, self._registry.all(), key=use)
+        return tuple(self.status(named.name, now) for named in busiest)
 
     def num_pinned_pages(self, besides: AdapterVersion | None = None) -> int:
         """Return the pages of pinned versions other than ``besides``."""

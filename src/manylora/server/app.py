@@ -16,6 +16,7 @@ from manylora.server.context import Context
 from manylora.server.errors import HttpError, error_response, on_error, on_http_exception
 from manylora.server.routes_admin import admin_routes
 from manylora.server.routes_models import model_routes
+from manylora.server.routes_status import status_routes
 
 __all__ = ["make_app"]
 
@@ -31,7 +32,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 def make_app(context: Context) -> Starlette:
     """Return the application that serves ``context``."""
     app = Starlette(
-        routes=[*completion_routes, *chat_routes, *admin_routes, *model_routes],
+        routes=[*completion_routes, *chat_routes, *admin_routes, *model_routes, *status_routes],
         exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
     )
     app.state.context = context

@@ -185,9 +185,9 @@ class EngineClient:
         """Begin to copy an adapter to the device."""
         return (await self._call(lambda call: WarmAdapter(call, name))).statuses[0]
 
-    async def snapshot(self) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
-        """Return the engine's counters and the state of every adapter."""
-        reply = await self._call(TakeSnapshot)
+    async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
+        """Return the engine's counters and the state of every adapter, or of the busiest ``num_adapters``."""
+        reply = await self._call(lambda call: TakeSnapshot(call, num_adapters))
         assert reply.stats is not None
         return reply.stats, reply.statuses
 

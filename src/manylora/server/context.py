@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from manylora.config import EngineConfig, ServerConfig
 from manylora.server.auth import Gate
+from manylora.server.latency import LatencyWindow
 from manylora.server.metrics import Metrics
 from manylora.server.supervisor import Supervisor
 from manylora.text import Tokenizer
@@ -28,10 +29,12 @@ class Context:
         tokenizer: The base model's.
         gate: Who may pass.
         metrics: What ``/metrics`` shows.
+        latency: Of the last minute.
         lora_roots: Directories that adapters may be loaded from at run time.
         fingerprint: Of what answers depend on beside the adapter: ``system_fingerprint``.
         started_at: When, in seconds since the epoch.
         epoch_s: Tells the time for people, in seconds since the epoch.
+        monotonic_s: Tells the time for durations, in seconds.
     """
 
     engine_config: EngineConfig
@@ -40,10 +43,12 @@ class Context:
     tokenizer: Tokenizer
     gate: Gate
     metrics: Metrics
+    latency: LatencyWindow
     lora_roots: tuple[Path, ...]
     fingerprint: str
     started_at: int
     epoch_s: Callable[[], float]
+    monotonic_s: Callable[[], float]
 
 
 def context_of(request: Request) -> Context:

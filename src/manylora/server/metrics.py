@@ -8,7 +8,8 @@ Counters of the engine start again at zero when it is restarted, as Prometheus e
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,15 +17,13 @@ from prometheus_client.registry import Collector
 
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.server.adapter_metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, AdapterMetrics
 from manylora.server.protocol import Observations
 from manylora.server.supervisor import State, Supervisor
 from manylora.types import Tier
 
 __all__ = ["Metrics"]
 
-FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
-TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 """Tiers by the words routers look for; "gpu" is the device, whatever it is."""
 
@@ -37,11 +36,14 @@ class Metrics(Collector):
 
     Args:
         config: The engine's configuration, for the values that are labels.
+        has_adapter_histograms: Whether latencies are kept by adapter as well.
         served_name: The base model's name: the label ``model_name`` of everything under vLLM's names.
         epoch_s: Tells the time for people, in seconds since the epoch.
     """
 
-    def __init__(self, config: EngineConfig, *, served_name: str, epoch_s: Callable[[], float]) -> None:
+    def __init__(
+        self, config: EngineConfig, *, has_adapter_histograms: bool, served_name: str, epoch_s: Callable[[], float]
+    ) -> None:
         self._config = config
         self._served_name = served_name
         self._epoch_s = epoch_s
@@ -73,16 +75,20 @@ class Metrics(Collector):
         self._failed_loads = Counter(
             "manylora_adapter_load_failures", "Adapter loads that failed.", registry=self._registry
         )
+        self._by_adapter = AdapterMetrics(
+            self._registry, has_histograms=has_adapter_histograms, max_adapters=config.adapters.max_registered
+        )
 
     def observe(self, observed: Observations) -> None:
         """Take what the engine observed since its last message."""
-        for histogram, values in (
+        durations: tuple[tuple[Histogram, Iterable[float]], ...] = (
             (self._queue, observed.queue_s),
-            (self._ttft, observed.ttft_s),
-            (self._inter_token, observed.inter_token_s),
+            (self._ttft, chain.from_iterable(observed.ttft_s.values())),
+            (self._inter_token, chain.from_iterable(observed.inter_token_s.values())),
             (self._loads.labels(self._served_name, LEVELS[Tier.DEVICE]), observed.device_loads_s),
             (self._loads.labels(self._served_name, LEVELS[Tier.HOST]), observed.host_loads_s),
-        ):
+        )
+        for histogram, values in durations:
             for value in values:
                 histogram.observe(value)
         for request in observed.finished:
@@ -92,6 +98,7 @@ class Metrics(Collector):
             self._finished.labels(self._served_name, request.reason).inc()
         if observed.num_failed_loads:
             self._failed_loads.inc(observed.num_failed_loads)
+        self._by_adapter.observe(observed)
 
     def render(self, supervisor: Supervisor, stats: EngineStats | None, statuses: Sequence[AdapterStatus]) -> bytes:
         """Return the metrics as Prometheus text.
@@ -102,6 +109,8 @@ class Metrics(Collector):
             statuses: Its adapters.
         """
         self._supervisor, self._stats, self._statuses = supervisor, stats, statuses
+        if stats is not None:
+            self._by_adapter.keep_only({status.name for status in statuses})
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

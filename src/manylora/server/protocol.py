@@ -129,9 +129,10 @@ class WarmAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Report counters and the state of every adapter."""
+    """Report counters and the state of every adapter, or of the busiest ``num_adapters``."""
 
     call: int
+    num_adapters: int | None = None
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,8 +174,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One ended request, for the histograms; ``None`` where it never got that far."""
+    """One ended request, for the histograms; ``adapter`` is its name, empty for the base."""
 
+    adapter: str
     reason: str
     e2e_s: float
     num_prompt_tokens: int
@@ -186,8 +188,8 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Args:
         queue_s: Waiting time of each request admitted.
-        ttft_s: Time to first token of each request that got one.
-        inter_token_s: Gaps between tokens.
+        ttft_s: Time to first token of each request that got one, by adapter's name; the base's is empty.
+        inter_token_s: Gaps between tokens, by adapter's name.
         finished: Requests that ended.
         device_loads_s: Durations of adapter copies to the device.
         host_loads_s: Durations of adapter reads to the host tier.
@@ -195,8 +197,8 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     queue_s: list[float] = msgspec.field(default_factory=list)
-    ttft_s: list[float] = msgspec.field(default_factory=list)
-    inter_token_s: list[float] = msgspec.field(default_factory=list)
+    ttft_s: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    inter_token_s: dict[str, list[float]] = msgspec.field(default_factory=dict)
     finished: list[FinishedRequest] = msgspec.field(default_factory=list)
     device_loads_s: list[float] = msgspec.field(default_factory=list)
     host_loads_s: list[float] = msgspec.field(default_factory=list)

@@ -6,6 +6,8 @@ tokens. Nothing here looks at the clock: every event says when it happened.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from manylora.events import (
     AdapterLoaded,
     Event,
@@ -20,28 +22,36 @@ from manylora.types import FinishReason, Tier
 __all__ = ["Recorder"]
 
 
+@dataclass(slots=True)
+class _InFlight:
+    """A request that has not ended: what its next token is measured from, and whose it is."""
+
+    last_at: float
+    adapter: str = ""
+    is_stopped: bool = False
+
+
 class Recorder:
     """An event sink that gathers observations until somebody takes them. For the loop's thread alone."""
 
     def __init__(self) -> None:
         self._gathered = Observations()
-        self._arrived_at: dict[str, float] = {}
-        self._last_token_at: dict[str, float] = {}
-        self._stopped: set[str] = set()
+        self._in_flight: dict[str, _InFlight] = {}
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
         gathered = self._gathered
         match event:
             case TokensEmitted(at=at, request_id=request_id, num_tokens=num_tokens, is_first=is_first):
+                request = self._in_flight[request_id]
                 if is_first:
-                    gathered.ttft_s.append(at - self._arrived_at.get(request_id, at))
-                elif request_id in self._last_token_at:
-                    gap_s = (at - self._last_token_at[request_id]) / max(num_tokens, 1)
-                    gathered.inter_token_s.extend([gap_s] * num_tokens)
-                self._last_token_at[request_id] = at
+                    gathered.ttft_s.setdefault(request.adapter, []).append(at - request.last_at)
+                else:
+                    gap_s = (at - request.last_at) / num_tokens
+                    gathered.inter_token_s.setdefault(request.adapter, []).extend([gap_s] * num_tokens)
+                request.last_at = at
             case RequestArrived(at=at, request_id=request_id):
-                self._arrived_at[request_id] = at
+                self._in_flight[request_id] = _InFlight(at)
             case RequestAdmitted(waited_s=waited_s):
                 gathered.queue_s.append(waited_s)
             case RequestFinished():
@@ -54,9 +64,15 @@ class Recorder:
                 else:
                     gathered.host_loads_s.append(took_s)
 
+    def note_adapter(self, request_id: str, name: str) -> None:
+        """Count what comes of a request that has just arrived as an adapter's."""
+        self._in_flight[request_id].adapter = name
+
     def note_stopped(self, request_ids: list[str]) -> None:
         """Count the coming cancellation of these as a good end: their text reached a stop string."""
-        self._stopped.update(request_id for request_id in request_ids if request_id in self._arrived_at)
+        for request_id in request_ids:
+            if request_id in self._in_flight:
+                self._in_flight[request_id].is_stopped = True
 
     def take(self) -> Observations:
         """Return what was gathered since the last call."""
@@ -64,12 +80,16 @@ class Recorder:
         return gathered
 
     def _finish(self, event: RequestFinished) -> None:
-        self._arrived_at.pop(event.request_id, None)
-        self._last_token_at.pop(event.request_id, None)
+        request = self._in_flight.pop(event.request_id)
         reason = event.reason
-        if event.request_id in self._stopped:
-            self._stopped.discard(event.request_id)
-            reason = FinishReason.STOP if reason is FinishReason.CANCELLED else reason
+        if request.is_stopped and reason is FinishReason.CANCELLED:
+            reason = FinishReason.STOP
         self._gathered.finished.append(
-            FinishedRequest(reason.value, event.at - event.arrived_at, event.num_prompt_tokens, event.num_output_tokens)
+            FinishedRequest(
+                request.adapter,
+                reason.value,
+                event.at - event.arrived_at,
+                event.num_prompt_tokens,
+                event.num_output_tokens,
+            )
         )

@@ -34,9 +34,11 @@ from manylora.errors import ConfigError
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
 from manylora.server.context import Context
+from manylora.server.latency import LatencyWindow
 from manylora.server.link import EngineLink
 from manylora.server.metrics import Metrics
 from manylora.server.process_link import ProcessLink
+from manylora.server.protocol import Observations
 from manylora.server.service import SIMULATED_BUILDER, TORCH_BUILDER
 from manylora.server.supervisor import LoraModule, RestartPolicy, Supervisor
 from manylora.server.thread_link import ThreadLink
@@ -90,12 +92,15 @@ class Server:
         self._modules = modules
         self._builder = builder
         served_name = engine.model.served_model_name or engine.model.model
-        self._metrics = Metrics(engine, served_name=served_name, epoch_s=time.time)
+        self._metrics = Metrics(
+            engine, has_adapter_histograms=server.adapter_histograms, served_name=served_name, epoch_s=time.time
+        )
+        self._latency = LatencyWindow()
         self.supervisor = Supervisor(
             self._make_link,
             served_name=served_name,
             restarts=restarts,
-            observe=self._metrics.observe,
+            observe=self._observe,
             epoch_s=time.time,
         )
         self._socket = _bind(server.host, server.port)
@@ -164,6 +169,10 @@ class Server:
             if self._patience_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._patience_s)
 
+    def _observe(self, observed: Observations) -> None:
+        self._metrics.observe(observed)
+        self._latency.observe(observed, time.monotonic())
+
     def _make_link(self) -> EngineLink:
         link = ThreadLink if self._config.in_process else ProcessLink
         return link(self._engine_config, served_name=self.supervisor.served_name, builder=self._builder)
@@ -181,10 +190,12 @@ class Server:
             tokenizer=tokenizer,
             gate=Gate(self._config),
             metrics=self._metrics,
+            latency=self._latency,
             lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
             fingerprint=f"fp_{digest.hexdigest()}",
             started_at=int(time.time()),
             epoch_s=time.time,
+            monotonic_s=time.monotonic,
         )
         return _HttpServer(
             uvicorn.Config(

@@ -155,8 +155,8 @@ class EngineService:
                 post(lambda core, now: self._reply(call, lambda: core.adapters.pin(name, pinned, now)))
             case WarmAdapter(call, name):
                 post(lambda core, now: self._reply(call, lambda: core.adapters.warm(name, now)))
-            case TakeSnapshot(call):
-                post(lambda core, now: self._snapshot(core, now, call))
+            case TakeSnapshot(call, num_adapters):
+                post(lambda core, now: self._snapshot(core, now, call, num_adapters))
 
     def _info(self, parts: EngineParts) -> EngineInfo:
         base = parts.base
@@ -189,6 +189,8 @@ class EngineService:
             for request in command.requests:
                 core.add_request(request, now)
                 added.append(request.request_id)
+                named = core.adapters.resolve(request.model, self._served_name)
+                self._recorder.note_adapter(request.request_id, named.name if named else "")
         except ManyloraError as error:
             for request_id in added:
                 core.cancel(request_id, now)
@@ -202,10 +204,10 @@ class EngineService:
         for request_id in command.request_ids:
             core.cancel(request_id, now)
 
-    def _snapshot(self, core: EngineCore, now: float, call: int) -> None:
-        self._send(
-            Reply(call, statuses=core.adapters.statuses(now), stats=core.stats(), observations=self._recorder.take())
-        )
+    def _snapshot(self, core: EngineCore, now: float, call: int, num_adapters: int | None) -> None:
+        adapters = core.adapters
+        statuses = adapters.statuses(now) if num_adapters is None else adapters.busiest(num_adapters, now)
+        self._send(Reply(call, statuses=statuses, stats=core.stats(), observations=self._recorder.take()))
 
     def _read(self, command: LoadAdapter) -> None:
         """Read an adapter, on a reader's thread, then hand it to the loop. Never raises: nobody would hear."""

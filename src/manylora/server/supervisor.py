@@ -149,6 +149,11 @@ class Supervisor:
         raise CapacityError(reason, retry_after_s=retry_after_s, status=503)
 
     @property
+    def num_in_flight(self) -> int:
+        """Return how many HTTP requests are being answered."""
+        return self._num_in_flight
+
+    @property
     def engine_pid(self) -> int | None:
         """Return the engine's process id, if there is an engine."""
         return None if self._client is None else self._client.pid
