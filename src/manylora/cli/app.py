@@ -14,6 +14,7 @@ from manylora.cli.demo import demo
 from manylora.cli.generate import generate
 from manylora.cli.serve import ServeCommand, serve
 from manylora.cli.terminal import fail
+from manylora.cli.top import top
 from manylora.errors import ManyloraError
 
 __all__ = ["app", "main"]
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command(cls=ServeCommand)(serve)
 app.command()(generate)
 app.add_typer(adapters_app, name="adapters")
+app.command()(top)
 app.command()(demo)
 
 

@@ -1,0 +1,114 @@
+"""Asks a server how it is, and tells what a person can do about the answers that are none."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+import msgspec
+
+from manylora.errors import ConfigError, ManyloraError
+from manylora.server.status_report import StatusReport
+
+__all__ = ["Away", "StatusSource"]
+
+TIMEOUT_S = 5.0
+MAX_BYTES = 64 * 2**20
+MAX_MESSAGE = 300
+
+
+class Away(ManyloraError):
+    """Nobody answers just now; asking again may help."""
+
+    status = 503
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows nobody: the key is for the server that was named."""
+
+    def redirect_request(self, *_args: object) -> None:
+        return None
+
+
+class StatusSource:
+    """One server's ``GET /status``.
+
+    Args:
+        url: Its address; ``host:port`` will do, and the ``/v1`` that clients are given does no harm.
+        key: What it wants to know before it tells, if anything.
+
+    Raises:
+        ConfigError: That is no address.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = _address(url)
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._opener = urllib.request.build_opener(_NoRedirects())
+        self._has_answered = False
+
+    def fetch(self, num_adapters: int) -> StatusReport:
+        """Ask.
+
+        Args:
+            num_adapters: Most adapters to hear of.
+
+        Raises:
+            Away: There is no answer now.
+            ConfigError: The answer will not change: a wrong address or a wrong key.
+        """
+        request = urllib.request.Request(f"{self.url}/status?adapters={num_adapters}", headers=self._headers)
+        try:
+            with self._opener.open(request, timeout=TIMEOUT_S) as reply:
+                body = reply.read(MAX_BYTES)
+        except urllib.error.HTTPError as error:
+            raise self._refusal(error) from None
+        except urllib.error.URLError as error:
+            raise self._no_answer(error.reason) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._no_answer(error) from None
+        try:
+            report = msgspec.json.decode(body, type=StatusReport)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self.url} answers, but not as this version of manylora does: {error}") from None
+        self._has_answered = True
+        return report
+
+    def _refusal(self, error: urllib.error.HTTPError) -> ManyloraError:
+        with error:
+            message = _message(error.read(MAX_BYTES))
+        if error.code in (401, 403):
+            return ConfigError(f"{self.url} does not let us in (HTTP {error.code}). {message}".rstrip())
+        if error.code >= 500 or error.code == 429:
+            return Away(f"{self.url} says HTTP {error.code}. {message}".rstrip())
+        return ConfigError(f"{self.url} is no manylora server, or an older one: HTTP {error.code} for /status")
+
+    def _no_answer(self, reason: object) -> ManyloraError:
+        if isinstance(reason, ssl.SSLError) or (isinstance(reason, socket.gaierror) and not self._has_answered):
+            return ConfigError(f"{self.url} cannot be asked: {reason}")
+        return Away(f"no answer from {self.url}: {reason}")
+
+
+def _address(url: str) -> str:
+    whole = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(whole)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or not whole.isascii() or any(character.isspace() for character in whole):
+        raise ConfigError(f"Got URL = {url!r}, expected something like http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def _message(body: bytes) -> str:
+    """Return what an error says, fit to be printed; nothing if it is not one of ours."""
+    try:
+        message = str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return ""
+    return "".join(character if character.isprintable() else " " for character in message[:MAX_MESSAGE])

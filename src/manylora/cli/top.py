@@ -1,0 +1,87 @@
+"""`manylora top`: what a server is doing, as it does it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from manylora.cli.status_source import Away, StatusSource
+from manylora.cli.terminal import out
+from manylora.cli.top_view import Rates, frame, rates_between
+from manylora.config import ServerConfig
+from manylora.server.status_report import StatusReport
+
+__all__ = ["top"]
+
+ROWS_ONCE = 20
+"""Adapters in a frame that no terminal cuts."""
+
+LINES_ABOVE = 22
+"""Lines of a frame that are not adapters."""
+
+RATES_OVER = 5
+"""Intervals that rates are taken over, so that they do not jump."""
+
+
+def top(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="The server.")
+    ] = f"http://{ServerConfig().host}:{ServerConfig().port}",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame and leave, as it does without a terminal.")
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=["MANYLORA_ADMIN_KEY", "MANYLORA_API_KEY"],
+            help="The server's admin key, or an API key where it has no other.",
+        ),
+    ] = None,
+) -> None:
+    """Watch a server: memory by owner, adapters by tier, queues, latency, loads and evictions per second.
+
+    Rates need two looks, so the first ones come an interval later; with --once they are taken over one interval.
+
+    [bold]manylora top http://127.0.0.1:8000[/bold]
+    """
+    source = StatusSource(url, key)
+    if once or not sys.stdout.isatty():
+        before = source.fetch(0)
+        time.sleep(interval)
+        report = source.fetch(ROWS_ONCE)
+        out.print(frame(report, rates_between(before, report), url=source.url, num_rows=ROWS_ONCE))
+        return
+    try:
+        _watch(source, interval)
+    except KeyboardInterrupt:
+        return
+
+
+def _watch(source: StatusSource, interval_s: float) -> None:
+    """Show frame after frame until interrupted; a server that is away is asked again."""
+    recent: deque[StatusReport] = deque(maxlen=RATES_OVER + 1)
+    with Live(console=out, screen=True, auto_refresh=False) as live:
+        while True:
+            num_rows = max(0, out.height - LINES_ABOVE)
+            problem: str | None = None
+            try:
+                recent.append(source.fetch(num_rows))
+            except Away as error:
+                problem = str(error)
+            report = recent[-1] if recent else None
+            rates = None if problem else _rates(recent)
+            live.update(frame(report, rates, url=source.url, num_rows=num_rows, problem=problem), refresh=True)
+            time.sleep(interval_s)
+
+
+def _rates(recent: deque[StatusReport]) -> Rates | None:
+    """Return the rates since the oldest report of the same engine."""
+    newest = recent[-1]
+    found = (rates_between(older, newest) for older in recent)
+    return next((rates for rates in found if rates is not None), None)

@@ -1,0 +1,254 @@
+"""One frame of `manylora top`: a report, and what changed since an earlier one, as something rich can print.
+
+Everything here is a function of its arguments, so that a frame can be looked at in a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import floor
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from manylora.engine.status import EngineStats
+from manylora.server.status_report import AdapterRow, Latency, Percentiles, QueueRow, StatusReport
+
+__all__ = ["Rates", "frame", "rates_between"]
+
+BAR_WIDTH = 60
+OWNERS = (("KV", "█", "cyan"), ("prefix", "▓", "blue"), ("adapters", "▒", "magenta"), ("free", "·", "dim"))
+STATE_STYLES = {"serving": "bold green", "active": "green", "loading": "yellow", "evicting": "red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What happened per second between two reports."""
+
+    tokens: float
+    steps: float
+    loads: float
+    evictions: float
+    preemptions: float
+
+
+def rates_between(older: StatusReport, newer: StatusReport) -> Rates | None:
+    """Return the rates between two reports, ``None`` where they cannot be known: no engine, or another one."""
+    before, after, elapsed_s = older.engine, newer.engine, newer.time - older.time
+    is_same = (older.started_at, older.num_restarts) == (newer.started_at, newer.num_restarts)
+    if before is None or after is None or not is_same or elapsed_s <= 0:
+        return None
+
+    def rate(name: str) -> float:
+        change: int = getattr(after, name) - getattr(before, name)
+        return change / elapsed_s
+
+    return Rates(
+        tokens=rate("num_generated_tokens"),
+        steps=rate("num_steps"),
+        loads=rate("num_loads"),
+        evictions=rate("num_evictions"),
+        preemptions=rate("num_preemptions"),
+    )
+
+
+def frame(
+    report: StatusReport | None, rates: Rates | None, *, url: str, num_rows: int, problem: str | None = None
+) -> RenderableType:
+    """Return a frame.
+
+    Args:
+        report: The last report; ``None`` before the first.
+        rates: What happened lately.
+        url: The server.
+        num_rows: Most adapters to show.
+        problem: Why the report is not fresh, if it is not.
+    """
+    parts: list[RenderableType] = []
+    if problem is not None:
+        parts.append(Text.assemble((problem, "bold red"), (" (trying again; Ctrl-C to leave)", "dim")))
+    if report is None:
+        return Group(*parts)
+    parts.append(_headline(report, url))
+    if report.engine is None:
+        parts.append(Text("There is no engine to ask just now.", "yellow"))
+        return Group(*parts)
+    parts += [_memory(report.engine, report.page_bytes), _activity(report, report.engine, rates), _latencies(report)]
+    if report.queues:
+        parts.append(_queues(report.queues))
+    if report.adapters and num_rows > 0:
+        parts.append(_adapters(report.adapters[:num_rows], report.engine))
+    return Group(*parts)
+
+
+def _headline(report: StatusReport, url: str) -> Text:
+    restarts = f"{report.num_restarts} restarts", "bold red" if report.num_restarts else "dim"
+    return Text.assemble(
+        ("manylora ", "bold"),
+        (report.version, "dim"),
+        f"  {report.model} at {url}  ",
+        (report.state, STATE_STYLES.get(report.state, "bold yellow")),
+        (f"  up {_span(report.time - report.started_at)}  ", "dim"),
+        restarts,
+    )
+
+
+def _memory(stats: EngineStats, page_bytes: int | None) -> RenderableType:
+    pages = (stats.num_kv_pages, stats.num_prefix_pages, stats.num_adapter_pages, stats.num_free_pages)
+    bar, legend = Text(), Text()
+    for (name, mark, style), cells, count in zip(OWNERS, _shares(pages, BAR_WIDTH), pages, strict=True):
+        bar.append(mark * cells, style)
+        legend.append(f"{mark} ", style)
+        legend.append(f"{name} {count:,} ({count / stats.num_pages:.0%})  ")
+    size = "" if page_bytes is None else f" of {_size(page_bytes)}"
+    legend.append(f"{stats.num_pages:,} pages{size}", "dim")
+    return Group(Text.assemble("\n", ("memory  ", "bold"), bar), Text.assemble("        ", legend))
+
+
+def _activity(report: StatusReport, stats: EngineStats, rates: Rates | None) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
+    asked = stats.num_adapter_requests
+
+    def per_second(pick: Callable[[Rates], float]) -> str:
+        return "-" if rates is None else f"{pick(rates):,.1f}/s"
+
+    def row(title: str, *facts: tuple[str, str]) -> None:
+        cells = [Text.assemble((f"{name} ", "dim"), value) for name, value in facts]
+        table.add_row(Text(title, "bold"), *cells)
+
+    row(
+        "requests",
+        ("running", f"{stats.num_running:,}"),
+        ("waiting", f"{stats.num_waiting:,}"),
+        ("over HTTP", f"{report.num_in_flight:,}"),
+        ("pre-emptions", f"{stats.num_preemptions:,} ({per_second(lambda rates: rates.preemptions)})"),
+    )
+    row(
+        "work",
+        ("tokens", per_second(lambda rates: rates.tokens)),
+        ("steps", per_second(lambda rates: rates.steps)),
+        ("loads", f"{stats.num_loads:,} ({per_second(lambda rates: rates.loads)})"),
+        ("evictions", f"{stats.num_evictions:,} ({per_second(lambda rates: rates.evictions)})"),
+    )
+    row(
+        "adapters",
+        ("on the device", f"{stats.num_resident:,}"),
+        ("in host memory", f"{stats.num_host:,}"),
+        ("registered", f"{stats.num_registered:,}"),
+        ("found on the device", "-" if not asked else f"{stats.num_adapter_hits / asked:.1%} of {asked:,}"),
+    )
+    return table
+
+
+def _latencies(report: StatusReport) -> Table:
+    table = _table(f"last {report.window_s:.0f} s", "P50", "P90", "P99", "count")
+    for title, durations in (
+        ("waiting", report.latency.queue_s),
+        ("first token", report.latency.ttft_s),
+        ("between tokens", report.latency.inter_token_s),
+        ("whole request", report.latency.e2e_s),
+    ):
+        if durations is None:
+            table.add_row(title, "-", "-", "-", "0")
+        else:
+            figures = (durations.p50, durations.p90, durations.p99)
+            table.add_row(title, *map(_seconds, figures), f"{durations.count:,}")
+    return table
+
+
+def _queues(queues: Sequence[QueueRow]) -> Table:
+    table = _table("queue", "waiting", "running", "size below", "quota", "taken")
+    for number, queue in enumerate(queues, 1):
+        table.add_row(
+            str(number),
+            f"{queue.num_waiting:,}",
+            _known(queue.num_running),
+            "-" if queue.below is None else f"{queue.below:.4g}",
+            _known(queue.quota_tokens),
+            _known(queue.used_tokens),
+        )
+    return table
+
+
+def _adapters(rows: Sequence[AdapterRow], stats: EngineStats) -> Table:
+    titles = ("tier", "state", "rank", "pages", "running", "waiting", "requests", "hits", "first token", "between")
+    table = _table("adapter", *titles)
+    for row in rows:
+        hits = "-" if not row.num_requests else f"{row.num_hits / row.num_requests:.0%}"
+        table.add_row(
+            Text(row.name + (" (pinned)" if row.pinned else "")),
+            row.tier,
+            Text(row.state, STATE_STYLES.get(row.state, "")),
+            str(row.rank),
+            f"{row.num_pages:,}",
+            str(row.num_running or ""),
+            str(row.num_waiting or ""),
+            f"{row.num_requests:,}",
+            hits,
+            *_p99s(row.latency),
+        )
+    if len(rows) < stats.num_registered:
+        table.caption = f"{len(rows):,} of {stats.num_registered:,}; times are P99"
+    else:
+        table.caption = "times are P99"
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption_justify="left")
+    table.add_column(first, style="cyan", overflow="ellipsis", no_wrap=True)
+    for title in others:
+        table.add_column(title, justify="left" if title in ("tier", "state") else "right", no_wrap=True)
+    return table
+
+
+def _p99s(latency: Latency) -> tuple[str, str]:
+    def p99(durations: Percentiles | None) -> str:
+        return "" if durations is None else _seconds(durations.p99)
+
+    return p99(latency.ttft_s), p99(latency.inter_token_s)
+
+
+def _shares(parts: Sequence[int], width: int) -> list[int]:
+    """Divide ``width`` cells in proportion to ``parts``, none of them lost: the largest remainders round up."""
+    total = sum(parts)
+    exact = [part * width / total for part in parts]
+    cells = [floor(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda index: cells[index] - exact[index])
+    for index in by_remainder[: width - sum(cells)]:
+        cells[index] += 1
+    return cells
+
+
+def _known(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _seconds(value_s: float) -> str:
+    if value_s < 1e-3:
+        return f"{value_s * 1e6:.0f} µs"
+    if value_s < 1.0:
+        value_ms = value_s * 1e3
+        return f"{value_ms:.{2 if value_ms < 10 else 1 if value_ms < 100 else 0}f} ms"
+    return f"{value_s:.2f} s" if value_s < 100 else _span(value_s)
+
+
+def _span(seconds: float) -> str:
+    """Write how long something has been, in its two largest units."""
+    left = max(0, int(seconds))
+    days, hours, minutes = left // 86400, left // 3600 % 24, left // 60 % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {left % 60} s" if minutes else f"{left} s"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"
