@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from manylora.memory import num_blocks
+from manylora.scheduling import queue_plan
 from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
 from manylora.scheduling.line import Line
 from manylora.scheduling.opportunity import Running, pages_freed, steps_to_end, steps_until
@@ -67,7 +68,8 @@ class ChameleonPolicy:
         self._history = RequestHistory()
         self._sizer = RequestSizer(context.config.request_size)
         self._plan = QueuePlan((), (self._total,))
-        self._plan_again_at = -inf
+        self._plan_after: float = queue_plan.FIRST_PLAN_AFTER  # arrivals
+        self._plan_again_at = inf  # seconds
         self._lines = [Line()]
         self._ledger = QuotaLedger(self._plan.quotas)
         self._waiting: dict[int, _Entry] = {}  # by seq_id
@@ -139,7 +141,8 @@ class ChameleonPolicy:
 
     def begin(self, now: float) -> None:
         """Settle the queues anew if it is time, and name the first in line."""
-        if now >= self._plan_again_at and self._history.is_enough:
+        num_arrivals = self._history.num_arrivals
+        if num_arrivals >= self._plan_after or (now >= self._plan_again_at and num_arrivals):
             self._settle(now)
         self._first = self._first_now()
         self._offered.clear()
@@ -223,7 +226,11 @@ class ChameleonPolicy:
                     return
 
     def _charge(self, entry: _Entry) -> int:
-        return min(entry.demand.tokens, self._ledger.quotas[entry.queue])
+        """Return the tokens an admission holds: an adapter that runs already is held, and paid for, by others."""
+        tokens = entry.demand.tokens
+        if entry.sequence.adapter in self._users:
+            tokens -= entry.demand.adapter
+        return min(tokens, self._ledger.quotas[entry.queue])
 
     # -- opportunistic bypass ----------------------------------------------------------------------------------------
 
@@ -279,7 +286,9 @@ class ChameleonPolicy:
 
     def _settle(self, now: float) -> None:
         """Plan the queues by recent requests, and move everybody to where they belong now."""
-        self._plan_again_at = now + self._config.refresh_s
+        if now >= self._plan_again_at or self._plan_again_at == inf:
+            self._plan_again_at = now + self._config.refresh_s
+        self._plan_after = 2 * self._history.num_arrivals
         self._sizer.fit(demand for _, demand in self._history.arrivals)
         self._plan = self._make_plan(now)
         old = self._ledger
@@ -348,5 +357,5 @@ class StaticQueuesPolicy(ChameleonPolicy):
     """
 
     def _make_plan(self, now: float) -> QueuePlan:
-        self._plan_again_at = inf
+        self._plan_again_at = self._plan_after = inf
         return plan_static(self._history, self._sizer, total=self._total)

@@ -1,6 +1,8 @@
 """How many queues, where they are cut, and what each may hold: settled anew every few minutes from recent requests.
 
-Before the first hundred requests there is one queue with all tokens.
+Before the first hundred requests there is one queue with all tokens. A first plan rests on little, and on durations
+of none but short requests, so it is made anew each time the number of requests has doubled, until the
+regular time comes round.
 
 Source: Chameleon, sections 4.3.4 and 4.3.5; the static plan is the baseline of section 5.4.5.
 """
@@ -13,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from manylora.scheduling.clustering import choose, cluster, cut_offs
-from manylora.scheduling.quota import QueueLoad, minimum_quota, share_out
+from manylora.scheduling.quota import QueueLoad, in_proportion, share_out
 from manylora.scheduling.request_size import Demand, RequestSizer
 
 __all__ = ["QueuePlan", "RequestHistory", "plan_queues", "plan_static"]
@@ -48,13 +50,11 @@ class RequestHistory:
         self.arrivals: deque[tuple[float, Demand]] = deque(maxlen=WINDOW)
         self._durations: deque[tuple[Demand, float]] = deque(maxlen=WINDOW)
 
-    @property
-    def is_enough(self) -> bool:
-        """Whether there were enough requests to plan by."""
-        return len(self.arrivals) >= FIRST_PLAN_AFTER
+        self.num_arrivals = 0
 
     def arrived(self, demand: Demand, now: float) -> None:
         """Take in an arrival."""
+        self.num_arrivals += 1
         self.arrivals.append((now, demand))
 
     def ended(self, demand: Demand, duration_s: float) -> None:
@@ -70,11 +70,12 @@ class RequestHistory:
         """Return the load of each queue that these cut-offs would make."""
         span_s = max(now - self.arrivals[0][0], 1e-9)
         num_queues = len(cuts) + 1
-        max_tokens, counts = [0] * num_queues, [0] * num_queues
+        max_tokens, sums, counts = [0] * num_queues, [0] * num_queues, [0] * num_queues
         seconds, ends = [0.0] * num_queues, [0] * num_queues
         for _, demand in self.arrivals:
             queue = bisect_right(cuts, sizer.size(demand))
             counts[queue] += 1
+            sums[queue] += demand.tokens
             max_tokens[queue] = max(max_tokens[queue], demand.tokens)
         for demand, duration_s in self._durations:
             queue = bisect_right(cuts, sizer.size(demand))
@@ -84,6 +85,7 @@ class RequestHistory:
         return [
             QueueLoad(
                 max_tokens=max_tokens[queue],
+                mean_tokens=sums[queue] / max(1, counts[queue]),
                 duration_s=seconds[queue] / ends[queue] if ends[queue] else mean_s,
                 rate=counts[queue] / span_s,
             )
@@ -107,8 +109,7 @@ def plan_queues(
     sizes = [sizer.size(demand) for _, demand in history.arrivals]
     cuts = cut_offs(choose(cluster(sizes, min(MAX_QUEUES, total)), criterion))
     slo_s = slo_s or SLO_FACTOR * history.mean_duration_s()
-    minima = [minimum_quota(load, slo_s) for load in history.loads(sizer, cuts, now)]
-    return QueuePlan(cuts, share_out(total, minima))
+    return QueuePlan(cuts, share_out(total, history.loads(sizer, cuts, now), slo_s))
 
 
 def plan_static(history: RequestHistory, sizer: RequestSizer, *, total: int) -> QueuePlan:
@@ -117,4 +118,4 @@ def plan_static(history: RequestHistory, sizer: RequestSizer, *, total: int) -> 
     low, high = min(sizes), max(sizes)
     num_queues = min(MAX_QUEUES, total)
     cuts = tuple(low + (high - low) * index / num_queues for index in range(1, num_queues))
-    return QueuePlan(cuts, share_out(total, [1.0] * num_queues))
+    return QueuePlan(cuts, in_proportion(total, [1.0] * num_queues))

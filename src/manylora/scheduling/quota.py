@@ -4,20 +4,19 @@ A queue that gets ``S * D * (1/SLO + rate)`` tokens serves ``rate`` requests a s
 tokens for ``D`` seconds, within ``SLO`` seconds on average (an M/M/1 queue with ``mu = tokens / (S * D)``). What is
 left of all tokens goes to the queues in proportion to these minima.
 
-Where the minima exceed what there is, the paper says nothing. We give every queue the same ceiling, as high as it
-can be: queues that need little get all of it, and the others share the rest evenly. Cutting all in proportion
-would starve the short requests' lane first, whose minimum is smallest.
+Where the minima exceed what there is, the paper says nothing. They often do, for ``S`` is the *largest* demand, many
+times the mean in every queue. We share in proportion to what each queue holds at its busy times: so they keep up
+with their arrivals equally well, and a queue of few large requests, which varies most, is not cut short.
 
 Source: Chameleon, section 4.3.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-__all__ = ["QueueLoad", "QuotaLedger", "minimum_quota", "share_out"]
+__all__ = ["QueueLoad", "QuotaLedger", "in_proportion", "minimum_quota", "share_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +25,24 @@ class QueueLoad:
 
     Args:
         max_tokens: Largest demand of one (S).
+        mean_tokens: Mean demand.
         duration_s: Mean time from admission to end in seconds (D).
         rate: Arrivals per second.
     """
 
     max_tokens: int
+    mean_tokens: float
     duration_s: float
     rate: float
+
+    @property
+    def busy_tokens(self) -> float:
+        """Tokens its running requests hold at a busy time while it keeps up: the mean and two standard deviations.
+
+        By Little's law ``rate * duration`` requests run on average, and their number varies as its square root.
+        """
+        num_running = self.rate * self.duration_s
+        return self.mean_tokens * (num_running + 2.0 * num_running**0.5)
 
 
 def minimum_quota(load: QueueLoad, slo_s: float) -> float:
@@ -40,38 +50,27 @@ def minimum_quota(load: QueueLoad, slo_s: float) -> float:
     return load.max_tokens * load.duration_s * (1.0 / slo_s + load.rate)
 
 
-def share_out(total: int, minima: Seq[float]) -> tuple[int, ...]:
+def share_out(total: int, loads: Seq[QueueLoad], slo_s: float) -> tuple[int, ...]:
     """Share ``total`` tokens out among queues; the quotas add up to it, and each is at least 1.
 
     Args:
         total: At least one token per queue.
-        minima: What each queue needs, 0 or more.
+        loads: What was seen of each queue.
+        slo_s: Seconds a request may take.
     """
-    assert total >= len(minima) > 0
-    needed = sum(minima)
-    if needed <= 0:
-        shares = [total / len(minima)] * len(minima)
-    elif needed <= total:
-        shares = [minimum * total / needed for minimum in minima]
-    else:
-        ceiling = _ceiling(total, minima)
-        shares = [min(minimum, ceiling) for minimum in minima]
-    quotas = [max(1, int(share)) for share in shares]
-    # Rounding down left a few tokens over (or raising to 1 took some): the largest queue will not notice.
-    quotas[max(range(len(quotas)), key=quotas.__getitem__)] += total - sum(quotas)
-    return tuple(quotas)
+    minima = [minimum_quota(load, slo_s) for load in loads]
+    return in_proportion(total, minima if sum(minima) <= total else [load.busy_tokens for load in loads])
 
 
-def _ceiling(total: int, minima: Seq[float]) -> float:
-    """Return the ``c`` for which the minima, cut at ``c``, add up to ``total``."""
-    left = float(total)
-    rising = sorted(minima)
-    for index, minimum in enumerate(rising):
-        even = left / (len(rising) - index)
-        if minimum >= even:
-            return even
-        left -= minimum
-    return rising[-1]
+def in_proportion(total: int, weights: Seq[float]) -> tuple[int, ...]:
+    """Split ``total`` in proportion to ``weights``, evenly if there are none, into integers of at least 1."""
+    assert total >= len(weights) > 0
+    whole = sum(weights)
+    shares = [total * weight / whole for weight in weights] if whole > 0 else [total / len(weights)] * len(weights)
+    parts = [max(1, int(share)) for share in shares]
+    # Rounding left a few tokens over, or raising to 1 took some: the largest part will not notice.
+    parts[max(range(len(parts)), key=parts.__getitem__)] += total - sum(parts)
+    return tuple(parts)
 
 
 class QuotaLedger:
@@ -100,13 +99,14 @@ class QuotaLedger:
         """Return the tokens of a queue's quota that are taken, lent ones included."""
         return self._used[queue]
 
-    def free(self, queues: Iterable[int]) -> int:
+    def free(self, queues: Seq[int]) -> int:
         """Return the tokens these queues could give together."""
         own = sum(max(0, self.quotas[queue] - self._used[queue]) for queue in queues)
         return min(own, self.total - self.held)
 
-    def take(self, seq_id: int, tokens: int, queues: Iterable[int]) -> None:
+    def take(self, seq_id: int, tokens: int, queues: Seq[int]) -> None:
         """Charge a request to these queues, the first ones first."""
+        assert tokens <= self.free(queues), "more than there is"
         loans = []
         left = tokens
         for queue in queues:
@@ -115,7 +115,6 @@ class QuotaLedger:
                 self._used[queue] += part
                 loans.append((queue, part))
                 left -= part
-        assert left == 0 and self.held + tokens <= self.total, "more than there is"
         self.held += tokens
         self._loans[seq_id] = loans
 

@@ -1,0 +1,417 @@
+"""Every scheduling policy with every eviction policy at low, medium and high load, simulated on the virtual clock.
+
+The core, the loop and the cache are the ones that serve; only the device is made up: a step takes so long and so
+much more per token, a copy takes its bytes over the link. The workload is the one of the Chameleon evaluation as far as
+it is published: Llama-7B on a 48 GB card, 100 adapters of rank 8 to 128 in equal number on q, k, v and o, ranks
+equally popular, a power law inside each rank, lengths of the Azure conversation trace scaled down so that the card
+is full at the loads named, Poisson arrivals.
+
+Run it: `python bench/policies.py [--lengths AzureLLMInferenceTrace_conv.csv]` (`--quick` for a smoke test). Without
+the trace lengths are drawn from gamma distributions fitted to it. It writes `results/policies.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import sys
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise, product
+from pathlib import Path
+from time import perf_counter
+
+from manylora.adapters.layout import lay_out
+from manylora.clock import VirtualClock
+from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.engine.core import EngineCore
+from manylora.engine.loop import EngineLoop
+from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished, TokensEmitted
+from manylora.memory import EVICTION_POLICIES
+from manylora.scheduling import POLICIES
+from manylora.scheduling.clustering import cluster, cut_offs
+from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.sim.cost import FixedCost
+from manylora.sim.executor import SimulatedExecutor
+from manylora.sim.shapes import decoder_shape
+from manylora.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams
+
+RESULTS = Path(__file__).parent / "results"
+GIB = 2**30
+LLAMA_7B = decoder_shape(
+    name="llama-2-7b",
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    intermediate_size=11008,
+    vocab_size=32_000,
+    max_model_len=4096,
+)
+# 90 % of 48 GiB, less 12.6 GiB of weights and 2 GiB for activations.
+NUM_PAGES = int((0.9 * 48 - 12.6 - 2.0) * GIB) // LLAMA_7B.page.num_bytes
+# A40: 13.5 GB of weights at 696 GB/s is 19 ms a step, 14 GFLOP a token at 60 % of 150 TFLOP/s is 0.16 ms; PCIe 4.0.
+COST = FixedCost(step_s=0.021, token_s=0.00016, copy_bytes_per_s=16e9)
+RANKS = (8, 16, 32, 64, 128)
+LOADS = {"low": 6.0, "medium": 8.0, "high": 9.0}
+CLASSES = ("small", "medium", "large")
+INPUT_GAMMA, OUTPUT_GAMMA = (1.338, 863.0), (1.646, 128.0)
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 512
+TOKEN = SampledToken(token_id=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of the workload: its lengths in tokens are the truth."""
+
+    at: float
+    prompt: int
+    output: int
+    adapter: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one run showed; times in seconds, shares in [0, 1].
+
+    Args:
+        queueing: Mean share of a request's time spent waiting for admission, by class of size.
+    """
+
+    policy: str
+    eviction: str
+    load: str
+    rate: float
+    requests: int
+    ttft_p50: float
+    ttft_p99: float
+    tbt_p99: float
+    hit_rate: float
+    loads_per_s: float
+    squashed: float
+    preempted: float
+    queueing: dict[str, float]
+    ttft_p99_of: dict[str, float]
+    within_slo: float
+    wall_s: float
+
+
+def adapter_versions(num_adapters: int) -> list[AdapterVersion]:
+    """Return adapters of every rank in equal number, sized by their real layout."""
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    by_rank = {}
+    for rank in RANKS:
+        ranks = {m.name: rank for m in LLAMA_7B.modules if m.name.rpartition(".")[2] in attention}
+        by_rank[rank] = (lay_out(ranks, LLAMA_7B).num_pages, rank * len(ranks), len(ranks))
+    versions = []
+    for index in range(num_adapters):
+        rank = RANKS[index % len(RANKS)]
+        num_pages, total_rank, num_modules = by_rank[rank]
+        num_bytes = num_pages * LLAMA_7B.page.num_bytes
+        versions.append(
+            AdapterVersion(
+                key=AdapterKey(f"{index:032x}"),
+                source="",
+                rank=rank,
+                total_rank=total_rank,
+                num_modules=num_modules,
+                target_modules=attention,
+                num_pages=num_pages,
+                weight_bytes=num_bytes,
+                host_bytes=num_bytes,
+                disk_bytes=num_bytes,
+            )
+        )
+    return versions
+
+
+def read_lengths(path: str | None, scale: float, rng: random.Random, count: int) -> list[tuple[int, int]]:
+    """Return pairs of prompt and answer lengths, drawn from the trace or from what was fitted to it."""
+    if path is None:
+        pairs = [(rng.gammavariate(*INPUT_GAMMA), rng.gammavariate(*OUTPUT_GAMMA)) for _ in range(count)]
+    else:
+        with open(path, newline="") as file:
+            rows = [(float(row["ContextTokens"]), float(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+        pairs = [rng.choice(rows) for _ in range(count)]
+    limit = LLAMA_7B.max_model_len // 2
+    return [(min(limit, max(4, round(a * scale))), min(limit, max(1, round(b * scale)))) for a, b in pairs]
+
+
+def make_jobs(
+    rate: float, duration_s: float, *, lengths: str | None, scale: float, num_adapters: int, seed: int
+) -> list[Job]:
+    """Draw a workload; the lengths and adapters of the n-th request are the same at every rate."""
+    rng, times = random.Random(seed), random.Random(seed + 1)
+    num_jobs = int(rate * duration_s)
+    pairs = read_lengths(lengths, scale, rng, num_jobs)
+    per_rank = num_adapters // len(RANKS)
+    weights = list(accumulate(1.0 / (place + 1) for place in range(per_rank)))
+    jobs, at = [], 0.0
+    for prompt, output in pairs:
+        at += times.expovariate(rate)
+        place = rng.choices(range(per_rank), cum_weights=weights)[0]
+        jobs.append(Job(at, prompt, output, place * len(RANKS) + rng.randrange(len(RANKS))))
+    return jobs
+
+
+class Record:
+    """Takes events and remembers times."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[str, float] = {}
+        self.admitted: dict[str, float] = {}
+        self.tokens: dict[str, list[float]] = {}
+        self.finished: dict[str, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case TokensEmitted(at=at, request_id=request_id):
+                self.tokens.setdefault(request_id, []).append(at)
+            case RequestArrived(at=at, request_id=request_id):
+                self.arrived[request_id] = at
+            case RequestAdmitted(at=at, request_id=request_id):
+                self.admitted[request_id] = at
+            case RequestFinished(at=at, request_id=request_id):
+                self.finished[request_id] = at
+
+
+def simulate(
+    jobs: Seq[Job], versions: Seq[AdapterVersion], scheduler: SchedulerConfig, eviction: str
+) -> tuple[EngineCore, Record]:
+    """Run a workload to its end."""
+    clock, record = VirtualClock(), Record()
+    executor = SimulatedExecutor(COST, vocab_size=LLAMA_7B.vocab_size, choose=lambda part: TOKEN)
+    core = EngineCore(
+        base=LLAMA_7B,
+        num_pages=NUM_PAGES,
+        executor=executor,
+        scheduler=scheduler,
+        memory=MemoryConfig(prefix_caching=False),
+        adapters=AdapterConfig(eviction=eviction, host_bytes=1 << 50),
+        served_name="base",
+        sinks=[record],
+    )
+    for index, version in enumerate(versions):
+        core.adapters.register(f"a{index}", version, 0.0)
+    arrivals = (
+        (
+            job.at,
+            Request(
+                request_id=str(index),
+                prompt=(0,) * job.prompt,
+                sampling=SamplingParams(max_tokens=job.output, ignore_eos=True),
+                model=f"a{job.adapter}",
+            ),
+        )
+        for index, job in enumerate(jobs)
+    )
+    EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+    return core, record
+
+
+def percentile(values: Seq[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def size_classes(jobs: Seq[Job], versions: Seq[AdapterVersion]) -> list[str]:
+    """Sort requests into three classes by their true size, cut where three clusters of sizes meet."""
+    block = LLAMA_7B.page.block_size
+    demands = [Demand(job.prompt, job.output, versions[job.adapter].num_pages * block) for job in jobs]
+    sizer = RequestSizer("degree-2")
+    sizer.fit(demands)
+    sizes = [sizer.size(demand) for demand in demands]
+    low, high = cut_offs(cluster(sizes, 3)[-1])
+    return ["small" if size < low else "medium" if size < high else "large" for size in sizes]
+
+
+def run(
+    label: tuple[str, str, str],
+    jobs: Seq[Job],
+    versions: Seq[AdapterVersion],
+    scheduler: SchedulerConfig,
+    eviction: str,
+    *,
+    warm_up_s: float,
+    slo_s: float,
+) -> Row:
+    """Simulate one combination and reduce it to a row; requests of the warm-up are served and not counted."""
+    began = perf_counter()
+    core, record = simulate(jobs, versions, scheduler, eviction)
+    classes = size_classes(jobs, versions)
+    counted = [index for index, job in enumerate(jobs) if job.at >= warm_up_s]
+    ttft = {i: record.tokens[str(i)][0] - record.arrived[str(i)] for i in counted}
+    gaps = [after - before for i in counted for before, after in pairwise(record.tokens[str(i)])]
+
+    def queueing(i: int) -> float:
+        total = record.finished[str(i)] - record.arrived[str(i)]
+        return (record.admitted[str(i)] - record.arrived[str(i)]) / total
+
+    of_class = {name: [i for i in counted if classes[i] == name] for name in CLASSES}
+    stats = core.stats()
+    policy, shown_eviction, load = label
+    return Row(
+        policy=policy,
+        eviction=shown_eviction,
+        load=load,
+        rate=len(jobs) / jobs[-1].at,
+        requests=len(counted),
+        ttft_p50=percentile(list(ttft.values()), 0.5),
+        ttft_p99=percentile(list(ttft.values()), 0.99),
+        tbt_p99=percentile(gaps, 0.99),
+        hit_rate=stats.num_adapter_hits / stats.num_adapter_requests,
+        loads_per_s=stats.num_loads / max(record.finished.values()),
+        squashed=stats.num_squashes / len(jobs),
+        preempted=stats.num_preemptions / len(jobs),
+        queueing={name: sum(map(queueing, ids)) / max(1, len(ids)) for name, ids in of_class.items()},
+        ttft_p99_of={name: percentile([ttft[i] for i in ids], 0.99) for name, ids in of_class.items()},
+        within_slo=sum(one <= slo_s for one in ttft.values()) / len(ttft),
+        wall_s=perf_counter() - began,
+    )
+
+
+def unloaded_mean_s(jobs: Seq[Job], versions: Seq[AdapterVersion]) -> float:
+    """Return the mean time of a request that runs alone, in seconds."""
+    alone = [Job(60.0 * index, job.prompt, job.output, job.adapter) for index, job in enumerate(jobs[:200])]
+    _, record = simulate(alone, versions, SchedulerConfig(), "lru")
+    return sum(record.finished[key] - record.arrived[key] for key in record.finished) / len(alone)
+
+
+POLICY_ROWS: dict[str, dict[str, object]] = {
+    **{name: {"policy": name} for name in sorted(POLICIES)},
+    "fifo, whole prompts": {"policy": "fifo", "chunked_prefill": False},
+}
+VARIANTS: dict[str, dict[str, object]] = {
+    "chameleon, accuracy 100 %": {"policy": "chameleon", "predictor": "oracle"},
+    "chameleon, accuracy 80 %": {"policy": "chameleon"},
+    "chameleon, accuracy 60 %": {"policy": "chameleon", "predictor_accuracy": 0.6},
+    "chameleon, degree-1": {"policy": "chameleon", "request_size": "degree-1"},
+    "chameleon, output only": {"policy": "chameleon", "request_size": "output"},
+    "chameleon, output only, accuracy 60 %": {
+        "policy": "chameleon",
+        "request_size": "output",
+        "predictor_accuracy": 0.6,
+    },
+    "chameleon, least WCSS": {"policy": "chameleon", "queue_criterion": "wcss"},
+    "sjf, accuracy 100 %": {"policy": "sjf", "predictor": "oracle"},
+}
+
+
+def table(rows: Seq[Row], first: str) -> list[str]:
+    lines = [
+        f"| {first} | eviction | TTFT P50 | TTFT P99 | TBT P99 | within SLO | hit rate | loads/s | squashed | pre-empted "
+        "| queueing share S / M / L | TTFT P99 S / M / L |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        shares = " / ".join(f"{row.queueing[name]:.1%}" for name in CLASSES)
+        tails = " / ".join(f"{row.ttft_p99_of[name]:.2f}" for name in CLASSES)
+        lines.append(
+            f"| {row.policy} | {row.eviction} | {row.ttft_p50:.3f} | {row.ttft_p99:.2f} | {row.tbt_p99:.3f} "
+            f"| {row.within_slo:.1%} | {row.hit_rate:.1%} | {row.loads_per_s:.2f} | {row.squashed:.2%} "
+            f"| {row.preempted:.2%} | {shares} | {tails} |"
+        )
+    return lines
+
+
+def report(rows: Seq[Row], variants: Seq[Row], settings: str, slo_s: float) -> str:
+    lines = ["# Policies under load, simulated", "", settings, ""]
+    for load, rate in LOADS.items():
+        lines += [
+            f"## {load.capitalize()} load: {rate:g} requests a second",
+            "",
+            *table([r for r in rows if r.load == load], "policy"),
+            "",
+        ]
+    if variants:
+        lines += ["## Variants at high load", "", *table(variants, "variant"), ""]
+    notes = Path(__file__).with_name("policies_notes.md")
+    if notes.exists():
+        lines += [notes.read_text().rstrip(), ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", metavar="CSV", help="AzureLLMInferenceTrace_conv.csv")
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute of arrivals, fewer combinations, nothing written"
+    )
+    parser.add_argument("--duration", type=float, default=300.0, help="seconds of arrivals")
+    parser.add_argument("--scale", type=float, default=0.3, help="what lengths are multiplied by")
+    parser.add_argument("--adapters", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", action="append", choices=sorted(POLICY_ROWS))
+    parser.add_argument("--eviction", action="append", choices=sorted(EVICTION_POLICIES))
+    parser.add_argument("--load", action="append", choices=sorted(LOADS))
+    options = parser.parse_args()
+    duration_s = 60.0 if options.quick else options.duration
+    warm_up_s = duration_s / 5
+    versions = adapter_versions(options.adapters)
+    jobs_of = {
+        load: make_jobs(
+            rate,
+            duration_s,
+            lengths=options.lengths,
+            scale=options.scale,
+            num_adapters=options.adapters,
+            seed=options.seed,
+        )
+        for load, rate in LOADS.items()
+    }
+    slo_s = 5 * unloaded_mean_s(jobs_of["low"], versions)
+    evictions = options.eviction or (["lru"] if options.quick else sorted(EVICTION_POLICIES))
+    combinations = list(product(options.load or LOADS, options.policy or POLICY_ROWS, evictions))
+    variants = [] if options.quick or options.policy or options.load else list(VARIANTS)
+    num_runs, began = len(combinations) + len(variants), perf_counter()
+
+    def one(load: str, name: str, eviction: str, settings: dict[str, object]) -> Row:
+        config = {"predictor": "noisy", "predictor_accuracy": 0.8, "slo_s": slo_s, **settings}
+        scheduler = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, max_waiting=1_000_000, **config)  # type: ignore[arg-type]
+        row = run(
+            (name, eviction, load), jobs_of[load], versions, scheduler, eviction, warm_up_s=warm_up_s, slo_s=slo_s
+        )
+        done.append(row)
+        print(
+            f"[{len(done):3}/{num_runs}, {perf_counter() - began:4.0f} s] {load:6} {name:38} {eviction:10} TTFT p50 {row.ttft_p50:6.3f} "
+            f"p99 {row.ttft_p99:6.2f}  TBT p99 {row.tbt_p99:.3f}  slo {row.within_slo:.3f} hit {row.hit_rate:.2f}  loads/s {row.loads_per_s:5.2f}  "
+            f"squashed {row.squashed:.3f} preempted {row.preempted:.3f} queueing "
+            + "/".join(f"{row.queueing[k]:.2f}" for k in CLASSES)
+            + " p99 "
+            + "/".join(f"{row.ttft_p99_of[k]:.2f}" for k in CLASSES),
+            file=sys.stderr,
+            flush=True,
+        )
+        return row
+
+    done: list[Row] = []
+    rows = [one(load, name, eviction, POLICY_ROWS[name]) for load, name, eviction in combinations]
+    variant_eviction = "chameleon" if "chameleon" in EVICTION_POLICIES else AdapterConfig().eviction
+    variant_rows = [one("high", name, variant_eviction, VARIANTS[name]) for name in variants]
+    settings = (
+        f"`python bench/policies.py{' --lengths CSV' if options.lengths else ''}`: {LLAMA_7B.name}, {NUM_PAGES} pages of "
+        f"{LLAMA_7B.page.num_bytes // 2**20} MiB, {options.adapters} adapters of rank {', '.join(map(str, RANKS))}; a step takes "
+        f"{COST.step_s * 1e3:g} ms and {COST.token_s * 1e3:g} ms a token, the link {COST.copy_bytes_per_s / 1e9:g} GB/s; "
+        f"{'lengths of the Azure conversation trace' if options.lengths else 'gamma lengths fitted to the Azure conversation trace'} "
+        f"times {options.scale:g}, Poisson arrivals for {duration_s:g} s of which the first {warm_up_s:g} s are not counted; "
+        f"predictions off by 20 % on average; SLO of the first token {slo_s:.2f} s, five times the mean of a request alone. "
+        "Times in seconds of virtual time: the same on any machine. S / M / L are classes of true size."
+    )
+    if options.quick:
+        return
+    RESULTS.mkdir(exist_ok=True)
+    content = {
+        "slo_s": slo_s,
+        "settings": settings,
+        "rows": [asdict(row) for row in rows],
+        "variants": [asdict(row) for row in variant_rows],
+    }
+    (RESULTS / "policies.json").write_text(json.dumps(content, indent=1) + "\n")
+    (RESULTS / "policies.md").write_text(report(rows, variant_rows, settings, slo_s))
+
+
+if __name__ == "__main__":
+    main()
