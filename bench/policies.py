@@ -302,8 +302,8 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 def table(rows: Seq[Row], first: str) -> list[str]:
     lines = [
-        f"| {first} | eviction | TTFT P50 | TTFT P99 | TBT P99 | within SLO | hit rate | loads/s | squashed | pre-empted "
-        "| queueing share S / M / L | TTFT P99 S / M / L |",
+        f"| {first} | eviction | TTFT P50 | TTFT P99 | TBT P99 | within SLO | hit rate | loads/s "
+        "| squashed | pre-empted | queueing share S / M / L | TTFT P99 S / M / L |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -341,7 +341,7 @@ def main() -> None:
         "--quick", action="store_true", help="a minute of arrivals, fewer combinations, nothing written"
     )
     parser.add_argument("--duration", type=float, default=300.0, help="seconds of arrivals")
-    parser.add_argument("--scale", type=float, default=0.3, help="what lengths are multiplied by")
+    parser.add_argument("--scale", type=float, default=0.4, help="what lengths are multiplied by")
     parser.add_argument("--adapters", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy", action="append", choices=sorted(POLICY_ROWS))
@@ -370,18 +370,22 @@ def main() -> None:
 
     def one(load: str, name: str, eviction: str, settings: dict[str, object]) -> Row:
         config = {"predictor": "noisy", "predictor_accuracy": 0.8, "slo_s": slo_s, **settings}
-        scheduler = SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, max_waiting=1_000_000, **config)  # type: ignore[arg-type]
+        scheduler = SchedulerConfig(
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_waiting=1_000_000,
+            **config,  # type: ignore[arg-type]
+        )
         row = run(
             (name, eviction, load), jobs_of[load], versions, scheduler, eviction, warm_up_s=warm_up_s, slo_s=slo_s
         )
         done.append(row)
+        shares, tails = ("/".join(f"{of[k]:.2f}" for k in CLASSES) for of in (row.queueing, row.ttft_p99_of))
         print(
-            f"[{len(done):3}/{num_runs}, {perf_counter() - began:4.0f} s] {load:6} {name:38} {eviction:10} TTFT p50 {row.ttft_p50:6.3f} "
-            f"p99 {row.ttft_p99:6.2f}  TBT p99 {row.tbt_p99:.3f}  slo {row.within_slo:.3f} hit {row.hit_rate:.2f}  loads/s {row.loads_per_s:5.2f}  "
-            f"squashed {row.squashed:.3f} preempted {row.preempted:.3f} queueing "
-            + "/".join(f"{row.queueing[k]:.2f}" for k in CLASSES)
-            + " p99 "
-            + "/".join(f"{row.ttft_p99_of[k]:.2f}" for k in CLASSES),
+            f"[{len(done):3}/{num_runs}, {perf_counter() - began:4.0f} s] {load:6} {name:37} {eviction:10} "
+            f"TTFT {row.ttft_p50:6.3f} P99 {row.ttft_p99:6.2f} ({tails})  TBT P99 {row.tbt_p99:.3f}  "
+            f"SLO {row.within_slo:.3f}  hit {row.hit_rate:.2f}  loads/s {row.loads_per_s:5.2f}  "
+            f"squashed {row.squashed:.3f}  pre-empted {row.preempted:.3f}  queueing {shares}",
             file=sys.stderr,
             flush=True,
         )
@@ -391,14 +395,16 @@ def main() -> None:
     rows = [one(load, name, eviction, POLICY_ROWS[name]) for load, name, eviction in combinations]
     variant_eviction = "chameleon" if "chameleon" in EVICTION_POLICIES else AdapterConfig().eviction
     variant_rows = [one("high", name, variant_eviction, VARIANTS[name]) for name in variants]
+    lengths = "lengths of" if options.lengths else "gamma lengths fitted to"
     settings = (
-        f"`python bench/policies.py{' --lengths CSV' if options.lengths else ''}`: {LLAMA_7B.name}, {NUM_PAGES} pages of "
-        f"{LLAMA_7B.page.num_bytes // 2**20} MiB, {options.adapters} adapters of rank {', '.join(map(str, RANKS))}; a step takes "
-        f"{COST.step_s * 1e3:g} ms and {COST.token_s * 1e3:g} ms a token, the link {COST.copy_bytes_per_s / 1e9:g} GB/s; "
-        f"{'lengths of the Azure conversation trace' if options.lengths else 'gamma lengths fitted to the Azure conversation trace'} "
-        f"times {options.scale:g}, Poisson arrivals for {duration_s:g} s of which the first {warm_up_s:g} s are not counted; "
-        f"predictions off by 20 % on average; SLO of the first token {slo_s:.2f} s, five times the mean of a request alone. "
-        "Times in seconds of virtual time: the same on any machine. S / M / L are classes of true size."
+        f"`python bench/policies.py{' --lengths CSV' if options.lengths else ''}`: {LLAMA_7B.name}, {NUM_PAGES} pages "
+        f"of {LLAMA_7B.page.num_bytes // 2**20} MiB, {options.adapters} adapters of rank "
+        f"{', '.join(map(str, RANKS))}; a step takes {COST.step_s * 1e3:g} ms and {COST.token_s * 1e3:g} ms a token, "
+        f"holds {MAX_NUM_BATCHED_TOKENS} tokens, and the link copies {COST.copy_bytes_per_s / 1e9:g} GB/s; {lengths} "
+        f"the Azure conversation trace times {options.scale:g}, Poisson arrivals for {duration_s:g} s of which the "
+        f"first {warm_up_s:g} s are not counted; predictions off by 20 % on average; SLO of the first token "
+        f"{slo_s:.2f} s, five times the mean of a request alone. Times in seconds of virtual time: the same on any "
+        "machine. S / M / L are classes of true size."
     )
     if options.quick:
         return

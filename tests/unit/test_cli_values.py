@@ -82,9 +82,10 @@ def test_vllm_flags_are_taken_out_and_explained() -> None:
         [
             *("llama", "--enable-lora", "--max-lora-rank", "64", "--port", "1"),
             *("-tp", "1", "--lora-dtype=auto", "--no-enable-prefix-caching"),
+            "--no-enable-chunked-prefill",
         ]
     )
-    assert ours == ["llama", "--port", "1", "--no-prefix-caching"]
+    assert ours == ["llama", "--port", "1", "--no-prefix-caching", "--no-chunked-prefill"]
     assert [remark.split(":")[0] for remark in remarks] == [
         "--enable-lora is not needed",
         "--max-lora-rank is not needed",
@@ -94,7 +95,7 @@ def test_vllm_flags_are_taken_out_and_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["-tp 2", "--tensor-parallel-size=4", "--lora-dtype float16", "--no-enable-chunked-prefill", "--swap-space"]
+    "line", ["-tp 2", "--tensor-parallel-size=4", "--lora-dtype float16", "--swap-space"]
 )
 def test_vllm_flags_that_would_mislead_are_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="--"):

@@ -12,6 +12,7 @@ import typer
 from manylora.cli.adapters import adapters_app
 from manylora.cli.demo import demo
 from manylora.cli.generate import generate
+from manylora.cli.predictor import predictor_app
 from manylora.cli.serve import ServeCommand, serve
 from manylora.cli.terminal import fail
 from manylora.cli.top import top
@@ -34,6 +35,7 @@ app.command(cls=ServeCommand)(serve)
 app.command()(generate)
 app.add_typer(adapters_app, name="adapters")
 app.command()(top)
+app.add_typer(predictor_app, name="predictor")
 app.command()(demo)
 
 

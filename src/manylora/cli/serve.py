@@ -17,7 +17,7 @@ from manylora.cli.values import collect_adapters, parse_size
 from manylora.cli.vllm_flags import spread_lists, take_out
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.memory import EVICTION_POLICIES
-from manylora.scheduling import POLICIES
+from manylora.scheduling import POLICIES, PREDICTORS
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -113,6 +113,38 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(help="Most requests waiting; more get a 429.", rich_help_panel="Scheduling")
     ] = _SCHEDULER.max_waiting,
+    no_chunked_prefill: Annotated[
+        bool,
+        typer.Option(
+            "--no-chunked-prefill",
+            help="Run each prompt whole, however long the step becomes.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = False,
+    predictor: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(PREDICTORS),
+            help="What guesses the length of answers, for policies that ask.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = _SCHEDULER.predictor,
+    predictor_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The trained one, from [bold]manylora predictor train[/bold].",
+            rich_help_panel="Scheduling",
+        ),
+    ] = None,
+    slo: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="What a request may take, for chameleon's quotas; by default five times the mean.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = None,
     memory: options.Memory = None,
     gpu_memory_utilization: Annotated[
         float,
@@ -199,6 +231,10 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens,
             max_loras=max_loras,
             max_waiting=max_waiting,
+            chunked_prefill=not no_chunked_prefill,
+            predictor=predictor,
+            predictor_file=predictor_file,
+            slo_s=slo,
         ),
         adapters=AdapterConfig(
             eviction=eviction,

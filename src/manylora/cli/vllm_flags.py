@@ -39,8 +39,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     "--lora-dtype": VllmFlag(why="adapters are kept in the type of the base", has_value=True, fine=("auto",)),
     "--fully-sharded-loras": VllmFlag(why=_ONE_DEVICE),
     "--enable-prefix-caching": VllmFlag(why="it is on unless --no-prefix-caching is given"),
-    "--enable-chunked-prefill": VllmFlag(why="prompts are always cut to --max-num-batched-tokens"),
-    "--no-enable-chunked-prefill": VllmFlag(why="prompts are always cut to --max-num-batched-tokens", is_refused=True),
+    "--enable-chunked-prefill": VllmFlag(why="it is on unless --no-chunked-prefill is given"),
     "--tensor-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--pipeline-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--data-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
@@ -53,7 +52,10 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
 }
 
 _SAME_AS = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-_TRANSLATED = {"--no-enable-prefix-caching": "--no-prefix-caching"}
+_TRANSLATED = {
+    "--no-enable-prefix-caching": "--no-prefix-caching",
+    "--no-enable-chunked-prefill": "--no-chunked-prefill",
+}
 
 
 def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:

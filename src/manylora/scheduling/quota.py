@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import sqrt
 
 __all__ = ["QueueLoad", "QuotaLedger", "in_proportion", "minimum_quota", "share_out"]
 
@@ -42,7 +43,7 @@ class QueueLoad:
         By Little's law ``rate * duration`` requests run on average, and their number varies as its square root.
         """
         num_running = self.rate * self.duration_s
-        return self.mean_tokens * (num_running + 2.0 * num_running**0.5)
+        return self.mean_tokens * (num_running + 2.0 * sqrt(num_running))
 
 
 def minimum_quota(load: QueueLoad, slo_s: float) -> float:
