@@ -1,0 +1,71 @@
+"""The clairvoyant bound against the true optimum, and the eviction benchmark, shortened."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+pytest.importorskip("scipy")
+
+from clairvoyant import most_saved
+from eviction import POLICIES, SHARES, compare, independent, sessions
+
+
+def best_by_trying(uses: list[str], sizes: dict[str, int], savings: dict[str, float], capacity: int) -> float:
+    """Try every choice of what to keep after every use."""
+
+    @cache
+    def best(at: int, kept: frozenset[str]) -> float:
+        if at == len(uses):
+            return 0.0
+        saved = savings[uses[at]] if uses[at] in kept else 0.0
+        there = sorted(kept | {uses[at]})
+        options = []
+        for mask in range(1 << len(there)):
+            chosen = frozenset(item for i, item in enumerate(there) if mask >> i & 1)
+            # Whatever is kept beside the item in use had to fit beside it.
+            if sum(sizes[item] for item in chosen | {uses[at]}) <= capacity:
+                options.append(best(at + 1, chosen))
+        return saved + max(options)
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_is_the_optimum_relaxed(seed):
+    rng = random.Random(seed)
+    items = "abcdef"
+    sizes = {item: rng.randint(1, 5) for item in items}
+    savings = {item: float(rng.randint(1, 9)) for item in items}
+    uses = [rng.choice(items) for _ in range(14)]
+    capacity = rng.randint(5, 10)
+    truth = best_by_trying(uses, sizes, savings, capacity)
+    assert most_saved(uses, sizes, savings, capacity, whole=True) == pytest.approx(truth)
+    bound = most_saved(uses, sizes, savings, capacity)
+    assert bound >= truth - 1e-6
+    repeats = sum(savings[item] for at, item in enumerate(uses) if item in uses[:at])
+    assert bound < repeats, "room is short: not everything can be kept"
+
+
+def test_with_one_size_the_bound_is_belady():
+    # a b c a b c with room for two: Belady keeps one of the first two across, then one more.
+    sizes, ones = dict.fromkeys("abc", 1), dict.fromkeys("abc", 1.0)
+    assert most_saved("abcabc", sizes, ones, 2) == pytest.approx(2.0)
+    assert most_saved("abcabc", sizes, ones, 3) == pytest.approx(3.0)
+    assert most_saved("abcabc", sizes, ones, 1) == pytest.approx(0.0)
+    assert most_saved("aabb", sizes, ones, 1) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("draw", [independent, sessions])
+def test_nobody_beats_the_bound_and_price_is_not_beaten_by_much(draw):
+    cells = compare(draw(1500, random.Random(5)), (SHARES[1], SHARES[3]))
+    for cell in cells.values():
+        shares = {policy: outcome["share_of_bound"] for policy, outcome in cell["policies"].items()}  # type: ignore[attr-defined]
+        assert set(shares) == set(POLICIES)
+        assert all(0.0 <= share <= 1.0 for share in shares.values())
+        assert shares["none"] == 0.0
+        assert shares["price"] > max(shares.values()) - 0.03
+        for outcome in cell["policies"].values():  # type: ignore[attr-defined]
+            assert outcome["saved_bytes"] + outcome["loaded_bytes"] == cell["asked_bytes"]
