@@ -165,6 +165,8 @@ class AdapterConfig:
         max_cpu_loras: Limit of the host tier in adapters.
         max_registered: Most adapters registered at once.
         max_adapter_bytes: Largest weight file accepted.
+        look_ahead: Waiting requests whose adapters are brought to the device before their turn; 0 for none.
+        forecast: Bring adapters as well that nobody waits for but whose usual gap between requests is over.
     """
 
     eviction: str = "lru"
@@ -172,12 +174,15 @@ class AdapterConfig:
     max_cpu_loras: int | None = None
     max_registered: int = 100_000
     max_adapter_bytes: int = 16 * GIB
+    look_ahead: int = 10
+    forecast: bool = False
 
     def __post_init__(self) -> None:
         _check(self.host_bytes > 0, "host_bytes", self.host_bytes, "above 0")
         _check(self.max_cpu_loras is None or self.max_cpu_loras >= 1, "max_cpu_loras", self.max_cpu_loras, "at least 1")
         _check(self.max_registered >= 1, "max_registered", self.max_registered, "at least 1")
         _check(self.max_adapter_bytes > 0, "max_adapter_bytes", self.max_adapter_bytes, "above 0")
+        _check(self.look_ahead >= 0, "look_ahead", self.look_ahead, "0 (none) or more requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from manylora.adapters.residency import Residency, TierState
 from manylora.config import AdapterConfig
 from manylora.engine.ports import AdapterLoad, Executor, LoadResult, Work
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
-from manylora.memory import Depth, PageStore, ReloadCosts
+from manylora.memory import Depth, IdleItem, PageStore, ReloadCosts
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["AdapterCache", "Readiness"]
@@ -94,6 +94,16 @@ class AdapterCache:
     def residencies(self) -> list[Residency]:
         """Return the state of every known version."""
         return list(self._residencies.values())
+
+    def knows(self, key: AdapterKey) -> bool:
+        """Whether any name or sequence refers to a version."""
+        return key in self._residencies
+
+    def reload_s(self, key: AdapterKey) -> float:
+        """Return what bringing a version to the device from where it is would take, in seconds."""
+        version = self._residencies[key].version
+        item = IdleItem(key, version.num_pages, 0.0, version.host_bytes, self._read_bytes(key))
+        return self._costs.reload_s(item)
 
     @property
     def num_host(self) -> int:
@@ -194,8 +204,12 @@ class AdapterCache:
             depth = Depth.WANTED
         else:
             depth = Depth.IDLE
-        read_bytes = 0 if residency.host is TierState.RESIDENT else residency.version.disk_bytes
-        self._store.set_adapter_depth(key, depth, now, read_bytes=read_bytes)
+        self._store.set_adapter_depth(key, depth, now, read_bytes=self._read_bytes(key))
+
+    def _read_bytes(self, key: AdapterKey) -> int:
+        """Return what has to be read from disk before the version can be copied to the device."""
+        residency = self._residencies[key]
+        return 0 if residency.host is TierState.RESIDENT else residency.version.disk_bytes
 
     # -- loads -------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.adapter_cache import AdapterCache
 from manylora.engine.catalog import AdapterCatalog
 from manylora.engine.ports import Executor, PlannedSequence, StepPlan, StepResult, Work
+from manylora.engine.prefetch import Prefetcher
 from manylora.engine.running import RunningSet
 from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, RequestError
@@ -170,6 +171,13 @@ class EngineCore:
             on_hit=self._on_adapter_hit,
             emit=self._emit,
         )
+        self._prefetcher = Prefetcher(
+            cache=self._cache,
+            store=self.store,
+            policy=self._policy,
+            config=adapters,
+            block_size=memory.block_size,
+        )
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
         self._step: _Step | None = None
         self._outputs: list[Output] = []
@@ -226,6 +234,7 @@ class EngineCore:
             named.num_requests += 1
             self._counters.adapter_requests += 1
             self._cache.ask(named.version.key, now)
+            self._prefetcher.asked(named.version.key, now)
         self._policy.add(sequence, now)
         self._emit(
             RequestArrived(
@@ -428,6 +437,11 @@ class EngineCore:
     # -- one turn: launch --------------------------------------------------------------------------------------------
 
     def launch(self, now: float) -> None:
+        """Start the next step, and whatever can be brought meanwhile."""
+        self._launch_step(now)
+        self._prefetcher.launch(now)
+
+    def _launch_step(self, now: float) -> None:
         """Plan and start the next step, unless one is in flight or there is nothing to run."""
         if self._step is not None or not self._sequences:
             return
