@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine_path() -> Iterator[None]:
     """Let engine processes find the builders in ``reciter``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(place for place in places if place))
         yield
 
 

@@ -74,6 +74,20 @@ def test_turns() -> None:
     assert decode_message(encode(turn)) == turn
 
 
+def arrived(at: float, request_id: str, name: str = "") -> RequestArrived:
+    return RequestArrived(
+        at,
+        request_id=request_id,
+        adapter=None,
+        num_prompt_tokens=3,
+        name=name,
+        max_tokens=None,
+        limit=100,
+        temperature=1.0,
+        has_schema=False,
+    )
+
+
 def finished(at: float, request_id: str, reason: FinishReason) -> RequestFinished:
     return RequestFinished(
         at,
@@ -93,8 +107,7 @@ def finished(at: float, request_id: str, reason: FinishReason) -> RequestFinishe
 def test_what_the_recorder_makes_of_events() -> None:
     recorder = Recorder()
     for request_id, adapter in (("r", "m"), ("q", "")):
-        recorder(RequestArrived(10.0, request_id, None, 3, "", 8, 8, 0.0, False))
-        recorder.note_adapter(request_id, adapter)
+        recorder(arrived(10.0, request_id, adapter))
         recorder(TokensEmitted(10.5, request_id, 1, True))
     recorder(TokensEmitted(10.9, "r", 2, False))
     recorder(finished(11.0, "r", FinishReason.LENGTH))
@@ -115,11 +128,11 @@ def test_what_the_recorder_makes_of_events() -> None:
 )
 def test_a_cancellation_by_a_stop_string_is_a_stop(was_stopped: bool, reason: FinishReason, told: str) -> None:
     recorder = Recorder()
-    recorder(RequestArrived(0.0, "r", None, 3, "", 8, 8, 0.0, False))
+    recorder(arrived(0.0, "r"))
     if was_stopped:
         recorder.note_stopped(["r", "one that has ended already"])
     recorder(finished(2.0, "r", reason))
     assert [(one.reason, one.e2e_s) for one in recorder.take().finished] == [(told, 2.0)]
-    recorder(RequestArrived(3.0, "r", None, 3, "", 8, 8, 0.0, False))
+    recorder(arrived(3.0, "r"))
     recorder(finished(4.0, "r", FinishReason.CANCELLED))
     assert [one.reason for one in recorder.take().finished] == ["cancelled"]

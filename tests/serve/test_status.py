@@ -51,7 +51,8 @@ def test_the_numbers_are_those_of_the_requests(tokenizer: Path, lora_dir: Path) 
         )
         owned = stats.num_free_pages + stats.num_kv_pages + stats.num_prefix_pages + stats.num_adapter_pages
         assert owned == stats.num_pages == 512
-        assert (stats.num_running, stats.num_waiting, found.queues) == (0, 0, ())
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert [queue.num_waiting for queue in stats.queues] == [0]
         assert found.page_bytes == 16 * 2 * 2 * 8 * 4
 
         assert found.latency.ttft_s is not None

@@ -22,7 +22,8 @@ from manylora.cli.status_source import Away, StatusSource
 from manylora.cli.top_view import Rates, frame, rates_between
 from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError
-from manylora.server.status_report import AdapterRow, Latency, Percentiles, QueueRow, StatusReport
+from manylora.scheduling import QueueStatus
+from manylora.server.status_report import AdapterRow, Latency, Percentiles, StatusReport
 
 URL = "http://127.0.0.1:8000"
 
@@ -148,11 +149,14 @@ def test_adapters_as_they_come_and_only_as_many_as_fit() -> None:
 
 def test_queues_only_where_there_are_some() -> None:
     assert not any("quota" in line for line in show(report()))
+    assert not any("quota" in line for line in show(report(engine=stats(queues=(QueueStatus(num_waiting=7),)))))
     queues = (
-        QueueRow(num_waiting=3, num_running=2, below=0.25, quota_tokens=4096, used_tokens=1000),
-        QueueRow(num_waiting=1200, quota_tokens=8192),
+        QueueStatus(num_waiting=3, num_running=2, below=0.25, quota_tokens=4096, used_tokens=1000),
+        QueueStatus(num_waiting=1200, quota_tokens=8192),
     )
-    shown = show(report(queues=queues))
+    found = report(engine=stats(queues=queues))
+    assert msgspec.json.decode(msgspec.json.encode(found), type=StatusReport) == found
+    shown = show(found)
     assert "1 3 2 0.25 4,096 1,000" in shown
     assert "2 1,200 - - 8,192 -" in shown
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from manylora.engine.status import EngineStats
-from manylora.server.status_report import AdapterRow, Latency, Percentiles, QueueRow, StatusReport
+from manylora.scheduling import QueueStatus
+from manylora.server.status_report import AdapterRow, Latency, Percentiles, StatusReport
 
 __all__ = ["Rates", "frame", "rates_between"]
 
@@ -77,8 +78,8 @@ def frame(
         parts.append(Text("There is no engine to ask just now.", "yellow"))
         return Group(*parts)
     parts += [_memory(report.engine, report.page_bytes), _activity(report, report.engine, rates), _latencies(report)]
-    if report.queues:
-        parts.append(_queues(report.queues))
+    if _has_limits(report.engine.queues):
+        parts.append(_queues(report.engine.queues))
     if report.adapters and num_rows > 0:
         parts.append(_adapters(report.adapters[:num_rows], report.engine))
     return Group(*parts)
@@ -125,6 +126,7 @@ def _activity(report: StatusReport, stats: EngineStats, rates: Rates | None) -> 
         ("waiting", f"{stats.num_waiting:,}"),
         ("over HTTP", f"{report.num_in_flight:,}"),
         ("pre-emptions", f"{stats.num_preemptions:,} ({per_second(lambda rates: rates.preemptions)})"),
+        ("squashes", f"{stats.num_squashes:,}"),
     )
     row(
         "work",
@@ -159,7 +161,12 @@ def _latencies(report: StatusReport) -> Table:
     return table
 
 
-def _queues(queues: Sequence[QueueRow]) -> Table:
+def _has_limits(queues: Sequence[QueueStatus]) -> bool:
+    """Whether there is more to see than one line that all wait in."""
+    return len(queues) > 1 or any(queue.below is not None or queue.quota_tokens is not None for queue in queues)
+
+
+def _queues(queues: Sequence[QueueStatus]) -> Table:
     table = _table("queue", "waiting", "running", "size below", "quota", "taken")
     for number, queue in enumerate(queues, 1):
         table.add_row(

@@ -27,7 +27,7 @@ class _InFlight:
     """A request that has not ended: what its next token is measured from, and whose it is."""
 
     last_at: float
-    adapter: str = ""
+    adapter: str
     is_stopped: bool = False
 
 
@@ -50,8 +50,8 @@ class Recorder:
                     gap_s = (at - request.last_at) / num_tokens
                     gathered.inter_token_s.setdefault(request.adapter, []).extend([gap_s] * num_tokens)
                 request.last_at = at
-            case RequestArrived(at=at, request_id=request_id):
-                self._in_flight[request_id] = _InFlight(at)
+            case RequestArrived(at=at, request_id=request_id, name=name):
+                self._in_flight[request_id] = _InFlight(at, name)
             case RequestAdmitted(waited_s=waited_s):
                 gathered.queue_s.append(waited_s)
             case RequestFinished():
@@ -63,10 +63,6 @@ class Recorder:
                     gathered.device_loads_s.append(took_s)
                 else:
                     gathered.host_loads_s.append(took_s)
-
-    def note_adapter(self, request_id: str, name: str) -> None:
-        """Count what comes of a request that has just arrived as an adapter's."""
-        self._in_flight[request_id].adapter = name
 
     def note_stopped(self, request_ids: list[str]) -> None:
         """Count the coming cancellation of these as a good end: their text reached a stop string."""

@@ -13,11 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manylora.engine.status import EngineStats
 from manylora.errors import ManyloraError, RequestError
 from manylora.server.context import Context, context_of
 from manylora.server.routes_models import json_response
-from manylora.server.status_report import QueueRow, StatusReport, adapter_row
+from manylora.server.status_report import StatusReport, adapter_row
 
 __all__ = ["status_routes"]
 
@@ -41,7 +40,6 @@ async def status(request: Request) -> Response:
         time=context.epoch_s(),
         page_bytes=context.supervisor.info.page_bytes,
         engine=stats,
-        queues=_queues(stats),
         adapters=tuple(adapter_row(one, context.latency.of_adapter(one.name, now)) for one in statuses),
     )
     return json_response(report)
@@ -70,13 +68,6 @@ def _num_adapters(text: str | None) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
         raise RequestError(f"Got adapters = {text[:20]!r}, expected a number of adapters", param="adapters")
     return int(text)
-
-
-def _queues(stats: EngineStats) -> tuple[QueueRow, ...]:
-    """Return the scheduler's queues, unless there is but one, without limits: the waiting line."""
-    rows = msgspec.convert(getattr(stats, "queues", ()), tuple[QueueRow, ...], from_attributes=True)
-    has_limits = any(row.below is not None or row.quota_tokens is not None for row in rows)
-    return rows if len(rows) > 1 or has_limits else ()
 
 
 status_routes = [Route("/status", status, methods=["GET"])]

@@ -189,8 +189,6 @@ class EngineService:
             for request in command.requests:
                 core.add_request(request, now)
                 added.append(request.request_id)
-                named = core.adapters.resolve(request.model, self._served_name)
-                self._recorder.note_adapter(request.request_id, named.name if named else "")
         except ManyloraError as error:
             for request_id in added:
                 core.cancel(request_id, now)

@@ -10,7 +10,7 @@ import msgspec
 
 from manylora.engine.status import AdapterStatus, EngineStats
 
-__all__ = ["AdapterRow", "Latency", "Percentiles", "QueueRow", "StatusReport", "adapter_row"]
+__all__ = ["AdapterRow", "Latency", "Percentiles", "StatusReport", "adapter_row"]
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,24 +36,6 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     inter_token_s: Percentiles | None = None
     e2e_s: Percentiles | None = None
     queue_s: Percentiles | None = None
-
-
-class QueueRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the scheduler's queues.
-
-    Args:
-        num_waiting: Requests in it.
-        num_running: Admitted from it and not ended, where the policy keeps count.
-        below: Sizes of its requests lie below this; ``None`` for no upper cut-off.
-        quota_tokens: What its running requests may hold together; ``None`` where there are no quotas.
-        used_tokens: What of that is taken.
-    """
-
-    num_waiting: int
-    num_running: int | None = None
-    below: float | None = None
-    quota_tokens: int | None = None
-    used_tokens: int | None = None
 
 
 class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +72,6 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
         base: Of requests to the base.
         page_bytes: Size of a page; ``None`` before the first engine is ready.
         engine: Gauges and counters; ``None`` while there is no engine to ask.
-        queues: The scheduler's queues, smallest requests first; empty where there is but one without limits.
         adapters: By tier, the busy ones first, then those asked for most; at most as many as the caller wanted.
     """
 
@@ -106,7 +87,6 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     base: Latency
     page_bytes: int | None = None
     engine: EngineStats | None = None
-    queues: tuple[QueueRow, ...] = ()
     adapters: tuple[AdapterRow, ...] = ()
 
 
