@@ -20,7 +20,7 @@ from manylora.events import Event, RequestFinished
 from manylora.sim.build import build_simulated_parts
 from manylora.types import AdapterKey, AdapterVersion, Request, SamplingParams
 
-DIGEST = "cfc3c2fa32d1276551417d726733ce6f"
+DIGEST = "47680c851e4b339a27cbf91003ac6327"
 NUM_REQUESTS = 400
 
 

@@ -277,8 +277,9 @@ def test_inspect_refuses_what_is_no_adapter(
 
 def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
-    monkeypatch.setattr(out, "file", written)
-    monkeypatch.setattr(out, "width", 120)
+    # Not through the properties: undoing those would nail the console to the stream of the moment.
+    monkeypatch.setattr(out, "_file", written)
+    monkeypatch.setattr(out, "_width", 120)
     prompt = "tiny llama"
     good, bad = list(TASKS)[:2]
     answers = [

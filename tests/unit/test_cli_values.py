@@ -94,9 +94,7 @@ def test_vllm_flags_are_taken_out_and_explained() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "line", ["-tp 2", "--tensor-parallel-size=4", "--lora-dtype float16", "--swap-space"]
-)
+@pytest.mark.parametrize("line", ["-tp 2", "--tensor-parallel-size=4", "--lora-dtype float16", "--swap-space"])
 def test_vllm_flags_that_would_mislead_are_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="--"):
         take_out(line.split())
