@@ -402,10 +402,10 @@ def cpu_name() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few requests, one round; writes nothing")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the resident engine can do")
     options = parser.parse_args()
-    num_rounds, num_requests = (1, 48) if options.quick else (options.rounds, 96)
+    num_rounds, num_requests = (1, 48) if options.quick else (options.rounds, 64)
     figures = measure(num_rounds, num_requests, num_adapters=48 if options.quick else 96, load=options.load)
     print(table(figures))
     if not options.quick:
