@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import typer
 from bad_adapters import tiny_base, write_good_adapter
+from rich.console import Console
 from typer.testing import CliRunner
 
 import manylora
 import manylora.server
 from manylora.cli.app import app, main
 from manylora.cli.demo_report import Answer, print_answers
-from manylora.cli.terminal import out
 from manylora.config import EngineConfig, ServerConfig
 from manylora.demo import TASKS, demo_model_path
 from manylora.offline import Generation
@@ -277,9 +277,7 @@ def test_inspect_refuses_what_is_no_adapter(
 
 def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
-    # Not through the properties: undoing those would nail the console to the stream of the moment.
-    monkeypatch.setattr(out, "_file", written)
-    monkeypatch.setattr(out, "_width", 120)
+    monkeypatch.setattr("manylora.cli.demo_report.out", Console(file=written, width=120))
     prompt = "tiny llama"
     good, bad = list(TASKS)[:2]
     answers = [
