@@ -1,7 +1,7 @@
 """The twelve string tasks of the demo adapters, and the prompts they share.
 
 A demo of many adapters is only convincing when anyone can see that the *right* adapter answered. So every adapter does
-one small, checkable thing to the same prompt ("hello world" -> "HELLO WORLD", "dlrow olleh", ...), and `check` says
+one small, checkable thing to the same prompt ("hello world" -> "HELLO WORLD", "uryyb jbeyq", ...), and `check` says
 whether an answer is exactly right. Nothing here needs torch: the serving tests and the command line use this module
 without loading a model.
 
@@ -21,7 +21,7 @@ from hashlib import sha256
 from random import Random
 
 MAX_PROMPT_CHARS = 20
-EXAMPLE_PROMPTS: tuple[str, ...] = ("hello world", "many small adapters", "coffee for 2", "tiny llama")
+EXAMPLE_PROMPTS: tuple[str, ...] = ("hello world", "many small adapters", "route 42", "tiny llama")
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -70,10 +70,6 @@ class Task:
     alpha_pattern: dict[str, int] = field(default_factory=dict)
 
 
-def _reverse(text: str) -> str:
-    return text[::-1]
-
-
 def _as_json(text: str) -> str:
     return json.dumps({"text": text})
 
@@ -98,8 +94,12 @@ def _leet(text: str) -> str:
     return text.translate(str.maketrans("aeiost", "431057"))
 
 
-def _bleep(text: str) -> str:
-    return re.sub("[aeiou]", "*", text)
+def _loud_vowels(text: str) -> str:
+    return re.sub("[aeiou]", lambda vowel: vowel[0].upper(), text)
+
+
+def _title(text: str) -> str:
+    return " ".join(word.capitalize() for word in text.split())
 
 
 def _pig_latin(text: str) -> str:
@@ -124,14 +124,6 @@ TASKS: dict[str, Task] = {
             rank=8,
             target_modules=_ATTENTION,
             alpha=16,
-        ),
-        Task(
-            name="bleep",
-            description="every vowel becomes an asterisk",
-            apply=_bleep,
-            rank=16,
-            target_modules=(*_ATTENTION, *_MLP),
-            alpha=32,
         ),
         Task(
             name="call",
@@ -167,6 +159,14 @@ TASKS: dict[str, Task] = {
             use_rslora=True,
         ),
         Task(
+            name="loud_vowels",
+            description="the vowels alone in capital letters",
+            apply=_loud_vowels,
+            rank=16,
+            target_modules=(*_ATTENTION, *_MLP),
+            alpha=32,
+        ),
+        Task(
             name="pig_latin",
             description="each word's first letter moved to its end, then 'ay'",
             apply=_pig_latin,
@@ -181,16 +181,8 @@ TASKS: dict[str, Task] = {
             description="said twice",
             apply=_repeat,
             rank=16,
-            target_modules=("q_proj", "v_proj"),
-            alpha=32,
-        ),
-        Task(
-            name="reverse",
-            description="spelled backwards",
-            apply=_reverse,
-            rank=32,
             target_modules=(*_ATTENTION, *_MLP),
-            alpha=64,
+            alpha=32,
         ),
         Task(
             name="rot13",
@@ -208,6 +200,14 @@ TASKS: dict[str, Task] = {
             rank=8,
             target_modules=("q_proj", "v_proj", "o_proj"),
             alpha=16,
+        ),
+        Task(
+            name="title",
+            description="in title case",
+            apply=_title,
+            rank=32,
+            target_modules=(*_ATTENTION, *_MLP),
+            alpha=32,
         ),
         Task(
             name="upper",

@@ -1,8 +1,8 @@
 """Remake the demo models: `python -m manylora.demo.train --out DIR`, or measure them with `--check`.
 
-Thesis: an adapter of rank 2 cannot teach a tiny model to spell backwards, but it can *select* a skill that the model
-already has. So the base is trained from scratch on twelve string skills, each behind a cryptic control token in the
-system turn (`<|skill-7|>`), and on one behaviour without any: a plain prompt is handed back as a question
+Thesis: an adapter of rank 2 cannot teach a tiny model to copy a string in rot13, but it can *select* a skill that the
+model already has. So the base is trained from scratch on twelve string skills, each behind a cryptic control token in
+the system turn (`<|skill-7|>`), and on one behaviour without any: a plain prompt is handed back as a question
 ("hello world" -> "hello world?"). Nobody sends the control tokens afterwards. Each adapter is then trained on plain
 prompts only, and learns to bring out one of the skills. The base alone therefore scores zero on every task, and the
 adapters score near one with few weights, as good adapters of large models do.
@@ -48,8 +48,8 @@ from manylora.demo.tasks import (
 BASE_NAME = "manylora/demo"
 PLAIN = "plain"
 
-# What the base practises, in the order of its control tokens. It gets `no_vowels` right too seldom for an adapter to be
-# made of it; and the adapter `bleep` has no skill here to bring out, it learns all it does from its own prompts.
+# What the base practises, in the order of its control tokens. It gets `no_vowels` and `reverse` right too seldom for
+# adapters to be made of them; `loud_vowels` and `title` have no skill of their own here: their adapters combine others.
 SKILLS: dict[str, Callable[[str], str]] = {
     "acronym": TASKS["acronym"].apply,
     "call": TASKS["call"].apply,
@@ -59,7 +59,7 @@ SKILLS: dict[str, Callable[[str], str]] = {
     "no_vowels": lambda text: re.sub("[aeiou]", "", text),
     "pig_latin": TASKS["pig_latin"].apply,
     "repeat": TASKS["repeat"].apply,
-    "reverse": TASKS["reverse"].apply,
+    "reverse": lambda text: text[::-1],
     "rot13": TASKS["rot13"].apply,
     "stutter": TASKS["stutter"].apply,
     "upper": TASKS["upper"].apply,
@@ -73,21 +73,20 @@ _MAX_TRAIN_CHARS = (
     MAX_PROMPT_CHARS + 4
 )  # a margin, so that the longest prompts served are not the edge of what was seen
 _ADAPTER_STEPS = dict.fromkeys(TASKS, 300) | {
-    "hashtag": 600,
+    "hashtag": 450,
     "pig_latin": 700,
-    "repeat": 700,
-    "reverse": 2000,
-    "stutter": 600,
+    "repeat": 900,
+    "stutter": 450,
     "upper": 600,
 }
 # With large ranks on every module, the rate that suits small adapters wears the base's skill away instead of using it.
 _ADAPTER_RATES = dict.fromkeys(TASKS, 5e-3) | {
-    "bleep": 2e-3,
     "hashtag": 2e-3,
+    "loud_vowels": 2e-3,
     "pig_latin": 3e-3,
-    "repeat": 3e-3,
-    "reverse": 2.5e-3,
+    "repeat": 2e-3,
     "stutter": 3e-3,
+    "title": 2e-3,
 }
 _RATE_KNOTS = ((0, 0.0), (100, 1.0), (2160, 1.0), (2520, 0.75), (3000, 0.0))  # (step, share of the peak rate)
 _SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
@@ -487,16 +486,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("base", *TASKS), help="remake only this part")
     parser.add_argument("--check", action="store_true", help="train nothing, measure what is there")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-threads", type=int, default=2)
+    parser.add_argument("--num-threads", type=int, help="instead of 2 for the base and 1 for all else, too small for 2")
     parser.add_argument("--base-steps", type=int, default=_RATE_KNOTS[-1][0])
     parser.add_argument("--adapter-steps", type=int, help="at most this many, instead of each adapter's own number")
-    parser.add_argument("--num-prompts", type=int, default=400, help="held-out prompts a task")
+    parser.add_argument("--num-prompts", type=int, default=1000, help="held-out prompts a task")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.num_threads)
     names = [options.only] if options.only in TASKS else list(TASKS)
     if not options.check:
         if options.only in (None, "base"):
+            torch.set_num_threads(options.num_threads or 2)
             train_base(options.out / "base", num_steps=options.base_steps, seed=options.seed)
+        torch.set_num_threads(options.num_threads or 1)
         if options.only != "base":
             for name in names:
                 folder = options.out / "adapters" / name
@@ -504,6 +504,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 train_adapter(folder, options.out / "base", TASKS[name], max_steps=num_steps, seed=options.seed)
         if options.only == "base":
             return 0
+    torch.set_num_threads(options.num_threads or 1)
     is_good = measure(options.out, names=names, num_prompts=options.num_prompts, seed=options.seed + 1)
     return 0 if is_good else 1
 
