@@ -45,11 +45,13 @@ from manylora.demo.tasks import (
     is_held_out,
 )
 
+__all__ = ["main"]
+
 BASE_NAME = "manylora/demo"
 PLAIN = "plain"
 
 # What the base practises, in the order of its control tokens. It gets `no_vowels` and `reverse` right too seldom for
-# adapters to be made of them; `loud_vowels` and `title` have no skill of their own here: their adapters combine others.
+# adapters to be made of them; `loud_vowels` and `title` are none of them: their adapters learn from prompts alone.
 SKILLS: dict[str, Callable[[str], str]] = {
     "acronym": TASKS["acronym"].apply,
     "call": TASKS["call"].apply,
