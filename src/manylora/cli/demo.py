@@ -17,12 +17,13 @@ from manylora.cli.demo_report import Answer, print_adapters, print_answers, prin
 from manylora.cli.options import DEMO
 from manylora.cli.terminal import fail, is_interactive, note, notes, out
 from manylora.config import EngineConfig, ModelConfig, ServerConfig
-from manylora.demo import demo_adapters, demo_model_path
+from manylora.demo import EXAMPLE_PROMPTS, demo_adapters, demo_model_path
 
 __all__ = ["ask_all", "demo"]
 
-PROMPTS = ("hello world", "tiny llama", "route 42")
-"""Never trained on (``manylora.demo.is_held_out``), and short enough to stand side by side."""
+PROMPTS = tuple(prompt for prompt in EXAMPLE_PROMPTS if len(prompt) <= 12)
+"""Never trained on, and short enough to stand side by side."""
+
 MAX_TOKENS = 64
 TIMEOUT_S = 120.0
 

@@ -20,6 +20,17 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from random import Random
 
+__all__ = [
+    "EXAMPLE_PROMPTS",
+    "MAX_PROMPT_CHARS",
+    "TASKS",
+    "Task",
+    "check",
+    "draw_prompt",
+    "held_out_prompts",
+    "is_held_out",
+]
+
 MAX_PROMPT_CHARS = 20
 EXAMPLE_PROMPTS: tuple[str, ...] = ("hello world", "many small adapters", "route 42", "tiny llama")
 
