@@ -331,11 +331,11 @@ def report(results: dict[str, dict[str, dict[str, object]]], num_uses: dict[str,
         "does.",
         "",
         "*Chameleon's order of merit (none < LRU < fair < chameleon) does not appear.* Its score is per adapter, so a "
-        "large one that nobody uses outlives a dozen small ones that are used (S = 0.45, against F = 0.45 times a share "
-        "of the most used adapter's uses, which under a power law is small for all but a few). That pays while memory "
-        "is plentiful and the few large adapters dominate the tail of TTFT, the published setting; where room is short "
-        "it costs hits and bytes alike. Weights closer to `fair` lessen it, and per page instead of per adapter, as "
-        "`gdsf` and `price` reckon, it is gone.",
+        "large one that nobody uses outlives a dozen small ones that are used: S = 0.45 against F = 0.45 times the "
+        "adapter's uses over those of the most used, which under a power law is small for all but a few. That pays "
+        "while memory is plentiful and the few large adapters dominate the tail of TTFT, the published setting; where "
+        "room is short it costs hits and bytes alike. Weights closer to `fair` lessen it; reckoned per page, as `gdsf` "
+        "and `price` do, it is gone.",
         "",
     ]
     return "\n".join(lines)

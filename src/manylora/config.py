@@ -169,7 +169,7 @@ class AdapterConfig:
         forecast: Bring adapters as well that nobody waits for but whose usual gap between requests is over.
     """
 
-    eviction: str = "lru"
+    eviction: str = "price"
     host_bytes: int = 4 * GIB
     max_cpu_loras: int | None = None
     max_registered: int = 100_000

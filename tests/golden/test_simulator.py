@@ -20,7 +20,7 @@ from manylora.events import Event, RequestFinished
 from manylora.sim.build import build_simulated_parts
 from manylora.types import AdapterKey, AdapterVersion, Request, SamplingParams
 
-DIGEST = "47680c851e4b339a27cbf91003ac6327"
+DIGEST = "b511452824a8b5c69e9abeac5aa735b6"
 NUM_REQUESTS = 400
 
 

@@ -25,6 +25,8 @@ from manylora.scheduling import POLICIES, ChameleonPolicy, queue_plan
 from manylora.sim.executor import made_up_token
 from manylora.types import FinishReason, Request
 
+PREFETCHES = [(0, False), (3, False), (10, True)]
+"""Look-ahead, and whether gaps are forecast."""
 NUM_SOAKS = 20
 NAMES = [f"a{i}" for i in range(6)]
 NAMES_OF_POLICIES = sorted(POLICIES)
@@ -50,6 +52,7 @@ class EngineMachine(RuleBasedStateMachine):
         predictor=st.sampled_from(["oracle", "noisy", "quantile"]),
         chunked_prefill=st.booleans(),
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
+        prefetch=st.sampled_from(PREFETCHES),
     )
     def start(
         self,
@@ -63,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
         predictor,
         chunked_prefill,
         eviction,
+        prefetch,
     ) -> None:
         self.rig = make_rig(
             policy=policy,
@@ -75,7 +79,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_loras=max_loras,
             prefix_caching=prefix_caching,
             max_model_len=40,
-            adapters=AdapterConfig(max_cpu_loras=max_cpu_loras, eviction=eviction),
+            adapters=AdapterConfig(
+                max_cpu_loras=max_cpu_loras, eviction=eviction, look_ahead=prefetch[0], forecast=prefetch[1]
+            ),
         )
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
@@ -249,6 +255,7 @@ def soak(seed: int) -> EngineStats:
         predictor=rng.choice(["oracle", "noisy", "quantile"]),
         chunked_prefill=rng.random() < 0.7,
         eviction=sorted(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
+        prefetch=PREFETCHES[seed % len(PREFETCHES)],
     )
     for _ in range(400):
         action = rng.random()

@@ -12,7 +12,7 @@ that a prefix block never goes before the blocks that need it, is decided by ``m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from typing import Protocol
 
 from manylora.types import AdapterKey
@@ -23,7 +23,7 @@ ItemKey = AdapterKey | int
 """An adapter's key, or the page number of a prefix block."""
 
 
-class Depth(Enum):
+class Depth(IntEnum):
     """How far down a claim may reach."""
 
     IDLE = 1

@@ -56,13 +56,12 @@ class PriceEviction:
     def add(self, item: IdleItem, depth: Depth) -> None:
         """Put an item among those that differ from it in age alone (and by less than a fifth in size)."""
         if isinstance(item.key, str):
-            if depth is Depth.IDLE:  # one that is waited for is between two uses no longer
-                self._adapter_reuse.idle(item.key, item.idle_since)
+            # One that is waited for is no longer between two uses.
+            learn = self._adapter_reuse.idle if depth is Depth.IDLE else self._adapter_reuse.group
             size = math.floor(SIZES_PER_OCTAVE * math.log2(item.num_pages))
-            group = (self._adapter_reuse.group(item.key, item.idle_since), size, item.read_bytes > 0)
+            group = (learn(item.key, item.idle_since), size, item.read_bytes > 0)
         else:
-            self._block_reuse.idle(item.key, item.idle_since)
-            group = (self._block_reuse.group(item.key, item.idle_since), -1, False)
+            group = (self._block_reuse.idle(item.key, item.idle_since), -1, False)
         self._rankings[depth].add(item, group, item.idle_since)
 
     def remove(self, key: ItemKey) -> None:

@@ -91,17 +91,18 @@ class ReuseModel(Generic[_Key]):
         if self._num_uses % FIT_EVERY == 0:
             self._fit()
 
-    def idle(self, key: _Key, now: float) -> None:
-        """Learn that ``key`` is idle since ``now``; saying so twice changes nothing."""
+    def idle(self, key: _Key, now: float) -> int:
+        """Learn that ``key`` is idle since ``now``; saying so twice changes nothing. Return its class."""
         history = self._history(key, now)
         if history.is_idle:
             if history.since == now:
-                return  # the same gap
+                return history.group  # the same gap
             self._book(history, now - history.since)
         history.is_idle = True
         history.since = now
         history.stocked_s = 0.0
         history.group = _class(history.num_uses)
+        return history.group
 
     def forget(self, key: _Key, now: float) -> None:
         """Close the books of something that will not be seen again."""
