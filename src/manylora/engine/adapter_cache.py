@@ -350,9 +350,18 @@ class AdapterCache:
 
     def _has_host_room(self, version: AdapterVersion) -> bool:
         """Whether reading one more stays within the limit once all that may go has gone."""
-        kept = [num_bytes for key, num_bytes in self._host.items() if not self._can_drop_host(self._residencies[key])]
         loading = [load.version.host_bytes for load in self._loads if load.tier is Tier.HOST]
-        return not self._is_over(sum(kept) + sum(loading) + version.host_bytes, len(kept) + len(loading) + 1)
+        num_bytes = self.host_bytes + sum(loading) + version.host_bytes
+        num_adapters = len(self._host) + len(loading) + 1
+        if not self._is_over(num_bytes, num_adapters):
+            return True
+        for key, host_bytes in self._host.items():  # as they would go: mostly the first few will do
+            if self._can_drop_host(self._residencies[key]):
+                num_bytes -= host_bytes
+                num_adapters -= 1
+                if not self._is_over(num_bytes, num_adapters):
+                    return True
+        return False
 
     @staticmethod
     def _can_drop_host(residency: Residency) -> bool:
