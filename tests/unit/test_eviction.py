@@ -150,9 +150,9 @@ def test_gdsf_counts_uses_per_page_on_top_of_its_clock():
         policy.add(item, Depth.IDLE)
     assert policy.victim(Depth.IDLE, 6.0) == c  # 75 < 312.5 < 3 * 112.5
     policy.evict(c.key, 6.0)
-    use(policy, "c", 7.0)
-    policy.add(adapter("c", 40, 7.0), Depth.IDLE)  # clock 75 + 75, its first use forgotten
-    assert order_of(policy, 8.0) == ["c", "b", "a"]
+    use(policy, "c", 7.0, 7.1, 7.2, 7.3)
+    policy.add(adapter("c", 40, 7.3), Depth.IDLE)  # clock 75 + 4 * 75 = 375, its first use forgotten
+    assert order_of(policy, 8.0) == ["b", "a", "c"]
 
 
 class TestNone:
