@@ -120,6 +120,8 @@ def test_shares_are_whole_and_never_nothing():
     assert in_proportion(10, [0, 0, 100]) == (1, 1, 8)
     assert in_proportion(7, [0, 0, 0]) == (3, 2, 2)
     assert in_proportion(4, [1e9, 1, 1, 1]) == (1, 1, 1, 1)
+    assert in_proportion(100, [80, 15, 5], least=20) == (60, 20, 20)
+    assert in_proportion(100, [70, 25, 5], least=20) == (59, 21, 20)  # 80 shared 70 : 25
 
 
 def test_the_ledger_returns_tokens_to_where_they_came_from():
@@ -150,14 +152,14 @@ def test_plans_follow_the_history():
     for index in range(200):
         demand = Demand(10, 10, 0) if index % 4 else Demand(10, 200, 0)
         history.arrived(demand, index * 0.1)
-        history.ended(demand, 1.0 if index % 4 else 9.0)
+        history.ended(demand, demand.tokens, 1.0 if index % 4 else 9.0)
     sizer.fit(demand for _, demand in history.arrivals)
-    plan = plan_queues(history, sizer, criterion="elbow", total=100_000, slo_s=10.0, now=20.0)
+    plan = plan_queues(history, sizer, criterion="elbow", total=100_000, least=1, slo_s=10.0, now=20.0)
     assert plan.cut_offs == pytest.approx(((10 / 200 + 1) / 2,))
     # 7.5 a second of 20 tokens for 1 s, 2.5 a second of 210 for 9 s, all within 10 s.
     small, large = 20 * 1.0 * 7.6, 210 * 9.0 * 2.6
     assert plan.quotas[0] == pytest.approx(100_000 * small / (small + large), abs=1)
     assert sum(plan.quotas) == 100_000
-    static = plan_static(history, sizer, total=100_000)
+    static = plan_static(history, sizer, total=100_000, least=1)
     assert static.quotas == (25_000,) * 4
     assert static.cut_offs == pytest.approx([0.05 + 0.95 * part / 4 for part in (1, 2, 3)])

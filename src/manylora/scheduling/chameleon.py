@@ -6,18 +6,20 @@
                        [ medium ] --own quota---+--> running        pass 1: each queue up to its own quota
                        [ large  ] --own quota--/                    pass 2: the others share what empty ones left
 
-A request is charged its prompt, its predicted answer and its adapter, in tokens, until it ends; what pass 2 lends
-is charged to the empty queues and comes back to them. A request whose demand exceeds its queue's whole quota is
-charged all of that quota: it waits until its queue holds nothing else, instead of for ever.
+A request is charged its prompt, its predicted answer and its adapter, in tokens, until it ends, and at least what
+one seat is worth; what pass 2 lends is charged to the empty queues and comes back to them. A request whose demand
+exceeds its queue's whole quota is charged all of that quota: it waits until its queue holds nothing else, instead
+of for ever.
 
 A younger request passes one that lacks memory for its adapter only if it is predicted to end before that memory
 comes free, and is squashed if the older could run after all (``opportunity.py``). While an adapter is on its
 way, its request's tokens are kept for it and younger ones pass freely.
 
 Nobody starves. A queue's quota comes back as its running requests end, and its oldest takes it before any
-younger one; an empty queue lends nothing once it has work. For memory, the oldest of all is first in line; one
-that was refused memory is passed a bounded number of times (``bypass.py``), then is first in line itself, and alone.
-Squashing ends: only older requests squash younger ones.
+younger one; an empty queue lends nothing once it has work. For memory, the oldest of all is first in line. The
+oldest of a queue that has its quota and is not admitted, for want of memory or because smaller requests took the
+seats, is passed a bounded number of times (``bypass.py``), then is first in line, and alone. Squashing ends: only
+older requests squash younger ones.
 
 Source: Chameleon, section 4.3, algorithm 1. The choices it leaves open are in ``docs/adr/0010`` to ``0013``.
 """
@@ -65,6 +67,10 @@ class ChameleonPolicy:
         self._context = context
         self._config = context.config
         self._total = context.num_pages * context.block_size
+        # Seats are shared out with the tokens: a request is charged a seat's worth at least, so that small ones
+        # cannot take all seats within their quota.
+        num_seats = min(context.config.max_num_seqs, context.config.max_num_batched_tokens)
+        self._least = max(1, self._total // num_seats)
         self._history = RequestHistory()
         self._sizer = RequestSizer(context.config.request_size)
         self._plan = QueuePlan((), (self._total,))
@@ -103,23 +109,22 @@ class ChameleonPolicy:
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Take its tokens back, and note how long it took."""
-        entry = self._stop(sequence)
+        demand, held_tokens = self._stop(sequence)
         assert sequence.admitted_at is not None
-        self._history.ended(entry.demand, now - sequence.admitted_at)
+        self._history.ended(demand, held_tokens, now - sequence.admitted_at)
 
     def send_back(self, sequence: Sequence, now: float) -> None:
         """Take its tokens back and let it wait in its old place."""
         self._stop(sequence)
         self.add(sequence, now)
 
-    def _stop(self, sequence: Sequence) -> _Entry:
+    def _stop(self, sequence: Sequence) -> tuple[Demand, int]:
         entry = self._running.pop(sequence.seq_id)
-        self._ledger.give_back(sequence.seq_id)
         if sequence.adapter is not None:
             self._users[sequence.adapter] -= 1
             if not self._users[sequence.adapter]:
                 del self._users[sequence.adapter]
-        return entry
+        return entry.demand, self._ledger.give_back(sequence.seq_id)
 
     def _take_out(self, sequence: Sequence) -> _Entry:
         entry = self._waiting.pop(sequence.seq_id)
@@ -144,6 +149,11 @@ class ChameleonPolicy:
         num_arrivals = self._history.num_arrivals
         if num_arrivals >= self._plan_after or (now >= self._plan_again_at and num_arrivals):
             self._settle(now)
+        for line in self._lines:
+            head = line.head
+            if head is not None and self._has_quota(head):
+                # If the seats or the step's tokens run out before it is offered, it is passed all the same.
+                self._bypass.refuse(head)
         self._first = self._first_now()
         self._offered.clear()
         self._lacking = {}
@@ -184,10 +194,9 @@ class ChameleonPolicy:
 
     def _alone(self, sequence: Sequence) -> Iterator[Sequence]:
         """Offer nobody but one that was passed too often, once its queue's quota allows."""
-        entry = self._waiting[sequence.seq_id]
-        tokens = self._charge(entry)
-        if tokens <= self._ledger.free([entry.queue]):
-            self._charging = tokens, [entry.queue]
+        if self._has_quota(sequence):
+            entry = self._waiting[sequence.seq_id]
+            self._charging = self._charge(entry), [entry.queue]
             yield sequence
 
     def _two_passes(self) -> Iterator[Sequence]:
@@ -225,12 +234,16 @@ class ChameleonPolicy:
                     lacking.append((sequence, 0))  # nobody of this queue passes it, in the second pass neither
                     return
 
+    def _has_quota(self, sequence: Sequence) -> bool:
+        entry = self._waiting[sequence.seq_id]
+        return self._charge(entry) <= self._ledger.free([entry.queue])
+
     def _charge(self, entry: _Entry) -> int:
-        """Return the tokens an admission holds: an adapter that runs already is held, and paid for, by others."""
+        """Return the tokens an admission would hold: an adapter that runs already is held, and paid for, by others."""
         tokens = entry.demand.tokens
         if entry.sequence.adapter in self._users:
             tokens -= entry.demand.adapter
-        return min(tokens, self._ledger.quotas[entry.queue])
+        return min(max(tokens, self._least), self._ledger.quotas[entry.queue])
 
     # -- opportunistic bypass ----------------------------------------------------------------------------------------
 
@@ -308,6 +321,7 @@ class ChameleonPolicy:
             self._sizer,
             criterion=config.queue_criterion,
             total=self._total,
+            least=self._least,
             slo_s=config.slo_s,
             now=now,
         )
@@ -358,4 +372,4 @@ class StaticQueuesPolicy(ChameleonPolicy):
 
     def _make_plan(self, now: float) -> QueuePlan:
         self._plan_again_at = self._plan_after = inf
-        return plan_static(self._history, self._sizer, total=self._total)
+        return plan_static(self._history, self._sizer, total=self._total, least=self._least)

@@ -48,7 +48,7 @@ class RequestHistory:
 
     def __init__(self) -> None:
         self.arrivals: deque[tuple[float, Demand]] = deque(maxlen=WINDOW)
-        self._durations: deque[tuple[Demand, float]] = deque(maxlen=WINDOW)
+        self._ended: deque[tuple[Demand, int, float]] = deque(maxlen=WINDOW)
 
         self.num_arrivals = 0
 
@@ -57,35 +57,36 @@ class RequestHistory:
         self.num_arrivals += 1
         self.arrivals.append((now, demand))
 
-    def ended(self, demand: Demand, duration_s: float) -> None:
-        """Take in how long a request took from its admission."""
-        self._durations.append((demand, duration_s))
+    def ended(self, demand: Demand, held_tokens: int, duration_s: float) -> None:
+        """Take in what a request was charged, and for how long: from its admission to its end."""
+        self._ended.append((demand, held_tokens, duration_s))
 
     def mean_duration_s(self) -> float:
         """Return the mean duration in seconds; 1 before any request ended."""
-        durations = [duration_s for _, duration_s in self._durations]
-        return sum(durations) / len(durations) if durations and sum(durations) else 1.0
+        total_s = sum(duration_s for _, _, duration_s in self._ended)
+        return total_s / len(self._ended) if total_s > 0 else 1.0
 
     def loads(self, sizer: RequestSizer, cuts: Seq[float], now: float) -> list[QueueLoad]:
         """Return the load of each queue that these cut-offs would make."""
         span_s = max(now - self.arrivals[0][0], 1e-9)
         num_queues = len(cuts) + 1
-        max_tokens, sums, counts = [0] * num_queues, [0] * num_queues, [0] * num_queues
-        seconds, ends = [0.0] * num_queues, [0] * num_queues
+        largest, demanded, counts = [0] * num_queues, [0] * num_queues, [0] * num_queues
         for _, demand in self.arrivals:
             queue = bisect_right(cuts, sizer.size(demand))
+            largest[queue] = max(largest[queue], demand.tokens)
+            demanded[queue] += demand.tokens
             counts[queue] += 1
-            sums[queue] += demand.tokens
-            max_tokens[queue] = max(max_tokens[queue], demand.tokens)
-        for demand, duration_s in self._durations:
+        held, seconds, ends = [0] * num_queues, [0.0] * num_queues, [0] * num_queues
+        for demand, held_tokens, duration_s in self._ended:
             queue = bisect_right(cuts, sizer.size(demand))
-            ends[queue] += 1
+            held[queue] += held_tokens
             seconds[queue] += duration_s
+            ends[queue] += 1
         mean_s = self.mean_duration_s()
         return [
             QueueLoad(
-                max_tokens=max_tokens[queue],
-                mean_tokens=sums[queue] / max(1, counts[queue]),
+                max_tokens=largest[queue],
+                mean_tokens=held[queue] / ends[queue] if ends[queue] else demanded[queue] / max(1, counts[queue]),
                 duration_s=seconds[queue] / ends[queue] if ends[queue] else mean_s,
                 rate=counts[queue] / span_s,
             )
@@ -94,7 +95,14 @@ class RequestHistory:
 
 
 def plan_queues(
-    history: RequestHistory, sizer: RequestSizer, *, criterion: str, total: int, slo_s: float | None, now: float
+    history: RequestHistory,
+    sizer: RequestSizer,
+    *,
+    criterion: str,
+    total: int,
+    least: int,
+    slo_s: float | None,
+    now: float,
 ) -> QueuePlan:
     """Cluster recent sizes, cut between the clusters and share the tokens out by load.
 
@@ -103,19 +111,20 @@ def plan_queues(
         sizer: Fitted to them.
         criterion: How the number of queues is chosen, see ``clustering.choose``.
         total: Tokens in the pool.
+        least: What a request is charged at least.
         slo_s: What a request may take in seconds; five times the mean when ``None``.
         now: Seconds.
     """
     sizes = [sizer.size(demand) for _, demand in history.arrivals]
-    cuts = cut_offs(choose(cluster(sizes, min(MAX_QUEUES, total)), criterion))
+    cuts = cut_offs(choose(cluster(sizes, min(MAX_QUEUES, total // least)), criterion))
     slo_s = slo_s or SLO_FACTOR * history.mean_duration_s()
-    return QueuePlan(cuts, share_out(total, history.loads(sizer, cuts, now), slo_s))
+    return QueuePlan(cuts, share_out(total, history.loads(sizer, cuts, now), slo_s, least=least))
 
 
-def plan_static(history: RequestHistory, sizer: RequestSizer, *, total: int) -> QueuePlan:
+def plan_static(history: RequestHistory, sizer: RequestSizer, *, total: int, least: int) -> QueuePlan:
     """Cut the range from the smallest to the largest size into four equal parts with equal quotas."""
     sizes = [sizer.size(demand) for _, demand in history.arrivals]
     low, high = min(sizes), max(sizes)
-    num_queues = min(MAX_QUEUES, total)
+    num_queues = min(MAX_QUEUES, total // least)
     cuts = tuple(low + (high - low) * index / num_queues for index in range(1, num_queues))
     return QueuePlan(cuts, in_proportion(total, [1.0] * num_queues))

@@ -26,7 +26,7 @@ class QueueLoad:
 
     Args:
         max_tokens: Largest demand of one (S).
-        mean_tokens: Mean demand.
+        mean_tokens: What one was charged on average: less than it demands where adapters are shared.
         duration_s: Mean time from admission to end in seconds (D).
         rate: Arrivals per second.
     """
@@ -51,25 +51,36 @@ def minimum_quota(load: QueueLoad, slo_s: float) -> float:
     return load.max_tokens * load.duration_s * (1.0 / slo_s + load.rate)
 
 
-def share_out(total: int, loads: Seq[QueueLoad], slo_s: float) -> tuple[int, ...]:
-    """Share ``total`` tokens out among queues; the quotas add up to it, and each is at least 1.
+def share_out(total: int, loads: Seq[QueueLoad], slo_s: float, *, least: int = 1) -> tuple[int, ...]:
+    """Share ``total`` tokens out among queues; the quotas add up to it.
 
     Args:
-        total: At least one token per queue.
+        total: At least ``least`` per queue.
         loads: What was seen of each queue.
         slo_s: Seconds a request may take.
+        least: What each queue gets at least: enough for one request.
     """
     minima = [minimum_quota(load, slo_s) for load in loads]
-    return in_proportion(total, minima if sum(minima) <= total else [load.busy_tokens for load in loads])
+    return in_proportion(total, minima if sum(minima) <= total else [load.busy_tokens for load in loads], least=least)
 
 
-def in_proportion(total: int, weights: Seq[float]) -> tuple[int, ...]:
-    """Split ``total`` in proportion to ``weights``, evenly if there are none, into integers of at least 1."""
-    assert total >= len(weights) > 0
-    whole = sum(weights)
-    shares = [total * weight / whole for weight in weights] if whole > 0 else [total / len(weights)] * len(weights)
-    parts = [max(1, int(share)) for share in shares]
-    # Rounding left a few tokens over, or raising to 1 took some: the largest part will not notice.
+def in_proportion(total: int, weights: Seq[float], *, least: int = 1) -> tuple[int, ...]:
+    """Split ``total`` in proportion to ``weights``, evenly if there are none, into integers of at least ``least``."""
+    assert total >= least * len(weights) > 0
+    parts = [0] * len(weights)
+    left, rest = total, list(range(len(weights)))
+    while rest:
+        whole = sum(weights[index] for index in rest)
+        shares = {index: left * weights[index] / whole if whole > 0 else left / len(rest) for index in rest}
+        short = [index for index in rest if shares[index] < least]
+        for index in short or rest:
+            parts[index] = max(least, int(shares[index]))
+        if not short:
+            break
+        # Those who get the least take it from the others, in proportion.
+        left -= least * len(short)
+        rest = [index for index in rest if index not in short]
+    # Rounding down left a few tokens over: the largest part will not notice.
     parts[max(range(len(parts)), key=parts.__getitem__)] += total - sum(parts)
     return tuple(parts)
 
