@@ -28,10 +28,12 @@ from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
+from manylora.engine.ports import PlannedSequence
 from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished, TokensEmitted
 from manylora.memory import EVICTION_POLICIES
-from manylora.scheduling import POLICIES
+from manylora.scheduling import POLICIES, LengthPredictor, Sequence
 from manylora.scheduling.clustering import cluster, cut_offs
+from manylora.scheduling.prediction import NoisyPredictor, OraclePredictor
 from manylora.scheduling.request_size import Demand, RequestSizer
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor
@@ -50,6 +52,7 @@ LLAMA_7B = decoder_shape(
     intermediate_size=11008,
     vocab_size=32_000,
     max_model_len=4096,
+    eos_token_ids=(2,),
 )
 # The card has 28 GiB left beside the weights; the published evaluation scales its trace down until KV and adapters fill
 # them at the peak. Lengths are scaled here as well, but compute would run out first: so the pool is scaled as well.
@@ -61,7 +64,8 @@ LOADS = {"low": 6.0, "medium": 8.0, "high": 9.0}
 CLASSES = ("small", "medium", "large")
 INPUT_GAMMA, OUTPUT_GAMMA = (1.338, 863.0), (1.646, 128.0)
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 512
-TOKEN = SampledToken(token_id=1)
+TOKEN, END = SampledToken(token_id=1), SampledToken(token_id=2)
+MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def read_lengths(path: str | None, scale: float, rng: random.Random, count: int)
             rows = [(float(row["ContextTokens"]), float(row["GeneratedTokens"])) for row in csv.DictReader(file)]
         pairs = [rng.choice(rows) for _ in range(count)]
     limit = LLAMA_7B.max_model_len // 2
-    return [(min(limit, max(4, round(a * scale))), min(limit, max(1, round(b * scale)))) for a, b in pairs]
+    return [(min(limit, max(4, round(a * scale))), min(MAX_TOKENS, max(1, round(b * scale)))) for a, b in pairs]
 
 
 def make_jobs(
@@ -184,7 +188,21 @@ def simulate(
 ) -> tuple[EngineCore, Record]:
     """Run a workload to its end."""
     clock, record = VirtualClock(), Record()
-    executor = SimulatedExecutor(COST, vocab_size=LLAMA_7B.vocab_size, choose=lambda part: TOKEN)
+
+    def choose(part: PlannedSequence) -> SampledToken:
+        # Sequences count up in order of arrival, and all are accepted: their numbers are those of the jobs.
+        return END if len(part.tokens) - part.num_prompt_tokens + 1 >= jobs[part.seq_id].output else TOKEN
+
+    def truth(sequence: Sequence) -> int:
+        return jobs[sequence.seq_id].output
+
+    # Requests end by themselves, far below their cap: nobody but these two predictors knows when.
+    predictor: LengthPredictor | None = None
+    if scheduler.predictor == "oracle":
+        predictor = OraclePredictor(truth)
+    elif scheduler.predictor == "noisy":
+        predictor = NoisyPredictor(scheduler.predictor_accuracy, 0, truth)
+    executor = SimulatedExecutor(COST, vocab_size=LLAMA_7B.vocab_size, choose=choose)
     core = EngineCore(
         base=LLAMA_7B,
         num_pages=NUM_PAGES,
@@ -194,6 +212,7 @@ def simulate(
         adapters=AdapterConfig(eviction=eviction, host_bytes=1 << 50),
         served_name="base",
         sinks=[record],
+        predictor=predictor,
     )
     for index, version in enumerate(versions):
         core.adapters.register(f"a{index}", version, 0.0)
@@ -203,7 +222,7 @@ def simulate(
             Request(
                 request_id=str(index),
                 prompt=(0,) * job.prompt,
-                sampling=SamplingParams(max_tokens=job.output, ignore_eos=True),
+                sampling=SamplingParams(max_tokens=MAX_TOKENS),
                 model=f"a{job.adapter}",
             ),
         )
@@ -289,6 +308,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "chameleon, accuracy 100 %": {"policy": "chameleon", "predictor": "oracle"},
     "chameleon, accuracy 80 %": {"policy": "chameleon"},
     "chameleon, accuracy 60 %": {"policy": "chameleon", "predictor_accuracy": 0.6},
+    "chameleon, quantile predictor": {"policy": "chameleon", "predictor": "quantile"},
     "chameleon, degree-1": {"policy": "chameleon", "request_size": "degree-1"},
     "chameleon, output only": {"policy": "chameleon", "request_size": "output"},
     "chameleon, output only, accuracy 60 %": {
@@ -298,6 +318,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "chameleon, least WCSS": {"policy": "chameleon", "queue_criterion": "wcss"},
     "sjf, accuracy 100 %": {"policy": "sjf", "predictor": "oracle"},
+    "sjf, quantile predictor": {"policy": "sjf", "predictor": "quantile"},
 }
 
 
@@ -338,7 +359,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a minute of arrivals, fewer combinations, nothing written"
     )
-    parser.add_argument("--duration", type=float, default=300.0, help="seconds of arrivals")
+    parser.add_argument("--duration", type=float, default=500.0, help="seconds of arrivals")
     parser.add_argument("--scale", type=float, default=0.36, help="what lengths are multiplied by")
     parser.add_argument("--adapters", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

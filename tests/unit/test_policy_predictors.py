@@ -115,17 +115,19 @@ def test_estimates_lie_between_what_is_there_and_the_cap(predictor):
 
 @pytest.mark.parametrize("accuracy", [1.0, 0.8, 0.6])
 def test_the_noisy_predictor_is_as_wrong_as_it_says(accuracy):
-    predictor = NoisyPredictor(accuracy, seed=3)
-    asked = [sequence(seq_id, max_tokens=1000) for seq_id in range(2000)]
-    for one in asked:  # no cap in the way of errors upwards
-        one.request = request("r", max_tokens=1000)
-    guesses = [predictor.predict(one).p50 for one in asked]
-    below = [1 - guess / 1000 for guess in guesses if guess < 1000]
-    # Guesses above the truth are cut to the cap here, so look at those below: half of all, as far off on average.
-    assert mean(below or [0.0]) == pytest.approx(1 - accuracy, abs=0.03)
-    assert len(below) == pytest.approx(0 if accuracy == 1.0 else 1000, abs=100)
-    assert guesses == [predictor.predict(one).p50 for one in asked]
-    assert guesses != [NoisyPredictor(accuracy, seed=4).predict(one).p50 for one in asked] or accuracy == 1.0
+    asked = [sequence(seq_id, max_tokens=100_000) for seq_id in range(2000)]
+
+    def guesses(seed: int) -> list[int]:
+        predictor = NoisyPredictor(accuracy, seed, truth=lambda one: 1000)
+        return [predictor.predict(one).p50 for one in asked]
+
+    mine = guesses(3)
+    assert mean(abs(guess - 1000) / 1000 for guess in mine) == pytest.approx(1 - accuracy, abs=0.02)
+    assert mean(mine) == pytest.approx(1000, abs=25)
+    assert mine == guesses(3)
+    assert (mine == guesses(4)) == (accuracy == 1.0)
+    covered = [NoisyPredictor(accuracy, 3, lambda one: 1000).predict(one).p90 >= 1000 for one in asked]
+    assert mean(covered) >= 0.9 - 0.02
 
 
 def test_predictors_by_name():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from zlib import crc32
 
 from manylora.scheduling.prediction.port import LengthEstimate, bounded_estimate
@@ -10,12 +11,25 @@ from manylora.scheduling.sequence import Sequence
 __all__ = ["NoisyPredictor", "OraclePredictor"]
 
 
+def _cap(sequence: Sequence) -> int:
+    return sequence.max_tokens
+
+
 class OraclePredictor:
-    """Takes the cap for the answer's length: the truth for requests that ignore end-of-sequence tokens."""
+    """Knows.
+
+    Args:
+        truth: The length of a sequence's answer; by default its cap, the truth for requests that ignore
+            end-of-sequence tokens.
+    """
+
+    def __init__(self, truth: Callable[[Sequence], int] = _cap) -> None:
+        self._truth = truth
 
     def predict(self, sequence: Sequence) -> LengthEstimate:
-        """Return the cap."""
-        return LengthEstimate(sequence.max_tokens, sequence.max_tokens)
+        """Return the truth."""
+        truth = self._truth(sequence)
+        return bounded_estimate(sequence, truth, truth)
 
     def observe(self, sequence: Sequence) -> None:
         """Nothing to learn."""
@@ -31,21 +45,23 @@ class NoisyPredictor:
     Args:
         accuracy: In (0.5, 1].
         seed: Of its draws.
+        truth: As the oracle's. Estimates never exceed the cap, so where that is the truth, only those below err.
 
     Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without saying what accuracy is; this
     reading is ours.
     """
 
-    def __init__(self, accuracy: float, seed: int) -> None:
+    def __init__(self, accuracy: float, seed: int, truth: Callable[[Sequence], int] = _cap) -> None:
+        self._truth = truth
         self._spread = 2.0 * (1.0 - accuracy)
         self._seed = seed
 
     def predict(self, sequence: Sequence) -> LengthEstimate:
-        """Return the disturbed cap; p90 is what nine of ten truths would not exceed."""
+        """Return the disturbed truth; p90 is what nine of ten truths would not exceed."""
         # A hash rather than a generator, so that nothing needs to be remembered per request.
         draw = crc32(f"{self._seed}/{sequence.seq_id}".encode()) / 0xFFFFFFFF
-        guess = sequence.max_tokens * (1.0 + self._spread * (2.0 * draw - 1.0))
-        return bounded_estimate(sequence, guess, guess * (1.0 + 0.8 * self._spread))
+        guess = self._truth(sequence) * (1.0 + self._spread * (2.0 * draw - 1.0))
+        return bounded_estimate(sequence, guess, guess / (1.0 - 0.8 * self._spread))
 
     def observe(self, sequence: Sequence) -> None:
         """Nothing to learn."""
