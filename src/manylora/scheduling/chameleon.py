@@ -30,17 +30,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from manylora.memory import num_blocks
 from manylora.scheduling import queue_plan
 from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
 from manylora.scheduling.line import Line
-from manylora.scheduling.opportunity import Running, pages_freed, steps_to_end, steps_until
-from manylora.scheduling.policy import Nearness, Outcome, PolicyContext, QueueStatus
+from manylora.scheduling.opportunity import Opportunity, Running, steps_to_end
+from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.scheduling.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
 from manylora.scheduling.quota import QuotaLedger
 from manylora.scheduling.request_size import Demand, RequestSizer
 from manylora.scheduling.sequence import Sequence
-from manylora.types import AdapterKey
 
 __all__ = ["ChameleonPolicy", "StaticQueuesPolicy"]
 
@@ -80,7 +78,7 @@ class ChameleonPolicy:
         self._ledger = QuotaLedger(self._plan.quotas)
         self._waiting: dict[int, _Entry] = {}  # by seq_id
         self._running: dict[int, _Entry] = {}  # by seq_id
-        self._users: dict[AdapterKey, int] = {}  # running requests per adapter
+        self._opportunity = Opportunity(context)
         self._bypass = Bypass()
         self._first: Sequence | None = None
         self._offers: Iterator[Sequence] = iter(())
@@ -120,10 +118,7 @@ class ChameleonPolicy:
 
     def _stop(self, sequence: Sequence) -> tuple[Demand, int]:
         entry = self._running.pop(sequence.seq_id)
-        if sequence.adapter is not None:
-            self._users[sequence.adapter] -= 1
-            if not self._users[sequence.adapter]:
-                del self._users[sequence.adapter]
+        self._opportunity.stopped(sequence)
         return entry.demand, self._ledger.give_back(sequence.seq_id)
 
     def _take_out(self, sequence: Sequence) -> _Entry:
@@ -178,8 +173,7 @@ class ChameleonPolicy:
         if outcome is Outcome.ADMITTED:
             entry = self._running[sequence.seq_id] = self._take_out(sequence)
             self._ledger.take(sequence.seq_id, *self._charging)
-            if sequence.adapter is not None:
-                self._users[sequence.adapter] = self._users.get(sequence.adapter, 0) + 1
+            self._opportunity.admitted(sequence)
             entry.passed = [older for older, _ in self._lacking.get(entry.queue, ()) if older.seq_id < sequence.seq_id]
             if self._bypass.admit(sequence):
                 self._offers = iter(())
@@ -241,7 +235,7 @@ class ChameleonPolicy:
     def _charge(self, entry: _Entry) -> int:
         """Return the tokens an admission would hold: an adapter that runs already is held, and paid for, by others."""
         tokens = entry.demand.tokens
-        if entry.sequence.adapter in self._users:
+        if self._opportunity.is_used(entry.sequence.adapter):
             tokens -= entry.demand.adapter
         return min(max(tokens, self._least), self._ledger.quotas[entry.queue])
 
@@ -249,51 +243,29 @@ class ChameleonPolicy:
 
     def squash(self, now: float) -> list[Sequence]:
         """Name those that passed somebody who could run in their stead: as few as it takes, youngest first."""
-        passers: dict[int, list[Sequence]] = {}  # by seq_id of the older one
-        for entry in self._running.values():
+        passers: dict[int, list[tuple[Sequence, int]]] = {}  # by seq_id of the older one
+        for seq_id, entry in self._running.items():
             for older in entry.passed:
                 if older.seq_id in self._waiting:
-                    passers.setdefault(older.seq_id, []).append(entry.sequence)
+                    passers.setdefault(older.seq_id, []).append((entry.sequence, self._ledger.held_by(seq_id)))
         for seq_id in sorted(passers):
-            squashed = self._enough_of(passers[seq_id], self._waiting[seq_id])
+            waiting = self._waiting[seq_id]
+            num_tokens = self._charge(waiting) - self._ledger.free([waiting.queue])
+            is_first = waiting.sequence is self._first_now()
+            squashed = self._opportunity.who_must_go(waiting.sequence, num_tokens, passers[seq_id], is_first=is_first)
             if squashed:
                 return squashed
         return []
 
-    def _enough_of(self, passers: list[Sequence], older: _Entry) -> list[Sequence]:
-        """Return the youngest passers whose pages and tokens, with what is free, let the older one run."""
-        if self._context.nearness(older.sequence) < Nearness.HOST:
-            return []  # its adapter came after all
-        num_pages = self._pages_missing(older.sequence)
-        num_tokens = self._charge(older) - self._ledger.free([older.queue])
-        chosen: list[Sequence] = []
-        for passer in sorted(passers, key=lambda one: one.seq_id, reverse=True):
-            if num_pages <= 0 and num_tokens <= 0:
-                break
-            chosen.append(passer)
-            num_tokens -= self._ledger.held_by(passer.seq_id)
-            is_first = older.sequence is self._first_now()
-            num_pages = self._pages_missing(older.sequence) - pages_freed(chosen, self._users, with_adapters=is_first)
-        return chosen if num_pages <= 0 and num_tokens <= 0 else []
-
-    def _pages_missing(self, sequence: Sequence) -> int:
-        """Return the pages that its adapter and its tokens need and that it could not claim now."""
-        needed = sequence.num_adapter_pages + num_blocks(len(sequence.tokens), self._context.block_size)
-        return needed - self._context.num_claimable_pages(sequence is self._first_now())
-
     def _steps_until_room(self, sequence: Sequence) -> float:
-        """Return in how many steps memory for its adapter will have come free; infinite if it is not pages it lacks."""
-        missing = self._pages_missing(sequence)
-        if missing <= 0:
-            return inf
+        """Return in how many steps memory for its adapter will have come free, by the middle estimates."""
         running = []
         for entry in self._running.values():
-            generated = entry.sequence.num_output_tokens
-            if generated >= entry.total_output:
+            if entry.sequence.num_output_tokens >= entry.total_output:
                 entry.total_output = self._context.predictor.predict(entry.sequence).p50
-            budget = self._config.max_num_batched_tokens
-            running.append(Running(entry.sequence, steps_to_end(entry.sequence, entry.total_output, budget)))
-        return steps_until(missing, running, self._users)
+            steps_left = steps_to_end(entry.sequence, entry.total_output, self._config.max_num_batched_tokens)
+            running.append(Running(entry.sequence, steps_left))
+        return self._opportunity.steps_until_room(sequence, running, is_first=sequence is self._first)
 
     # -- queues ------------------------------------------------------------------------------------------------------
 
@@ -360,7 +332,7 @@ class ChameleonPolicy:
         assert sum(map(len, self._lines)) == len(self._waiting)
         for entry in self._waiting.values():
             assert entry.queue == self._plan.queue_of(self._sizer.size(entry.demand))
-        assert sum(self._users.values()) == sum(entry.demand.adapter > 0 for entry in self._running.values())
+        self._opportunity.check_integrity(sum(entry.demand.adapter > 0 for entry in self._running.values()))
 
 
 class StaticQueuesPolicy(ChameleonPolicy):

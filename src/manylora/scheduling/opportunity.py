@@ -14,14 +14,16 @@ memory comes free, and the high one (p90) of how long the younger takes, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, inf
 
+from manylora.memory import num_blocks
+from manylora.scheduling.policy import Nearness, PolicyContext
 from manylora.scheduling.sequence import Sequence
 from manylora.types import AdapterKey
 
-__all__ = ["Running", "pages_freed", "steps_to_end", "steps_until"]
+__all__ = ["Opportunity", "Running", "steps_to_end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +48,85 @@ def steps_to_end(sequence: Sequence, total_output: int, max_num_batched_tokens: 
     return prompt_steps - 1 + max(1, total_output - sequence.num_output_tokens)
 
 
-def steps_until(num_pages: int, running: Iterable[Running], users: Mapping[AdapterKey, int]) -> float:
-    """Return the steps until running requests have given back so many pages; infinite if all do not suffice.
+class Opportunity:
+    """Knows which adapters run, and answers the two questions: how long until there is room, and who must go for it.
 
     Args:
-        num_pages: Pages that are missing.
-        running: All running requests.
-        users: Running requests per adapter: its pages come free with the last of them.
+        context: Says what could be claimed, and where adapters are.
     """
-    left = dict(users)
-    for one in sorted(running, key=lambda one: one.steps_left):
-        num_pages -= _own_pages(one.sequence)
-        num_pages -= _adapter_pages(one.sequence, left)
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._context = context
+        self._users: dict[AdapterKey, int] = {}  # running requests per adapter: its pages come free with the last
+
+    def is_used(self, key: AdapterKey | None) -> bool:
+        """Whether a running request uses the adapter."""
+        return key in self._users
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A request starts to run."""
+        if sequence.adapter is not None:
+            self._users[sequence.adapter] = self._users.get(sequence.adapter, 0) + 1
+
+    def stopped(self, sequence: Sequence) -> None:
+        """A request ended or was sent back."""
+        if sequence.adapter is not None:
+            self._users[sequence.adapter] -= 1
+            if not self._users[sequence.adapter]:
+                del self._users[sequence.adapter]
+
+    def steps_until_room(self, sequence: Sequence, running: Iterable[Running], *, is_first: bool) -> float:
+        """Return in how many steps running requests will have given back what a waiting one lacks.
+
+        Infinite if all of them do not suffice, or if it is not pages it lacks (but room on the host).
+        """
+        num_pages = self._pages_missing(sequence, is_first)
         if num_pages <= 0:
-            return one.steps_left
-    return inf
+            return inf
+        left = dict(self._users)
+        for one in sorted(running, key=lambda one: one.steps_left):
+            num_pages -= _own_pages(one.sequence) + _adapter_pages(one.sequence, left)
+            if num_pages <= 0:
+                return one.steps_left
+        return inf
 
+    def who_must_go(
+        self, older: Sequence, num_tokens: int, passers: Iterable[tuple[Sequence, int]], *, is_first: bool
+    ) -> list[Sequence]:
+        """Return the fewest of those who passed whose pages and tokens, with what is free, let the older one run.
 
-def pages_freed(sequences: Iterable[Sequence], users: Mapping[AdapterKey, int], *, with_adapters: bool) -> int:
-    """Return the pages that come free if these requests stop.
+        Args:
+            older: Waits.
+            num_tokens: Tokens its queue lacks for it.
+            passers: Running requests that passed it, and the tokens each holds.
+            is_first: Whether the older is first in line. Adapters of those who go wait with them, so only then
+                may it take their pages.
 
-    Args:
-        sequences: Running requests.
-        users: Running requests per adapter.
-        with_adapters: Count adapters that nobody else uses: they wait with their requests, so only whoever is
-            first in line may take their pages.
-    """
-    left = dict(users)
-    num_pages = 0
-    for sequence in sequences:
-        num_pages += _own_pages(sequence)
-        adapter_pages = _adapter_pages(sequence, left)
-        num_pages += adapter_pages if with_adapters else 0
-    return num_pages
+        Returns:
+            The youngest first; nobody if all of them were not enough, or if it can run without.
+        """
+        if self._context.nearness(older) < Nearness.HOST:
+            return []  # its adapter came after all
+        num_pages = self._pages_missing(older, is_first)
+        left = dict(self._users)
+        chosen: list[Sequence] = []
+        for passer, held_tokens in sorted(passers, key=lambda one: one[0].seq_id, reverse=True):
+            if num_pages <= 0 and num_tokens <= 0:
+                break
+            chosen.append(passer)
+            num_tokens -= held_tokens
+            adapter_pages = _adapter_pages(passer, left)
+            num_pages -= _own_pages(passer) + (adapter_pages if is_first else 0)
+        return chosen if num_pages <= 0 and num_tokens <= 0 else []
+
+    def _pages_missing(self, sequence: Sequence, is_first: bool) -> int:
+        """Return the pages that its adapter and its tokens need and that it could not claim now."""
+        needed = sequence.num_adapter_pages + num_blocks(len(sequence.tokens), self._context.block_size)
+        return needed - self._context.num_claimable_pages(is_first)
+
+    def check_integrity(self, num_with_adapter: int) -> None:
+        """Assert that so many running requests are accounted for."""
+        assert sum(self._users.values()) == num_with_adapter
 
 
 def _own_pages(sequence: Sequence) -> int:
