@@ -340,6 +340,12 @@ def medians(outcomes: Sequence[Round]) -> dict[str, float]:
     return {field: statistics.median(getattr(one, field) for one in outcomes) for field in Round.__slots__}
 
 
+def spread(outcomes: Sequence[dict[str, float]]) -> str:
+    """Say how far the rounds lie apart: on a busy machine too far for any ratio."""
+    values = [one["gap_p99"] for one in outcomes]
+    return f"{min(values):.1f} to {max(values):.1f} ms"
+
+
 def ratio(rounds: dict[str, list[Round]], name: str) -> float:
     """Return P99 between tokens over that of the resident engine: the median over rounds of the ratio in each."""
     return statistics.median(
@@ -369,6 +375,7 @@ def table(figures: dict[str, Any]) -> str:
         ("requests that found their adapter", "hits", "{:.0%}"),
     ):
         rows.append((title, lambda name, field=field, form=form: form.format(figures["medians"][name][field])))  # type: ignore[misc]
+    rows.insert(4, ("the same, over the rounds", lambda name: spread(figures["rounds"][name])))
     rows.append(("pages held when all is unloaded", lambda name: str(figures["pages_held"][name])))
     num_rounds = len(figures["rounds"]["resident"])
     lines = [
