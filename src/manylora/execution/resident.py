@@ -81,10 +81,13 @@ def _group(group: GroupLayout, pages: Sequence[int], pool: PageStorage) -> Group
 
 
 def _pieces(tiles: Sequence[Tile], pages: Sequence[int], pool: PageStorage) -> tuple[Piece, ...]:
+    # One call per view and not three: there are hundreds in an adapter, and each holds the interpreter lock that the
+    # step beside us needs.
+    page_elements = pool.shape.num_elements
     return tuple(
         Piece(
-            pool.flat[pages[run.page]][run.offset : run.offset + run.num_rows * run.num_cols].view(
-                run.num_rows, run.num_cols
+            pool.flat.as_strided(
+                (run.num_rows, run.num_cols), (run.num_cols, 1), pages[run.page] * page_elements + run.offset
             ),
             run.row,
             run.col,
