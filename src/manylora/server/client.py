@@ -91,7 +91,7 @@ class EngineClient:
         self._dead: EngineDead | None = None
 
     @property
-    def pid(self) -> int:
+    def pid(self) -> int | None:
         """Return the process the engine runs in."""
         return self._link.pid
 

@@ -18,7 +18,7 @@ class EngineLink(Protocol):
     """One engine's life. Every method belongs to the event loop's thread."""
 
     @property
-    def pid(self) -> int:
+    def pid(self) -> int | None:
         """Return the process the engine runs in."""
         ...
 

@@ -51,10 +51,9 @@ class ProcessLink:
         self._receiver: asyncio.Task[None] | None = None
 
     @property
-    def pid(self) -> int:
-        """Return the engine process's id."""
-        assert self._process is not None
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Return the engine process's id; ``None`` before there is one."""
+        return None if self._process is None else self._process.pid
 
     async def start(self, deliver: Callable[[Message], None]) -> None:
         """Start the process and begin to receive."""

@@ -323,7 +323,7 @@ class Supervisor:
             return False
         if self.state is State.RESTARTING:
             self.state = State.SERVING
-            logger.warning("engine_restarted pid=%d num_adapters=%d", client.pid, len(self.adapters))
+            logger.warning("engine_restarted pid=%s num_adapters=%d", client.pid, len(self.adapters))
         return True
 
     async def _load_all(self, client: EngineClient) -> list[AdapterError]:
