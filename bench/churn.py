@@ -6,8 +6,8 @@ The engine's real core and loop on the wall clock, with the torch executor on th
 same model take turns on the same arrivals, round after round, in one process:
 
 * *resident*: the pool holds every adapter, and all are on the device before the first request;
-* *churn*: the pool holds a fifth of them, the rest waits in host memory, so nearly every request brings a copy to the
-  device and an eviction with it;
+* *churn*: the pool holds a fifth of them, the rest waits in host memory, so every request brings a copy to the device
+  and an eviction with it (a prefetch may have brought it before the request is looked at);
 * *from disk*: the same, and host memory holds a quarter of them, so that most copies begin with a file that is read,
   checked and packed again.
 
@@ -326,7 +326,7 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) 
         "medians": {name: medians(outcomes) for name, outcomes in rounds.items()},
         "gap_p99_ratio": {name: ratio(rounds, name) for name in rounds},
         "pages_held": held,
-        "rss_growth_bytes": rss[-1] - rss[0],
+        "rss_bytes": rss,
     }
 
 
@@ -372,12 +372,13 @@ def table(figures: dict[str, Any]) -> str:
         ("reads from disk", "reads", "{:.0f}"),
         ("evictions", "evictions", "{:.0f}"),
         ("pre-emptions", "preemptions", "{:.0f}"),
-        ("requests that found their adapter", "hits", "{:.0%}"),
+        ("requests that found their adapter on the device", "hits", "{:.0%}"),
     ):
         rows.append((title, lambda name, field=field, form=form: form.format(figures["medians"][name][field])))  # type: ignore[misc]
     rows.insert(4, ("the same, over the rounds", lambda name: spread(figures["rounds"][name])))
     rows.append(("pages held when all is unloaded", lambda name: str(figures["pages_held"][name])))
     num_rounds = len(figures["rounds"]["resident"])
+    rss = figures["rss_bytes"]
     lines = [
         "# Churn: what loading costs those who decode",
         "",
@@ -392,8 +393,9 @@ def table(figures: dict[str, Any]) -> str:
         f"|---|{'---:|' * len(names)}",
         *(f"| {title} | {' | '.join(map(show, names))} |" for title, show in rows),
         "",
-        f"The process grew by {figures['rss_growth_bytes'] / MIB:.1f} MiB from the end of the warm-up round to the "
-        "end of the last. Every request ended with all its tokens.",
+        f"Memory of the process: {rss[0] / MIB:,.0f} MiB after the round to warm up, {rss[len(rss) // 2] / MIB:,.0f} "
+        f"after half of the rounds, {rss[-1] / MIB:,.0f} after all (pages count from their first use on). Every request "
+        "ended with all its tokens.",
         "",
     ]
     return "\n".join(lines)
