@@ -195,6 +195,8 @@ class EngineConfig:
         scheduler: The step.
         adapters: The adapter cache.
         seed: Seed of whatever the engine draws itself (seeds of requests that bring none).
+        request_log: File that gets one JSON line per finished request (sizes, no text): what ``manylora predictor
+            train`` learns from.
     """
 
     model: ModelConfig
@@ -202,6 +204,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     seed: int = 0
+    request_log: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,21 @@ def serve(
             rich_help_panel="Adapters",
         ),
     ] = _ADAPTERS.eviction,
+    look_ahead: Annotated[
+        int,
+        typer.Option(
+            help="Waiting requests whose adapters are brought to the device before their turn.",
+            rich_help_panel="Adapters",
+        ),
+    ] = _ADAPTERS.look_ahead,
+    forecast: Annotated[
+        bool,
+        typer.Option(
+            "--forecast",
+            help="Bring adapters that are due by their past as well, before anybody waits for them.",
+            rich_help_panel="Adapters",
+        ),
+    ] = _ADAPTERS.forecast,
     lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
     policy: Annotated[
         str,
@@ -134,6 +149,14 @@ def serve(
         typer.Option(
             metavar="FILE",
             help="The trained one, from [bold]manylora predictor train[/bold].",
+            rich_help_panel="Scheduling",
+        ),
+    ] = None,
+    request_log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append a line per finished request (sizes, no text), for [bold]manylora predictor train[/bold].",
             rich_help_panel="Scheduling",
         ),
     ] = None,
@@ -240,8 +263,11 @@ def serve(
             eviction=eviction,
             host_bytes=parse_size(host_memory),
             max_cpu_loras=max_cpu_loras,
+            look_ahead=look_ahead,
+            forecast=forecast,
         ),
         seed=seed,
+        request_log=request_log,
     )
     server = ServerConfig(
         host=host,

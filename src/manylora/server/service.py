@@ -21,8 +21,9 @@ from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.ports import EngineParts
 from manylora.engine.status import AdapterStatus
-from manylora.errors import AdapterError, ManyloraError
+from manylora.errors import AdapterError, ConfigError, ManyloraError
 from manylora.events import AdapterLoaded
+from manylora.scheduling.prediction import RequestLog
 from manylora.server.protocol import (
     AddRequests,
     Cancel,
@@ -107,6 +108,7 @@ class EngineService:
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
             return False
+        files = contextlib.ExitStack()
         try:
             core = EngineCore(
                 base=parts.base,
@@ -117,7 +119,7 @@ class EngineService:
                 adapters=self._config.adapters,
                 served_name=self._served_name,
                 seed=self._config.seed,
-                sinks=[self._recorder],
+                sinks=[self._recorder, *self._request_log(files)],
             )
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
             self._send(Ready(self._info(parts)))
@@ -130,7 +132,22 @@ class EngineService:
         finally:
             self._readers.shutdown(wait=False, cancel_futures=True)
             parts.close()
+            files.close()
         return True
+
+    def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
+        """Return the log of finished requests, if one is asked for; ``files`` will close it.
+
+        Raises:
+            ConfigError: Its file cannot be written.
+        """
+        path = self._config.request_log
+        if path is None:
+            return []
+        try:
+            return [RequestLog(files.enter_context(open(path, "a", buffering=1, encoding="utf-8")))]
+        except OSError as error:
+            raise ConfigError(f"Got request_log = {path!r}, which cannot be written: {error.strerror}") from error
 
     def stop(self) -> None:
         """End ``run`` soon; safe from any thread."""
