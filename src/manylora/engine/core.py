@@ -512,6 +512,7 @@ class EngineCore:
             num_prefix_evictions=counters.prefix_evictions,
             num_preemptions=self._running.num_preemptions,
             num_squashes=self._running.num_squashes,
+            num_prefetches=self._prefetcher.num_prefetches,
             queues=self._policy.queues(),
             num_steps=counters.steps,
             num_prompt_tokens=self._running.num_prompt_tokens,

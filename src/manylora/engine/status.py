@@ -73,6 +73,7 @@ class EngineStats:
         num_adapter_requests: Requests that asked for an adapter.
         num_adapter_hits: Those that found it on the device when first looked at.
         num_squashes: Sequences that gave their place back to one they had passed.
+        num_prefetches: Loads begun before a sequence's turn.
         queues: The policy's queues, smallest requests first.
     """
 
@@ -103,4 +104,5 @@ class EngineStats:
     num_adapter_requests: int
     num_adapter_hits: int
     num_squashes: int = 0
+    num_prefetches: int = 0
     queues: tuple[QueueStatus, ...] = ()

@@ -210,6 +210,7 @@ class Metrics(Collector):
         loads.add_metric([Tier.HOST.value], stats.num_disk_loads)
         yield loads
         for name, text, value in (
+            ("manylora_adapter_prefetches", "Loads begun before a request's turn.", stats.num_prefetches),
             ("manylora_adapter_evictions", "Adapters dropped from the device for room.", stats.num_evictions),
             ("manylora_prefix_evictions", "Prefix pages dropped for room.", stats.num_prefix_evictions),
             ("manylora_lora_requests", "Requests that asked for an adapter.", stats.num_adapter_requests),
