@@ -66,6 +66,7 @@ INPUT_GAMMA, OUTPUT_GAMMA = (1.338, 863.0), (1.646, 128.0)
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 512
 TOKEN, END = SampledToken(token_id=1), SampledToken(token_id=2)
 MAX_TOKENS = 1024
+LOOK_AHEAD = AdapterConfig().look_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class Record:
 
 
 def simulate(
-    jobs: Seq[Job], versions: Seq[AdapterVersion], scheduler: SchedulerConfig, eviction: str
+    jobs: Seq[Job], versions: Seq[AdapterVersion], scheduler: SchedulerConfig, cache: AdapterConfig
 ) -> tuple[EngineCore, Record]:
     """Run a workload to its end."""
     clock, record = VirtualClock(), Record()
@@ -209,7 +210,7 @@ def simulate(
         executor=executor,
         scheduler=scheduler,
         memory=MemoryConfig(prefix_caching=False),
-        adapters=AdapterConfig(eviction=eviction, host_bytes=1 << 50),
+        adapters=cache,
         served_name="base",
         sinks=[record],
         predictor=predictor,
@@ -253,14 +254,14 @@ def run(
     jobs: Seq[Job],
     versions: Seq[AdapterVersion],
     scheduler: SchedulerConfig,
-    eviction: str,
+    cache: AdapterConfig,
     *,
     warm_up_s: float,
     slo_s: float,
 ) -> Row:
     """Simulate one combination and reduce it to a row; requests of the warm-up are served and not counted."""
     began = perf_counter()
-    core, record = simulate(jobs, versions, scheduler, eviction)
+    core, record = simulate(jobs, versions, scheduler, cache)
     classes = size_classes(jobs, versions)
     counted = [index for index, job in enumerate(jobs) if job.at >= warm_up_s]
     ttft = {i: record.tokens[str(i)][0] - record.arrived[str(i)] for i in counted}
@@ -296,7 +297,7 @@ def run(
 def unloaded_mean_s(jobs: Seq[Job], versions: Seq[AdapterVersion]) -> float:
     """Return the mean time of a request that runs alone, in seconds."""
     alone = [Job(60.0 * index, job.prompt, job.output, job.adapter) for index, job in enumerate(jobs[:200])]
-    _, record = simulate(alone, versions, SchedulerConfig(), "lru")
+    _, record = simulate(alone, versions, SchedulerConfig(), AdapterConfig(host_bytes=1 << 50))
     return sum(record.finished[key] - record.arrived[key] for key in record.finished) / len(alone)
 
 
@@ -339,7 +340,7 @@ def table(rows: Seq[Row], first: str) -> list[str]:
     return lines
 
 
-def report(rows: Seq[Row], variants: Seq[Row], settings: str, slo_s: float) -> str:
+def report(rows: Seq[Row], variants: Seq[Row], bare: Seq[Row], settings: str) -> str:
     lines = ["# Policies under load, simulated", "", settings, ""]
     for load, rate in LOADS.items():
         lines += [
@@ -350,6 +351,8 @@ def report(rows: Seq[Row], variants: Seq[Row], settings: str, slo_s: float) -> s
         ]
     if variants:
         lines += ["## Variants at high load", "", *table(variants, "variant"), ""]
+    if bare:
+        lines += ["## Medium load without prefetching", "", *table(bare, "policy"), ""]
     return "\n".join(lines)
 
 
@@ -385,9 +388,10 @@ def main() -> None:
     evictions = options.eviction or (["lru"] if options.quick else sorted(EVICTION_POLICIES))
     combinations = list(product(options.load or LOADS, options.policy or POLICY_ROWS, evictions))
     variants = [] if options.quick or options.policy or options.load else list(VARIANTS)
-    num_runs, began = len(combinations) + len(variants), perf_counter()
+    bare = list(product(("fifo", "chameleon"), evictions)) if variants else []
+    num_runs, began = len(combinations) + len(variants) + len(bare), perf_counter()
 
-    def one(load: str, name: str, eviction: str, settings: dict[str, object]) -> Row:
+    def one(load: str, name: str, eviction: str, settings: dict[str, object], look_ahead: int = LOOK_AHEAD) -> Row:
         config = {"predictor": "noisy", "predictor_accuracy": 0.8, "slo_s": slo_s, **settings}
         scheduler = SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
@@ -395,9 +399,8 @@ def main() -> None:
             max_waiting=1_000_000,
             **config,  # type: ignore[arg-type]
         )
-        row = run(
-            (name, eviction, load), jobs_of[load], versions, scheduler, eviction, warm_up_s=warm_up_s, slo_s=slo_s
-        )
+        cache = AdapterConfig(eviction=eviction, host_bytes=1 << 50, look_ahead=look_ahead)
+        row = run((name, eviction, load), jobs_of[load], versions, scheduler, cache, warm_up_s=warm_up_s, slo_s=slo_s)
         done.append(row)
         shares, tails = ("/".join(f"{of[k]:.2f}" for k in CLASSES) for of in (row.queueing, row.ttft_p99_of))
         print(
@@ -414,6 +417,7 @@ def main() -> None:
     rows = [one(load, name, eviction, POLICY_ROWS[name]) for load, name, eviction in combinations]
     variant_eviction = "chameleon" if "chameleon" in EVICTION_POLICIES else AdapterConfig().eviction
     variant_rows = [one("high", name, variant_eviction, VARIANTS[name]) for name in variants]
+    bare_rows = [one("medium", name, eviction, POLICY_ROWS[name], look_ahead=0) for name, eviction in bare]
     lengths = "lengths of" if options.lengths else "gamma lengths fitted to"
     settings = (
         f"`python bench/policies.py{' --lengths CSV' if options.lengths else ''}`: {LLAMA_7B.name}, {NUM_PAGES} pages "
@@ -433,9 +437,10 @@ def main() -> None:
         "settings": settings,
         "rows": [asdict(row) for row in rows],
         "variants": [asdict(row) for row in variant_rows],
+        "no_prefetch": [asdict(row) for row in bare_rows],
     }
     (RESULTS / "policies.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / "policies.md").write_text(report(rows, variant_rows, settings, slo_s))
+    (RESULTS / "policies.md").write_text(report(rows, variant_rows, bare_rows, settings))
 
 
 if __name__ == "__main__":
