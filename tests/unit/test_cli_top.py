@@ -143,7 +143,7 @@ def test_adapters_as_they_come_and_only_as_many_as_fit() -> None:
     shown = show(report(engine=stats(num_registered=5000), adapters=rows), num_rows=2)
     assert "[red]sql (pinned) device active 16 7 2 10 90% 300 ms" in shown
     assert "poet host idle 16 7 3 1 0%" in shown
-    assert "2 of 5,000; times are P99" in shown
+    assert "2 of 5,000; times are P99, prices us saved per second and page" in shown
     assert not any("unseen" in line for line in shown)
 
 

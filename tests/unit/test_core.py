@@ -240,6 +240,26 @@ def test_pinned_adapters_stay_and_cannot_take_the_room_of_requests_in_flight():
     assert rig.core.adapters.status("a", rig.now).tier is Tier.HOST
 
 
+def test_an_idle_adapter_has_a_price_and_one_in_use_has_none():
+    rig = make_rig(adapters=AdapterConfig(eviction="price"))
+    rig.register("a")
+    assert rig.core.adapters.status("a", rig.now).price is None  # not on the device
+    rig.add(request("r", model="a", max_tokens=3))
+    rig.turn()
+    rig.step()
+    assert rig.core.adapters.status("a", rig.now).state == "active"
+    assert rig.core.adapters.status("a", rig.now).price is None
+    rig.drain()
+    price = rig.core.adapters.status("a", rig.now).price
+    assert price is not None
+    assert price > 0
+    rig = make_rig(adapters=AdapterConfig(eviction="lru"))
+    rig.register("a")
+    rig.add(request("r", model="a", max_tokens=3))
+    rig.drain()
+    assert rig.core.adapters.status("a", rig.now).price is None  # recency is no price
+
+
 def test_warming_goes_all_the_way_from_disk():
     rig = make_rig(adapters=AdapterConfig(max_cpu_loras=1))
     rig.register("a")

@@ -22,6 +22,7 @@ __all__ = ["Rates", "frame", "rates_between"]
 
 BAR_WIDTH = 60
 OWNERS = (("KV", "█", "cyan"), ("prefix", "▓", "blue"), ("adapters", "▒", "magenta"), ("free", "·", "dim"))
+LEGEND = "times are P99, prices us saved per second and page"
 STATE_STYLES = {"serving": "bold green", "active": "green", "loading": "yellow", "evicting": "red"}
 
 
@@ -181,8 +182,8 @@ def _queues(queues: Sequence[QueueStatus]) -> Table:
 
 
 def _adapters(rows: Sequence[AdapterRow], stats: EngineStats) -> Table:
-    titles = ("tier", "state", "rank", "pages", "running", "waiting", "requests", "hits", "first token", "between")
-    table = _table("adapter", *titles)
+    counts = ("rank", "pages", "price", "running", "waiting", "requests", "hits")
+    table = _table("adapter", "tier", "state", *counts, "first token", "between")
     for row in rows:
         hits = "-" if not row.num_requests else f"{row.num_hits / row.num_requests:.0%}"
         table.add_row(
@@ -191,6 +192,7 @@ def _adapters(rows: Sequence[AdapterRow], stats: EngineStats) -> Table:
             Text(row.state, STATE_STYLES.get(row.state, "")),
             str(row.rank),
             f"{row.num_pages:,}",
+            "" if row.price is None else f"{row.price * 1e6:,.3g}",
             str(row.num_running or ""),
             str(row.num_waiting or ""),
             f"{row.num_requests:,}",
@@ -198,9 +200,9 @@ def _adapters(rows: Sequence[AdapterRow], stats: EngineStats) -> Table:
             *_p99s(row.latency),
         )
     if len(rows) < stats.num_registered:
-        table.caption = f"{len(rows):,} of {stats.num_registered:,}; times are P99"
+        table.caption = f"{len(rows):,} of {stats.num_registered:,}; {LEGEND}"
     else:
-        table.caption = "times are P99"
+        table.caption = LEGEND
     return table
 
 

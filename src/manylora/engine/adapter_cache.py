@@ -133,6 +133,10 @@ class AdapterCache:
             self.refresh(version.key, now)
             self._trim_host(now)
 
+    def price(self, key: AdapterKey, now: float) -> float | None:
+        """Return what keeping a version on the device saves, if it is idle there and the eviction policy knows."""
+        return self._store.adapter_price(key, now)
+
     def refuse(self, version: AdapterVersion) -> None:
         """Give back the host copy of a version that was read and then not registered."""
         residency = self._residencies.get(version.key)
@@ -292,6 +296,9 @@ class AdapterCache:
                 self._host[key] = load.version.host_bytes
                 self.host_bytes += load.version.host_bytes
                 self._trim_host(now)
+            else:
+                # Somebody may have read the same content meanwhile, and not been let to register it.
+                self._executor.drop_adapter(key, Tier.HOST)
         elif ok:
             self.num_loads += 1
             # Start from "held": the claim left it so.

@@ -151,6 +151,7 @@ class AdapterCatalog:
             num_requests=named.num_requests,
             num_hits=named.num_hits,
             last_used_s=None if used_at is None else now - used_at,
+            price=self._cache.price(named.version.key, now),
         )
 
     def statuses(self, now: float) -> tuple[AdapterStatus, ...]:

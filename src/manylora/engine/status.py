@@ -26,6 +26,8 @@ class AdapterStatus:
         num_requests: Requests it has been asked for since it was loaded.
         num_hits: Those that found it on the device.
         last_used_s: Seconds since its last use, ``None`` if never used.
+        price: What keeping it on the device saves while it idles there, in seconds of reloading per second and page;
+            ``None`` where it is in use, elsewhere, or the eviction policy reckons in something else.
     """
 
     name: str
@@ -39,6 +41,7 @@ class AdapterStatus:
     num_requests: int
     num_hits: int
     last_used_s: float | None
+    price: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

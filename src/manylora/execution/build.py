@@ -99,7 +99,7 @@ def _num_pages(config: EngineConfig, base: BaseShape, model: torch.nn.Module, de
         free, total = torch.cuda.mem_get_info(device)
         activations = measure_activations(
             model,
-            num_tokens=config.scheduler.max_num_batched_tokens,
+            num_tokens=_most_tokens_in_a_step(config, base),
             num_sampled=min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
         )
         num_bytes = int(total * memory.gpu_memory_utilization) - (total - free) - activations
@@ -112,6 +112,11 @@ def _num_pages(config: EngineConfig, base: BaseShape, model: torch.nn.Module, de
             f"{base.page.num_bytes} bytes: raise memory_bytes or gpu_memory_utilization, or lower block_size"
         )
     return num_pages
+
+
+def _most_tokens_in_a_step(config: EngineConfig, base: BaseShape) -> int:
+    budget = config.scheduler.max_num_batched_tokens
+    return budget if config.scheduler.chunked_prefill else max(budget, base.max_model_len)
 
 
 def _fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape:

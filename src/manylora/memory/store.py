@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from math import isfinite
 
 from manylora.memory.eviction import Depth, EvictionPolicy, IdleItem
 from manylora.memory.eviction.policy import ItemKey
@@ -246,6 +247,16 @@ class PageStore:
     def adapter_used(self, key: AdapterKey, now: float) -> None:
         """Tell the policy that a request needs an adapter, wherever it is."""
         self._policy.used(key, now)
+
+    def adapter_price(self, key: AdapterKey, now: float) -> float | None:
+        """Return what keeping an idle adapter saves, in seconds of reloading per second and page.
+
+        ``None`` if it is held or not here, or if the eviction policy reckons in something else.
+        """
+        if key not in self._droppable:
+            return None
+        price = self._policy.price(self._droppable[key][0], now)
+        return price if isfinite(price) else None
 
     def forget_adapter(self, key: AdapterKey, now: float) -> None:
         """Let the policy forget an adapter that is gone for good."""

@@ -161,6 +161,7 @@ def _status_json(status: AdapterStatus) -> dict[str, Any]:
         "num_requests": status.num_requests,
         "num_hits": status.num_hits,
         "last_used_s": status.last_used_s,
+        "price": status.price,
     }
 
 

@@ -54,6 +54,7 @@ class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
     num_hits: int
     last_used_s: float | None
     latency: Latency
+    price: float | None = None
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,4 +107,5 @@ def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:
         num_hits=status.num_hits,
         last_used_s=status.last_used_s,
         latency=latency,
+        price=status.price,
     )

@@ -73,7 +73,7 @@ class FakeExecutor:
         """Forget an adapter."""
         assert self.plan is None or all(part.adapter != key for part in self.plan.sequences) or tier is Tier.HOST
         if tier is Tier.HOST:
-            self.host.remove(key)
+            self.host.discard(key)
         else:
             del self._adapter_pages[key]
 
