@@ -232,7 +232,7 @@ def table(report: dict[str, object], rates: dict[str, float]) -> str:
             f"{report['tokens_in']} tokens in, {report['tokens_out']} out, greedy;",
             f"*mixed*: {report['requests']} adapters of rank {RANKS[0]}-{RANKS[-1]} on all linears, one per request.",
             "Generated tokens per second, prompts included in the time, medians. The load average of the machine at",
-            f"the end was {report['load_average']:.1f}: above the number of cores, it had other work too.",
+            f"the end was {report['load_average']:.1f}: where that is above the number of cores, it had other work too.",
             "",
             "| | no adapter | mixed adapters |",
             "|---|---|---|",

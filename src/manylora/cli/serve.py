@@ -160,6 +160,38 @@ def serve(
             rich_help_panel="Scheduling",
         ),
     ] = None,
+    ageing: Annotated[
+        float,
+        typer.Option(
+            metavar="TOKENS",
+            help="Under sjf: predicted tokens that a second of waiting makes up for.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = _SCHEDULER.ageing_tokens_per_s,
+    request_size: Annotated[
+        str,
+        typer.Option(
+            metavar="degree-2|degree-1|output",
+            help="Under chameleon: what the size of a request is.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = _SCHEDULER.request_size,
+    queue_criterion: Annotated[
+        str,
+        typer.Option(
+            metavar="elbow|wcss",
+            help="Under chameleon: how the number of queues is chosen.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = _SCHEDULER.queue_criterion,
+    queue_refresh: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Under chameleon: how often queues and quotas are set anew.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = _SCHEDULER.refresh_s,
     slo: Annotated[
         float | None,
         typer.Option(
@@ -258,6 +290,10 @@ def serve(
             predictor=predictor,
             predictor_file=predictor_file,
             slo_s=slo,
+            ageing_tokens_per_s=ageing,
+            request_size=request_size,
+            queue_criterion=queue_criterion,
+            refresh_s=queue_refresh,
         ),
         adapters=AdapterConfig(
             eviction=eviction,
