@@ -231,8 +231,8 @@ def table(report: dict[str, object], rates: dict[str, float]) -> str:
             f"{report['parameters'] / 1e6:.0f}M-parameter Llama in fp32, {report['requests']} requests, "  # type: ignore[operator]
             f"{report['tokens_in']} tokens in, {report['tokens_out']} out, greedy;",
             f"*mixed*: {report['requests']} adapters of rank {RANKS[0]}-{RANKS[-1]} on all linears, one per request.",
-            "Generated tokens per second, prompts included in the time, medians. The load average of the machine at",
-            f"the end was {report['load_average']:.1f}: where that is above the number of cores, it had other work too.",
+            "Generated tokens per second, prompts included in the time, medians. At the end the load average",
+            f"of the machine was {report['load_average']:.1f}: where that is above its cores, it had other work too.",
             "",
             "| | no adapter | mixed adapters |",
             "|---|---|---|",
