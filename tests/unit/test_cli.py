@@ -31,6 +31,7 @@ class Served:
     engine: EngineConfig
     server: ServerConfig
     adapters: dict[str, str]
+    required: set[str]
     simulate: bool
 
 
@@ -40,7 +41,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     calls: list[Served] = []
 
     def run(engine: EngineConfig, server: ServerConfig, modules: Sequence[Any], *, simulate: bool) -> int:
-        calls.append(Served(engine, server, {module.name: module.path for module in modules}, simulate))
+        adapters = {module.name: module.path for module in modules}
+        required = {module.name for module in modules if module.is_required}
+        calls.append(Served(engine, server, adapters, required, simulate))
         return 0
 
     monkeypatch.setitem(vars(manylora.server), "run", run)
@@ -97,6 +100,18 @@ def test_serve_demo_brings_its_adapters(served: list[Served]) -> None:
     assert served[0].engine.model.model == str(demo_model_path())
     assert served[0].engine.model.served_model_name == "demo"
     assert set(served[0].adapters) == set(TASKS)
+
+
+def test_adapters_asked_for_by_name_are_required_and_those_found_in_a_folder_are_not(
+    served: list[Served], tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    line = ["serve", str(tmp_path), "--lora-dir", str(tmp_path), "--lora-modules", f"two={tmp_path / 'two'}", "x=/y"]
+    assert CliRunner().invoke(app, line).exit_code == 0
+    assert set(served[0].adapters) == {"one", "two", "x"}
+    assert served[0].required == {"two", "x"}
 
 
 def test_a_vllm_command_line_starts(served: list[Served], tmp_path: Path) -> None:

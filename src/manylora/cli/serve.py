@@ -13,7 +13,7 @@ from manylora.cli import options
 from manylora.cli.config_file import read_config_file
 from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
 from manylora.cli.terminal import note
-from manylora.cli.values import collect_adapters, parse_size
+from manylora.cli.values import adapters_below, collect_adapters, parse_adapter, parse_size
 from manylora.cli.vllm_flags import spread_lists, take_out
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.memory import EVICTION_POLICIES
@@ -73,8 +73,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="DIR",
-            help="Load every adapter folder below DIR, named after itself, and let the API load others from there. "
-            "Repeatable.",
+            help="Load every adapter folder below DIR, named after itself (a broken one is left out, and the log says "
+            "why), and let the API load others from there. Repeatable.",
             rich_help_panel="Adapters",
         ),
     ] = None,
@@ -318,7 +318,11 @@ def serve(
     _log_to_stderr(log_level)
     from manylora.server import LoraModule, run  # torch and the web framework are wanted only now
 
-    modules = [LoraModule(name, path) for name, path in adapters.items()]
+    found = {name for folder in lora_dir or () for name in adapters_below(folder)}
+    named = {parse_adapter(text)[0] for text in lora_modules or ()}
+    modules = [
+        LoraModule(name, path, is_required=name in named or name not in found) for name, path in adapters.items()
+    ]
     sys.exit(run(engine, server, modules, simulate=simulate))
 
 

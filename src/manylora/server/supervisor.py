@@ -36,10 +36,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """An adapter to load at start: vLLM's ``--lora-modules name=path``."""
+    """An adapter to load at start: vLLM's ``--lora-modules name=path``.
+
+    Args:
+        name: What requests will call it.
+        path: Its directory.
+        is_required: Whether the server may not start without it. One that was merely found in a folder is left out
+            when it is bad, with a line in the log: one tenant's broken upload must not keep the others from starting.
+    """
 
     name: str
     path: str
+    is_required: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +170,7 @@ class Supervisor:
         """Start the first engine and load the adapters given at start.
 
         Raises:
-            ManyloraError: The engine refused its configuration, or an adapter is bad: the message names it.
+            ManyloraError: The engine refused its configuration, or a required adapter is bad: the message names it.
         """
         for module in modules:
             if module.name in self.adapters or module.name == self.served_name:
@@ -170,8 +178,12 @@ class Supervisor:
             self.adapters[module.name] = LoadedAdapter(path=module.path, loaded_at=int(self._epoch_s()))
         client = self._client = self._new_client()
         self._info = await client.start()
+        required = {module.name for module in modules if module.is_required}
         for error in await self._load_all(client):
-            raise error
+            if error.adapter in required:
+                raise error
+            logger.error("adapter_left_out name=%s reason=%s", error.adapter, error.reason)
+            self.adapters.pop(error.adapter, None)
         if self.state is State.STARTING:
             self.state = State.SERVING
 

@@ -1,0 +1,47 @@
+"""What keeps a server from starting: an adapter asked for by name; not one that was merely found in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from bad_adapters import tiny_base, write_good_adapter
+from reciter import engine_config
+
+from manylora.config import ServerConfig
+from manylora.errors import AdapterError
+from manylora.server import BackgroundServer, LoraModule
+
+CONFIG = ServerConfig(port=0, in_process=True)
+BUILDER = "serving:packing_parts"
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    return str(write_good_adapter(tmp_path / "good", tiny_base()))
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> str:
+    folder = write_good_adapter(tmp_path / "broken", tiny_base())
+    (folder / "adapter_model.safetensors").write_bytes(b"garbage")
+    return str(folder)
+
+
+def test_a_broken_adapter_that_was_found_is_left_out(tokenizer: Path, good: str, broken: str) -> None:
+    modules = [LoraModule("broken", broken, is_required=False), LoraModule("good", good, is_required=False)]
+    with BackgroundServer(engine_config(tokenizer), CONFIG, modules, builder=BUILDER) as server:
+        models = httpx.get(server.url + "/v1/models", timeout=30).json()["data"]
+        assert [model["id"] for model in models][1:] == ["good"]
+        body = {"model": "broken", "prompt": "x", "max_tokens": 1}
+        assert httpx.post(server.url + "/v1/completions", json=body, timeout=30).status_code == 404
+
+
+def test_a_broken_adapter_that_was_named_is_an_error(tokenizer: Path, good: str, broken: str) -> None:
+    modules = [LoraModule("good", good, is_required=False), LoraModule("broken", broken)]
+    with (
+        pytest.raises(AdapterError, match=r"'broken': .*safetensors"),
+        BackgroundServer(engine_config(tokenizer), CONFIG, modules, builder=BUILDER),
+    ):
+        pytest.fail("it started")
