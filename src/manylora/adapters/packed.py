@@ -6,6 +6,7 @@ is computed after this; a load is a copy.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ def pack(name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, pag
         AdapterError: A number is too large for the page's type.
     """
     by_module = {w.module.name: w for w in weights}
-    image = np.zeros((layout.num_pages, page.num_elements), _STORAGE[page.dtype])
+    image = _empty_image(layout.num_pages, page)
     for group in layout.groups.values():
         members = [by_module[part.module.name] for part in group.modules]
         a_stack = np.concatenate([w.a.as_float32() for w in members])
@@ -66,6 +67,16 @@ def pack(name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, pag
                 b_rows = w.b.as_float32().T * np.float32(w.scale)
             _write(image, part.b, _encode(name, part.module.name, b_rows, page.dtype))
     return image
+
+
+def _empty_image(num_pages: int, page: PageShape) -> NDArray[Any]:
+    """Return zeros in memory mapped for this image alone.
+
+    What malloc is given back it may keep, scattered over its heap; a mapping goes back to the system when the last
+    reference does, and images are most of what a server holds.
+    """
+    memory = mmap.mmap(-1, num_pages * page.num_bytes)
+    return np.frombuffer(memory, _STORAGE[page.dtype]).reshape(num_pages, page.num_elements)
 
 
 def unpack(packed: PackedAdapter, module_name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
