@@ -41,7 +41,7 @@ from manylora.engine.adapter_cache import AdapterCache, Readiness
 from manylora.memory import EVICTION_POLICIES, Depth, Owner, PageStore, ReloadCosts, make_eviction_policy
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor
-from manylora.sim.shapes import decoder_shape
+from manylora.sim.shapes import llama_2_7b_shape
 from manylora.types import AdapterKey, AdapterVersion
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,17 +53,7 @@ NUM_ADAPTERS, NUM_USES = 500, 12_000
 RATE = 8.0
 """Uses per second, all adapters together: Chameleon's medium load."""
 
-BASE = decoder_shape(
-    name="llama-2-7b",
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    intermediate_size=11008,
-    vocab_size=32_000,
-    max_model_len=4096,
-)
+BASE = llama_2_7b_shape()
 
 Uses = list[tuple[float, int]]  # seconds, adapter
 

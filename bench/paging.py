@@ -31,7 +31,7 @@ from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.size import square_adapter_bytes
 from manylora.memory.pool import Owner, PagePool
-from manylora.sim.shapes import decoder_shape, llama_3_8b_shape
+from manylora.sim.shapes import decoder_shape, llama_2_7b_shape, llama_3_8b_shape
 
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
@@ -45,17 +45,7 @@ TARGETS = {
 PUBLISHED = {"failures": 342, "external": 0.183, "resident": 68, "paged_internal": 0.006, "paged_resident": 76}
 
 
-LLAMA_2_7B = decoder_shape(
-    name="llama-2-7b",
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    intermediate_size=11008,
-    vocab_size=32_000,
-    max_model_len=4096,
-)
+LLAMA_2_7B = llama_2_7b_shape()
 LLAMA_3_8B = llama_3_8b_shape()
 LLAMA_3_70B = decoder_shape(
     name="llama-3-70b",

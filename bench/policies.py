@@ -18,7 +18,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from time import perf_counter
@@ -37,23 +37,12 @@ from manylora.scheduling.prediction import NoisyPredictor, OraclePredictor
 from manylora.scheduling.request_size import Demand, RequestSizer
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor
-from manylora.sim.shapes import decoder_shape
+from manylora.sim.shapes import llama_2_7b_shape
 from manylora.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-LLAMA_7B = decoder_shape(
-    name="llama-2-7b",
-    hidden_size=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    intermediate_size=11008,
-    vocab_size=32_000,
-    max_model_len=4096,
-    eos_token_ids=(2,),
-)
+LLAMA_7B = replace(llama_2_7b_shape(), eos_token_ids=(2,))
 # The card has 28 GiB left beside the weights; the published evaluation scales its trace down until KV and adapters fill
 # them at the peak. Lengths are scaled here as well, but compute would run out first: so the pool is scaled as well.
 NUM_PAGES = 16 * GIB // LLAMA_7B.page.num_bytes

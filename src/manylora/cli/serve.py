@@ -13,7 +13,7 @@ from manylora.cli import options
 from manylora.cli.config_file import read_config_file
 from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
 from manylora.cli.terminal import note
-from manylora.cli.values import adapters_below, collect_adapters, parse_adapter, parse_size
+from manylora.cli.values import collect_adapters, parse_adapter, parse_size
 from manylora.cli.vllm_flags import spread_lists, take_out
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.memory import EVICTION_POLICIES
@@ -318,10 +318,10 @@ def serve(
     _log_to_stderr(log_level)
     from manylora.server import LoraModule, run  # torch and the web framework are wanted only now
 
-    found = {name for folder in lora_dir or () for name in adapters_below(folder)}
     named = {parse_adapter(text)[0] for text in lora_modules or ()}
+    # What was typed and not named was found in a folder; the demo's own were not typed at all.
     modules = [
-        LoraModule(name, path, is_required=name in named or name not in found) for name, path in adapters.items()
+        LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
     ]
     sys.exit(run(engine, server, modules, simulate=simulate))
 

@@ -6,7 +6,7 @@ import hashlib
 
 from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
 
-__all__ = ["decoder_shape", "llama_3_8b_shape"]
+__all__ = ["decoder_shape", "llama_2_7b_shape", "llama_3_8b_shape"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -79,6 +79,21 @@ def decoder_shape(
         modules=tuple(modules),
         all_linear=all_linear,
         eos_token_ids=eos_token_ids,
+    )
+
+
+def llama_2_7b_shape() -> BaseShape:
+    """Return the shape of Llama-2-7B: 32 layers, 32 heads of 128 without grouping; a page is 8 MiB."""
+    return decoder_shape(
+        name="llama-2-7b",
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        intermediate_size=11008,
+        vocab_size=32_000,
+        max_model_len=4096,
     )
 
 
