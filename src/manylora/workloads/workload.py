@@ -1,0 +1,78 @@
+"""A workload as data: who asks for what, when; nothing about how it is served.
+
+Traces and generators make one, the simulator, the load generator and the live engine replay it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["AdapterSpec", "RequestSpec", "Workload"]
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """An adapter as a workload names it.
+
+    Args:
+        name: What requests ask for.
+        rank: Rank of every module.
+        targets: Last names of the modules it changes, in every layer.
+    """
+
+    name: str
+    rank: int
+    targets: tuple[str, ...] = ATTENTION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """One request: its lengths are the truth, whatever a predictor guesses.
+
+    Args:
+        arrival_s: Seconds from the start of the workload.
+        num_prompt_tokens: Length of the prompt.
+        num_output_tokens: Length of the answer, at least 1.
+        adapter: Name of an adapter of the workload; ``None`` for the base.
+        prefix: Names of the blocks its prompt begins with, as in Mooncake's traces: requests with equal leading
+            names have equal leading tokens. Empty: a prompt that nobody shares.
+        prefix_block_tokens: Tokens in each of those blocks.
+    """
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    adapter: str | None = None
+    prefix: tuple[int, ...] = ()
+    prefix_block_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests in order of arrival, and the adapters they name.
+
+    Args:
+        name: For titles and files.
+        requests: Sorted by ``arrival_s``.
+        adapters: Every adapter that is registered, asked for or not.
+    """
+
+    name: str
+    requests: tuple[RequestSpec, ...]
+    adapters: tuple[AdapterSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        times = [request.arrival_s for request in self.requests]
+        assert times == sorted(times), "requests are in order of arrival"
+
+    @property
+    def duration_s(self) -> float:
+        """Time of the last arrival, in seconds."""
+        return self.requests[-1].arrival_s if self.requests else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Mean requests per second."""
+        return len(self.requests) / self.duration_s if self.duration_s else 0.0
