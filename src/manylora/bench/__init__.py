@@ -1,3 +1,3 @@
-"""Measurements people run: a load generator for any OpenAI-compatible server, and our own parts against their floors."""
+"""Measurements people run: a load generator for any OpenAI-compatible server, and our parts against their floors."""
 
 __all__: list[str] = []
