@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from manylora.adapters.shape import BaseShape, PageShape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
+from manylora.engine.ports import Executor
 from manylora.events import Event
 from manylora.memory import BlockTable
 from manylora.scheduling import LengthPredictor, Nearness, PolicyContext, Sequence
@@ -169,19 +170,20 @@ def make_rig(
     eos: tuple[int, ...] = (),
     prefix_caching: bool = True,
     adapters: AdapterConfig | None = None,
+    executor: Callable[[FakeExecutor], Executor] = lambda fake: fake,
     **scheduler: object,
 ) -> Rig:
-    """Make an engine on the fake executor."""
-    executor = FakeExecutor(vocab_size=VOCAB_SIZE, block_size=block_size)
+    """Make an engine on the fake executor, or on what ``executor`` makes of it."""
+    fake = FakeExecutor(vocab_size=VOCAB_SIZE, block_size=block_size)
     events: list[Event] = []
     core = EngineCore(
         base=small_base(block_size=block_size, max_model_len=max_model_len, eos=eos),
         num_pages=num_pages,
-        executor=executor,
+        executor=executor(fake),
         scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
         memory=MemoryConfig(block_size=block_size, prefix_caching=prefix_caching),
         adapters=adapters or AdapterConfig(),
         served_name="base",
         sinks=[events.append],
     )
-    return Rig(core, executor, events)
+    return Rig(core, fake, events)

@@ -85,9 +85,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step yields: a token for every planned sequence with ``is_sampled``, by ``seq_id``."""
+    """What a step yields.
+
+    Args:
+        tokens: A token for every planned sequence with ``is_sampled``, by ``seq_id``.
+        device_s: What carrying it out took, in seconds, where that was measured.
+    """
 
     tokens: dict[int, SampledToken] = field(default_factory=dict)
+    device_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +113,15 @@ class AdapterLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """How a load ended; ``error`` says in words why it failed (file gone, changed, corrupt)."""
+    """How a load ended.
+
+    Args:
+        error: Why it failed, in words (file gone, changed, corrupt).
+        device_s: What it took once its turn on the link had come, in seconds, where that was measured.
+    """
 
     error: str | None = None
+    device_s: float | None = None
 
 
 class Work(Protocol):
@@ -180,6 +192,7 @@ class EngineParts:
         executor: Carries plans out.
         reader: Reads adapters.
         close: Stops threads and frees the device.
+        machine: What carries plans out, in words: what a measurement was made on.
     """
 
     base: BaseShape
@@ -187,3 +200,4 @@ class EngineParts:
     executor: Executor
     reader: AdapterReader
     close: Callable[[], None]
+    machine: str = ""

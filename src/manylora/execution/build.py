@@ -17,6 +17,7 @@ from manylora.execution.executor import TorchExecutor
 from manylora.execution.fused import adapt_modules
 from manylora.execution.host_store import HostStore
 from manylora.execution.lora import LORA_KERNELS, StepContext
+from manylora.execution.machine import describe_machine
 from manylora.execution.models import context_limit, load_model
 from manylora.execution.pages import PageStorage
 from manylora.execution.probe import measure_activations, probe_model
@@ -82,7 +83,14 @@ def build_parts(
         base.page.num_bytes,
         base.max_model_len,
     )
-    return EngineParts(base=base, num_pages=num_pages, executor=executor, reader=reader, close=executor.close)
+    return EngineParts(
+        base=base,
+        num_pages=num_pages,
+        executor=executor,
+        reader=reader,
+        close=executor.close,
+        machine=describe_machine(loaded.device),
+    )
 
 
 def _plain_sampler(base: BaseShape, device: torch.device) -> TokenSampler:
