@@ -111,6 +111,11 @@ class SchedulerConfig:
         max_loras: Most distinct adapters in one step; ``None`` is no limit (there is no slot to run out of).
         max_waiting: Most requests waiting; more are refused with 429.
         chunked_prefill: Cut prompts to the step; otherwise each runs whole, and a step is as long as it makes it.
+        mixed_steps: Let prompts share steps with decoding; otherwise decoding waits while prompts run.
+        overlap_loads: Copy adapters beside running steps; otherwise a step waits for those its requests were offered
+            with (prefetches stay beside).
+        reserve_output: Claim pages for the longest answer on admission: nobody is pre-empted, and fewer run.
+        steps_between_admissions: Steps that run before anybody else is let in, while anybody runs.
         predictor: What guesses answer lengths, by name in ``scheduling.PREDICTORS``.
         predictor_accuracy: 1 less the mean relative error of the ``noisy`` one; for experiments.
         predictor_file: What ``manylora predictor train`` wrote, for the ``trained`` one.
@@ -129,6 +134,10 @@ class SchedulerConfig:
     max_loras: int | None = None
     max_waiting: int = 2048
     chunked_prefill: bool = True
+    mixed_steps: bool = True
+    overlap_loads: bool = True
+    reserve_output: bool = False
+    steps_between_admissions: int = 0
     predictor: str = "quantile"
     predictor_accuracy: float = 0.8
     predictor_file: str | None = None
@@ -153,6 +162,8 @@ class SchedulerConfig:
         _check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1")
         _check(self.max_loras is None or self.max_loras >= 1, "max_loras", self.max_loras, "at least 1")
         _check(self.max_waiting >= 1, "max_waiting", self.max_waiting, "at least 1")
+        gap = self.steps_between_admissions
+        _check(gap >= 0, "steps_between_admissions", gap, "0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

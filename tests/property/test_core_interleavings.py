@@ -27,6 +27,14 @@ from manylora.types import FinishReason, Request
 
 PREFETCHES = [(0, False), (3, False), (10, True)]
 """Look-ahead, and whether gaps are forecast."""
+DISCIPLINES: list[dict[str, object]] = [
+    {},
+    {},
+    {"mixed_steps": False, "steps_between_admissions": 2},
+    {"overlap_loads": False},
+    {"mixed_steps": False, "overlap_loads": False, "reserve_output": True, "steps_between_admissions": 3},
+]
+"""How steps are made: mostly as by default."""
 NUM_SOAKS = 20
 NAMES = [f"a{i}" for i in range(6)]
 NAMES_OF_POLICIES = sorted(POLICIES)
@@ -53,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunked_prefill=st.booleans(),
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         prefetch=st.sampled_from(PREFETCHES),
+        discipline=st.sampled_from(DISCIPLINES),
     )
     def start(
         self,
@@ -67,6 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunked_prefill,
         eviction,
         prefetch,
+        discipline,
     ) -> None:
         self.rig = make_rig(
             policy=policy,
@@ -82,6 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
             adapters=AdapterConfig(
                 max_cpu_loras=max_cpu_loras, eviction=eviction, look_ahead=prefetch[0], forecast=prefetch[1]
             ),
+            **discipline,
         )
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
@@ -256,6 +267,7 @@ def soak(seed: int) -> EngineStats:
         chunked_prefill=rng.random() < 0.7,
         eviction=sorted(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
         prefetch=PREFETCHES[seed % len(PREFETCHES)],
+        discipline=DISCIPLINES[seed // 4 % len(DISCIPLINES)],
     )
     for _ in range(400):
         action = rng.random()

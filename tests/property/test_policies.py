@@ -15,7 +15,7 @@ from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished
+from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished, RequestPreempted
 from manylora.scheduling import POLICIES, ChameleonPolicy, Outcome, queue_plan
 from manylora.scheduling.bypass import MAX_BYPASS
 from manylora.sim.cost import FixedCost
@@ -31,7 +31,13 @@ def plan_queues_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    policy: str, asks: list[tuple[float, int, int, int]], *, num_pages: int, seats: int, max_loras: int | None
+    policy: str,
+    asks: list[tuple[float, int, int, int]],
+    *,
+    num_pages: int,
+    seats: int,
+    max_loras: int | None,
+    discipline: dict[str, object] | None = None,
 ) -> list[Event]:
     """Run requests of (gap, prompt, answer, adapter) to the end; the loop raises if they get stuck."""
     events: list[Event] = []
@@ -49,6 +55,7 @@ def run(
             predictor="noisy",
             predictor_accuracy=0.6,
             refresh_s=1.0,
+            **(discipline or {}),  # type: ignore[arg-type]
         ),
         memory=MemoryConfig(block_size=4, prefix_caching=False),
         adapters=AdapterConfig(),
@@ -88,28 +95,50 @@ ASKS = st.lists(
 )
 
 
+S_LORA = {
+    "chunked_prefill": False,
+    "mixed_steps": False,
+    "overlap_loads": False,
+    "reserve_output": True,
+    "steps_between_admissions": 10,
+}
+DISCIPLINES = st.fixed_dictionaries(
+    {
+        "chunked_prefill": st.booleans(),
+        "mixed_steps": st.booleans(),
+        "overlap_loads": st.booleans(),
+        "reserve_output": st.booleans(),
+        "steps_between_admissions": st.sampled_from([0, 0, 1, 10]),
+    }
+)
+
+
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     asks=ASKS,
     num_pages=st.integers(22, 40),
     seats=st.integers(1, 6),
     max_loras=st.none() | st.integers(1, 3),
+    discipline=DISCIPLINES,
 )
-@settings(max_examples=120, deadline=None)
-def test_everybody_is_served_whatever_arrives(policy, asks, num_pages, seats, max_loras):
-    events = run(policy, asks, num_pages=num_pages, seats=seats, max_loras=max_loras)
+@settings(max_examples=180, deadline=None)
+def test_everybody_is_served_whatever_arrives(policy, asks, num_pages, seats, max_loras, discipline):
+    events = run(policy, asks, num_pages=num_pages, seats=seats, max_loras=max_loras, discipline=discipline)
     finished = {event.request_id for event in events if isinstance(event, RequestFinished)}
     assert finished == {str(index) for index in range(len(asks))}
+    if discipline["reserve_output"]:
+        assert not any(isinstance(event, RequestPreempted) for event in events)
 
 
+@pytest.mark.parametrize("discipline", [{}, S_LORA], ids=["ours", "s-lora"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("victim", ["cold", "large", "long"])
-def test_nobody_waits_for_ever_behind_a_stream_that_is_favoured(policy, victim):
+def test_nobody_waits_for_ever_behind_a_stream_that_is_favoured(policy, victim, discipline):
     """One request that the policy likes least, and a stream without end of those it likes best, at full load."""
     favoured = (0.01, 4, 4, 0)
     one = {"cold": (0.0, 4, 4, 7), "large": (0.0, 24, 24, 7), "long": (0.0, 4, 24, 0)}[victim]
     asks = [favoured] * 40 + [one] + [favoured] * 1200
-    events = run(policy, asks, num_pages=26, seats=3, max_loras=1)
+    events = run(policy, asks, num_pages=26, seats=3, max_loras=1, discipline=discipline)
     arrived = {event.request_id: event.at for event in events if isinstance(event, RequestArrived)}
     admitted = {event.request_id: event.at for event in events if isinstance(event, RequestAdmitted)}
     last = max(arrived.values())

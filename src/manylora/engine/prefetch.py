@@ -82,7 +82,7 @@ class Prefetcher:
                         return
                 if tier is not None:
                     room -= version.num_pages
-            room -= num_blocks(len(sequence.tokens), self._block_size)
+            room -= num_blocks(sequence.num_tokens_to_hold, self._block_size)
 
     def _foresee(self, forecast: Forecast, idle: list[Tier], now: float) -> None:
         """Prefetch one adapter that is due, if keeping it till then is worth more than what it displaces."""

@@ -10,6 +10,10 @@ Liveness: sequences are ordered by arrival. The oldest running one may pre-empt 
 puts first in line may claim everything that running ones do not hold; a request is accepted only if it fits
 alone. So the oldest always ends, and by induction all do.
 
+Four options of ``SchedulerConfig`` make steps as S-LoRA has them, so that what is published against it can be
+compared on this engine (``docs/adr/0016``): prompts in steps of their own, a step that waits for the adapters of
+those it lets in, pages claimed for the longest answer, and so many steps between two admissions.
+
 Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Orca, both through vLLM v1.
 """
 
@@ -25,6 +29,9 @@ from manylora.memory import Depth, PageStore, num_blocks
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus
 
 __all__ = ["RunningSet"]
+
+_Planned = tuple[Sequence, int]
+"""A sequence and its tokens in the step."""
 
 
 class RunningSet:
@@ -62,6 +69,8 @@ class RunningSet:
         self._num_seats = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self._running: list[Sequence] = []
         self._first_in_line: Sequence | None = None  # of the last step, if it was not admitted
+        self._num_steps_since_admission = scheduler.steps_between_admissions
+        self._is_held_up = False  # in the middle of letting sequences in, for an adapter on its way
         self.num_preemptions = 0
         self.num_squashes = 0
         self.num_prompt_tokens = 0
@@ -81,11 +90,21 @@ class RunningSet:
             self._emit(RequestSquashed(now, sequence.request.request_id, sequence.num_computed))
             self._send_back(sequence, now)
         num_preemptions = self.num_preemptions
-        planned = self._plan_running(now)
-        if not planned or self.num_preemptions == num_preemptions:
-            # After a pre-emption memory is short: let the step run before anybody is let in.
-            planned += self._admit(self._budget_after(planned), now)
-        return planned
+        decodes, prompts = self._plan_running(now)
+        is_short = self.num_preemptions > num_preemptions  # of memory: let the step run before anybody is let in
+        if not (decodes or prompts) or (self._may_admit() and not is_short):
+            admitted, is_loading = self._admit(self._budget_after(decodes, prompts), now)
+            if admitted:
+                prompts += admitted
+                self._num_steps_since_admission = -1  # the step that comes is theirs
+            self._is_held_up = is_loading and not self._scheduler.overlap_loads
+            if self._is_held_up:
+                return []
+        self._num_steps_since_admission += 1
+        return prompts if prompts and not self._scheduler.mixed_steps else decodes + prompts
+
+    def _may_admit(self) -> bool:
+        return self._is_held_up or self._num_steps_since_admission >= self._scheduler.steps_between_admissions
 
     def stop(self, sequence: Sequence, now: float) -> None:
         """Take a sequence out that ended, with its pages and its hold on the adapter."""
@@ -103,29 +122,34 @@ class RunningSet:
         if sequence is self._first_in_line:
             self._first_in_line = None
 
-    def _budget_after(self, planned: list[tuple[Sequence, int]]) -> int:
-        return self._scheduler.max_num_batched_tokens - sum(num_tokens for _, num_tokens in planned)
+    def _budget_after(self, decodes: list[_Planned], prompts: list[_Planned]) -> int:
+        """Return the tokens left in the step for more prompts."""
+        num_tokens = sum(num_tokens for _, num_tokens in prompts)
+        if self._scheduler.mixed_steps:
+            num_tokens += len(decodes)
+        return self._scheduler.max_num_batched_tokens - num_tokens
 
-    def _plan_running(self, now: float) -> list[tuple[Sequence, int]]:
+    def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned]]:
         """Give running sequences their tokens: decoding ones first, then prompt chunks, each oldest first."""
-        planned = []
-        prompts = []
+        decodes: list[_Planned] = []
+        prompts: list[_Planned] = []
+        unfinished = []
         block_size = self._memory.block_size
         for sequence in self.sequences():
             num_tokens = len(sequence.tokens)
             if num_tokens - sequence.num_computed > 1:
-                prompts.append(sequence)
+                unfinished.append(sequence)
             elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one a moment ago
                 has_room = num_tokens <= len(sequence.table.pages) * block_size
                 if has_room or self._grow(sequence, now):
-                    planned.append((sequence, 1))
-        budget = self._budget_after(planned)
-        for sequence in prompts:
+                    decodes.append((sequence, 1))
+        budget = self._budget_after(decodes, prompts)
+        for sequence in unfinished:
             if budget > 0 and sequence.status is SequenceStatus.RUNNING:
                 num_tokens = self._prompt_tokens(sequence, budget)
-                planned.append((sequence, num_tokens))
+                prompts.append((sequence, num_tokens))
                 budget -= num_tokens
-        return planned
+        return decodes, prompts
 
     def _prompt_tokens(self, sequence: Sequence, budget: int) -> int:
         """Return how much of a prompt goes into a step with ``budget`` tokens left.
@@ -170,9 +194,14 @@ class RunningSet:
         sequence.status = SequenceStatus.WAITING
         self._policy.send_back(sequence, now)
 
-    def _admit(self, budget: int, now: float) -> list[tuple[Sequence, int]]:
-        """Let waiting sequences in, in the policy's order, while there are seats and tokens."""
-        planned: list[tuple[Sequence, int]] = []
+    def _admit(self, budget: int, now: float) -> tuple[list[_Planned], bool]:
+        """Let waiting sequences in, in the policy's order, while there are seats and tokens.
+
+        Returns:
+            Who was let in with how many tokens, and whether any other could not be because its adapter is on its way.
+        """
+        planned: list[_Planned] = []
+        is_loading = False
         self._policy.begin(now)
         first = self._policy.first_in_line
         while budget > 0 and len(self._running) < self._num_seats:
@@ -185,9 +214,10 @@ class RunningSet:
                 num_tokens = self._prompt_tokens(sequence, budget)
                 planned.append((sequence, num_tokens))
                 budget -= num_tokens
+            is_loading |= outcome is Outcome.ADAPTER_LOADING
         is_waiting = first is not None and first.status is SequenceStatus.WAITING
         self._first_in_line = first if is_waiting else None
-        return planned
+        return planned, is_loading
 
     def _try_admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
         """Admit a waiting sequence if its adapter is on the device and its KV has room."""
@@ -202,7 +232,7 @@ class RunningSet:
             if readiness is Readiness.NO_ROOM:
                 return Outcome.ADAPTER_NO_PAGES
         cached = sequence.table.match(sequence.tokens, self._store.prefix) if self._memory.prefix_caching else []
-        num_missing = num_blocks(len(sequence.tokens), self._memory.block_size) - len(cached)
+        num_missing = num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) - len(cached)
         pages = self._store.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=cached)
         if pages is None:
             return Outcome.NO_PAGES

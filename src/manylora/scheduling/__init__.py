@@ -12,6 +12,7 @@ from manylora.scheduling.policy import Nearness, Outcome, Policy, PolicyContext,
 from manylora.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
 from manylora.scheduling.sequence import Sequence, SequenceStatus
 from manylora.scheduling.sjf import ShortestFirstPolicy
+from manylora.scheduling.strict_fifo import StrictFifoPolicy
 
 __all__ = [
     "POLICIES",
@@ -30,6 +31,7 @@ __all__ = [
     "SequenceStatus",
     "ShortestFirstPolicy",
     "StaticQueuesPolicy",
+    "StrictFifoPolicy",
     "make_policy",
     "make_predictor",
 ]
@@ -40,6 +42,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "fifo": FifoPolicy,
     "sjf": ShortestFirstPolicy,
     "static-queues": StaticQueuesPolicy,
+    "strict-fifo": StrictFifoPolicy,
 }
 
 

@@ -6,8 +6,7 @@ for its adapter, or that the adapter cap keeps out, may be passed as well, a bou
 
 Nobody starves: the oldest is first in line until admitted, and is passed a bounded number of times.
 
-Source: vLLM and S-LoRA admit first come first served; with ``chunked_prefill`` off and eviction ``none`` this
-is S-LoRA's scheduler.
+Source: vLLM admits first come first served. S-LoRA does as well, and lets nobody pass: ``strict_fifo.py``.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Opportunity:
 
     def _pages_missing(self, sequence: Sequence, is_first: bool) -> int:
         """Return the pages that its adapter and its tokens need and that it could not claim now."""
-        needed = sequence.num_adapter_pages + num_blocks(len(sequence.tokens), self._context.block_size)
+        needed = sequence.num_adapter_pages + num_blocks(sequence.num_tokens_to_hold, self._context.block_size)
         return needed - self._context.num_claimable_pages(is_first)
 
     def check_integrity(self, num_with_adapter: int) -> None:

@@ -37,6 +37,7 @@ class Sequence:
         stop_token_ids: Tokens that end it.
         seed: What its draws are keyed by.
         arrived_at: Seconds on the loop's clock.
+        reserves_output: Whether it claims pages for its longest answer when it is admitted.
     """
 
     __slots__ = (
@@ -55,6 +56,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_shared_pages",
         "request",
+        "reserves_output",
         "seed",
         "seq_id",
         "status",
@@ -77,6 +79,7 @@ class Sequence:
         stop_token_ids: frozenset[int],
         seed: int,
         arrived_at: float,
+        reserves_output: bool = False,
     ) -> None:
         self.seq_id = seq_id
         self.request = request
@@ -88,6 +91,7 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.seed = seed
         self.arrived_at = arrived_at
+        self.reserves_output = reserves_output
         self.status = SequenceStatus.WAITING
         self.tokens: list[int] = list(request.prompt)
         self.num_prompt_tokens = len(self.tokens)
@@ -114,6 +118,11 @@ class Sequence:
     def num_to_run(self) -> int:
         """Tokens whose KV is missing."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_tokens_to_hold(self) -> int:
+        """Tokens it needs pages for when it is admitted; the last token generated needs no KV."""
+        return self.num_prompt_tokens + self.max_tokens - 1 if self.reserves_output else len(self.tokens)
 
     @property
     def num_adapter_pages(self) -> int:

@@ -1,0 +1,108 @@
+"""The options that make steps as S-LoRA has them: each by itself, on the fake executor."""
+
+from __future__ import annotations
+
+from harness import make_rig, policy_context, request, sequence
+
+from manylora.config import AdapterConfig
+from manylora.events import RequestPreempted, StepLaunched
+from manylora.scheduling import Outcome, StrictFifoPolicy
+
+
+def tokens_in_flight(rig) -> list[int]:
+    return [part.num_tokens for part in rig.executor.plan.sequences] if rig.executor.plan else []
+
+
+def test_prompts_run_in_steps_of_their_own():
+    rig = make_rig(mixed_steps=False, chunked_prefill=False)
+    rig.add(request("a", num_prompt=7))
+    rig.step()
+    rig.add(request("b", num_prompt=5), request("c", num_prompt=6))
+    rig.step()
+    assert tokens_in_flight(rig) == [5, 6]
+    rig.step()
+    assert tokens_in_flight(rig) == [1, 1, 1]
+    rig.drain()
+
+
+def test_so_many_steps_run_between_two_admissions():
+    rig = make_rig(mixed_steps=False, steps_between_admissions=3)
+    rig.add(request("a", max_tokens=20))
+    rig.step()
+    rig.add(request("b", max_tokens=2))
+    steps = []
+    for _ in range(5):
+        steps.append(tokens_in_flight(rig))
+        rig.step()
+    assert steps == [[5], [1], [1], [1], [5]]
+    rig.drain()
+
+
+def test_nobody_waits_for_an_admission_when_nothing_runs():
+    rig = make_rig(steps_between_admissions=50)
+    for name in "abc":
+        rig.add(request(name, max_tokens=1))
+        rig.step()
+        rig.step()
+        assert rig.finish(name) == "length"
+
+
+def test_a_step_waits_for_the_adapters_of_those_it_lets_in():
+    rig = make_rig(overlap_loads=False, adapters=AdapterConfig(look_ahead=0), policy="strict-fifo")
+    rig.register("x")
+    rig.register("y")
+    rig.add(request("runs", max_tokens=20))
+    rig.step()
+    rig.add(request("cold", model="x"), request("colder", model="y"), request("warm"))
+    rig.executor.complete_step()
+    rig.turn()
+    assert rig.executor.plan is None, "decoding waits for the first copy"
+    rig.executor.complete_load()
+    rig.turn()
+    assert rig.executor.plan is None, "and for the second"
+    rig.executor.complete_load()
+    rig.turn()
+    assert tokens_in_flight(rig) == [1, 5, 5, 5]
+    rig.drain()
+
+
+def test_a_failed_load_lets_the_step_go():
+    rig = make_rig(overlap_loads=False, adapters=AdapterConfig(look_ahead=0))
+    rig.register("x")
+    rig.add(request("runs", max_tokens=5))
+    rig.step()
+    rig.add(request("cold", model="x"))
+    rig.executor.complete_step()
+    rig.turn()
+    rig.executor.complete_load(error="gone")
+    rig.turn()
+    assert rig.finish("cold") == "error"
+    assert tokens_in_flight(rig) == [1]
+    rig.drain()
+
+
+def test_reserving_answers_leaves_nobody_to_preempt():
+    for reserve_output in (False, True):
+        rig = make_rig(num_pages=10, prefix_caching=False, reserve_output=reserve_output)
+        for name in "abcd":
+            rig.add(request(name, num_prompt=4, max_tokens=16))
+        rig.drain()
+        assert any(isinstance(event, RequestPreempted) for event in rig.events) is not reserve_output
+        most = max(event.num_sequences for event in rig.events if isinstance(event, StepLaunched))
+        assert most == (2 if reserve_output else 4)
+
+
+def test_nobody_passes_under_strict_fifo():
+    policy = StrictFifoPolicy(policy_context())
+    for seq_id in range(3):
+        policy.add(sequence(seq_id), 0.0)
+    for outcome in (Outcome.ADAPTER_LOADING, Outcome.ADAPTER_CAP, Outcome.ADAPTER_NO_PAGES, Outcome.NO_PAGES):
+        policy.begin(0.0)
+        head = policy.offer()
+        assert head is policy.first_in_line is policy.upcoming(1)[0]
+        policy.report(head, outcome)
+        assert policy.offer() is None
+    policy.begin(0.0)
+    while (one := policy.offer()) is not None:
+        policy.report(one, Outcome.ADMITTED)
+    assert len(policy) == 0
