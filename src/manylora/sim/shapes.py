@@ -6,7 +6,7 @@ import hashlib
 
 from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
 
-__all__ = ["decoder_shape", "llama_2_7b_shape", "llama_3_8b_shape"]
+__all__ = ["ELEMENT_BYTES", "decoder_shape", "llama_2_7b_shape", "llama_3_8b_shape"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -19,7 +19,7 @@ def decoder_shape(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    intermediate_size: int,
+    intermediate_size: int | None,
     vocab_size: int,
     max_model_len: int,
     block_size: int = 16,
@@ -35,7 +35,7 @@ def decoder_shape(
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Width of a head.
-        intermediate_size: Width of the MLP.
+        intermediate_size: Width of the MLP; ``None`` where it is experts, which take no adapter.
         vocab_size: Rows of the embedding.
         max_model_len: Longest context in tokens.
         block_size: Tokens per page.
@@ -53,6 +53,10 @@ def decoder_shape(
             _module(f"{attention}.k_proj", hidden_size, kv_size, layer, f"{attention}.qkv", q_size),
             _module(f"{attention}.v_proj", hidden_size, kv_size, layer, f"{attention}.qkv", q_size + kv_size),
             _module(f"{attention}.o_proj", q_size, hidden_size, layer, f"{attention}.o_proj"),
+        ]
+        if intermediate_size is None:
+            continue
+        modules += [
             _module(f"{mlp}.gate_proj", hidden_size, intermediate_size, layer, f"{mlp}.gate_up"),
             _module(f"{mlp}.up_proj", hidden_size, intermediate_size, layer, f"{mlp}.gate_up", intermediate_size),
             _module(f"{mlp}.down_proj", intermediate_size, hidden_size, layer, f"{mlp}.down_proj"),

@@ -1,0 +1,164 @@
+"""What a model costs follows from a handful of numbers: its dimensions, and what they add up to.
+
+A cost model needs no more than this: how many weights a step reads, how many operations a token takes, how many
+bytes of KV it leaves behind. Norms and biases are counted, because parameter counts are how a reader checks us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manylora.errors import ConfigError
+from manylora.sim.shapes import ELEMENT_BYTES
+
+__all__ = ["ATTENTION_TARGETS", "ModelDims"]
+
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDims:
+    """The dimensions of a decoder with a gated MLP, dense or a mixture of experts.
+
+    Args:
+        name: For people and tables.
+        hidden_size: Width of the residual stream.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Width of a head.
+        intermediate_size: Width of the MLP, of one expert where there are experts.
+        vocab_size: Rows of the embedding.
+        max_model_len: Longest context in tokens.
+        num_experts: Experts per layer; 0 for a dense model.
+        experts_per_token: How many of them a token goes through.
+        tie_embeddings: Whether the head is the embedding.
+        has_attention_bias: Whether q, k and v have biases.
+        dtype: Precision of KV, adapters and activations.
+        weight_bits: Bits per weight of the layers' matrices, for quantised bases; embedding and head stay in ``dtype``.
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_model_len: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    tie_embeddings: bool = False
+    has_attention_bias: bool = False
+    dtype: str = "bfloat16"
+    weight_bits: int = 16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT_BYTES:
+            raise ConfigError(f"Got dtype = {self.dtype!r}, expected one of {', '.join(ELEMENT_BYTES)}")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(f"Got experts_per_token = {self.experts_per_token}, expected 1 to {self.num_experts}")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation, a KV element or an adapter weight."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of q, k, v and o in one layer."""
+        return 2 * self.hidden_size * (self.q_size + self.kv_size)
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one layer's MLP, of one expert where there are experts."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def shared_weights(self) -> int:
+        """Weights that every token of a step goes through, in all layers: all of a dense model's."""
+        mlp = self.hidden_size * self.num_experts if self.num_experts else self.expert_weights
+        return self.num_layers * (self.attention_weights + mlp)
+
+    @property
+    def active_weights(self) -> int:
+        """Weights of the layers that one token is multiplied by."""
+        return self.shared_weights + self.num_layers * self.experts_per_token * self.expert_weights
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the head (which may be the embedding)."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, as model cards count them."""
+        layers = self.shared_weights + self.num_layers * self.num_experts * self.expert_weights
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        biases = self.num_layers * (self.q_size + 2 * self.kv_size) if self.has_attention_bias else 0
+        return layers + norms + biases + self.head_weights * (1 if self.tie_embeddings else 2)
+
+    @property
+    def layer_element_bytes(self) -> float:
+        """Bytes per weight of the layers' matrices: fewer than ``element_bytes`` when they are quantised."""
+        return min(self.weight_bits / 8, self.element_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes the base model takes in device memory."""
+        layers = self.shared_weights + self.num_layers * self.num_experts * self.expert_weights
+        return int(layers * self.layer_element_bytes) + (self.num_parameters - layers) * self.element_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV that one token leaves behind."""
+        return 2 * self.num_layers * self.kv_size * self.element_bytes
+
+    def flops_per_token(self, context: int = 0) -> int:
+        """Return the floating-point operations of one token, head included.
+
+        Args:
+            context: Tokens it attends to, itself included.
+        """
+        return 2 * (self.active_weights + self.head_weights) + 4 * self.num_layers * self.q_size * context
+
+    def adapter_elements(self, targets: tuple[str, ...] = ATTENTION_TARGETS) -> int:
+        """Return the weights of an adapter per unit of rank.
+
+        Args:
+            targets: Last names of the modules it changes, in every layer.
+
+        Raises:
+            ConfigError: This model has no such module.
+        """
+        return self.num_layers * sum(sum(self.module_shape(target)) for target in targets)
+
+    def module_shape(self, target: str) -> tuple[int, int]:
+        """Return the inputs and outputs of a module that adapters may change.
+
+        Raises:
+            ConfigError: This model has no such module (expert MLPs take no adapter).
+        """
+        hidden, inner = self.hidden_size, self.intermediate_size
+        shapes = {
+            "q_proj": (hidden, self.q_size),
+            "k_proj": (hidden, self.kv_size),
+            "v_proj": (hidden, self.kv_size),
+            "o_proj": (self.q_size, hidden),
+        }
+        if not self.num_experts:
+            shapes |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+        if target not in shapes:
+            raise ConfigError(f"Got {target = }, expected one of {', '.join(shapes)} for {self.name}")
+        return shapes[target]
