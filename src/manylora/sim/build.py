@@ -12,7 +12,7 @@ from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.engine.ports import EngineParts
 from manylora.errors import AdapterError, AdapterNotFound
-from manylora.sim.cost import FixedCost
+from manylora.sim.cost import CostModel, FixedCost
 from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.shapes import llama_3_8b_shape
 from manylora.types import AdapterKey, AdapterVersion
@@ -78,7 +78,7 @@ class SimulatedReader:
 
 
 def build_simulated_parts(
-    config: EngineConfig, clock: Clock, *, cost: FixedCost | None = None, shape: BaseShape | None = None
+    config: EngineConfig, clock: Clock, *, cost: CostModel | None = None, shape: BaseShape | None = None
 ) -> EngineParts:
     """Build parts whose executor makes tokens up, at the pace of a cost model.
 

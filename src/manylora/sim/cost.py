@@ -1,13 +1,29 @@
-"""What a step and a copy cost: the first, simplest model, of three constants."""
+"""What a step and a copy cost: the interface, and the simplest model, of three constants.
+
+`sim/roofline.py` has the one that is derived from a model's dimensions and a device's data sheet.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from manylora.engine.ports import AdapterLoad, StepPlan
 from manylora.types import Tier
 
-__all__ = ["FixedCost"]
+__all__ = ["CostModel", "FixedCost"]
+
+
+class CostModel(Protocol):
+    """Prices work for the simulated executor; asked once per step and once per load, so it must be quick."""
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Return how long a step takes, in seconds."""
+        ...
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        """Return how long a load takes on an idle link, in seconds."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from manylora.engine.ports import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
-from manylora.sim.cost import FixedCost
+from manylora.sim.cost import CostModel
 from manylora.types import AdapterKey, SampledToken, Tier
 
 __all__ = ["SimulatedExecutor", "SimulatedWork", "made_up_token"]
@@ -60,7 +60,7 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        cost: FixedCost,
+        cost: CostModel,
         *,
         vocab_size: int,
         avoid: tuple[int, ...] = (),
