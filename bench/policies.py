@@ -163,8 +163,9 @@ class Record:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case TokensEmitted(at=at, request_id=request_id):
-                self.tokens.setdefault(request_id, []).append(at)
+            case TokensEmitted(at=at, request_ids=request_ids):
+                for request_id in request_ids:
+                    self.tokens.setdefault(request_id, []).append(at)
             case RequestArrived(at=at, request_id=request_id):
                 self.arrived[request_id] = at
             case RequestAdmitted(at=at, request_id=request_id):

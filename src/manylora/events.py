@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from manylora.types import AdapterKey, FinishReason, Tier
 
 __all__ = [
+    "AdapterAwaited",
     "AdapterEvicted",
     "AdapterLoadStarted",
     "AdapterLoaded",
@@ -83,11 +84,12 @@ class RequestSquashed(Event):
 
 @dataclass(frozen=True, slots=True)
 class TokensEmitted(Event):
-    """A request got tokens; ``is_first`` marks its first."""
+    """A step yielded one token for each of these requests, in the order of the batch.
 
-    request_id: str
-    num_tokens: int
-    is_first: bool
+    One event a step, before the ends that those tokens bring: thousands of tokens a second pass here.
+    """
+
+    request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,18 @@ class AdapterLoadStarted(Event):
     adapter: AdapterKey
     tier: Tier
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAwaited(Event):
+    """A waiting request could be admitted now but for its adapter, which is on its way.
+
+    It had a seat, tokens of the step and pages for its KV. From here until the adapter's next ``AdapterLoaded`` loading
+    is on its critical path; a hop that has to follow is announced again. Emitted once for each load.
+    """
+
+    request_id: str
+    adapter: AdapterKey
 
 
 @dataclass(frozen=True, slots=True)

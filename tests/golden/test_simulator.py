@@ -20,7 +20,7 @@ from manylora.events import Event, RequestFinished
 from manylora.sim.build import build_simulated_parts
 from manylora.types import AdapterKey, AdapterVersion, Request, SamplingParams
 
-DIGEST = "b511452824a8b5c69e9abeac5aa735b6"
+DIGEST = "1735a0d48b0cdf740459afec18449901"
 NUM_REQUESTS = 400
 
 

@@ -108,8 +108,9 @@ def test_what_the_recorder_makes_of_events() -> None:
     recorder = Recorder()
     for request_id, adapter in (("r", "m"), ("q", "")):
         recorder(arrived(10.0, request_id, adapter))
-        recorder(TokensEmitted(10.5, request_id, 1, True))
-    recorder(TokensEmitted(10.9, "r", 2, False))
+    recorder(TokensEmitted(10.5, ("r", "q")))
+    recorder(TokensEmitted(10.7, ("r",)))
+    recorder(TokensEmitted(10.9, ("r",)))
     recorder(finished(11.0, "r", FinishReason.LENGTH))
     observed = recorder.take()
     assert observed.ttft_s == {"m": [0.5], "": [0.5]}

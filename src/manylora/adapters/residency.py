@@ -39,6 +39,7 @@ class Residency:
         num_waiting: Waiting sequences that ask for it.
         is_retired: No name points to it any more: it goes when its last request has ended.
         last_used_at: When a sequence last stopped or started using it, in seconds.
+        num_loads: Loads begun, to either tier.
     """
 
     version: AdapterVersion
@@ -48,6 +49,7 @@ class Residency:
     num_waiting: int = 0
     is_retired: bool = False
     last_used_at: float | None = None
+    num_loads: int = 0
 
     @property
     def is_loading(self) -> bool:
@@ -79,6 +81,7 @@ class Residency:
         """A load to ``tier`` started."""
         assert self._get(tier) is TierState.ABSENT
         assert tier is not Tier.DEVICE or self.host is TierState.RESIDENT, "copies start from the host"
+        self.num_loads += 1
         self._set(tier, TierState.LOADING)
 
     def end(self, tier: Tier, *, ok: bool) -> None:

@@ -341,27 +341,32 @@ class EngineCore:
 
     def _take_in(self, step: _Step, result: StepResult, now: float) -> None:
         num_tokens = 0
+        prefix_caching, tokens = self._memory.prefix_caching, result.tokens
+        served: list[str] = []
         for planned, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             num_tokens += planned.num_tokens
             sequence.num_computed += planned.num_tokens
-            if self._memory.prefix_caching:
+            if prefix_caching:
                 sequence.table.index_computed(sequence.tokens, sequence.num_computed, self.store.prefix)
+            if planned.is_sampled and not sequence.is_cancelled:
+                sequence.tokens.append(tokens[planned.seq_id].token_id)
+                if sequence.first_token_at is None:
+                    sequence.first_token_at = now
+                served.append(sequence.request.request_id)
+        self._counters.generated_tokens += len(served)
+        if served and self._sinks:
+            self._emit(TokensEmitted(now, tuple(served)))
+        for planned, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if sequence.is_cancelled:
                 self._finish(sequence, FinishReason.CANCELLED, now)
             elif planned.is_sampled:
-                self._take_token(sequence, result.tokens[planned.seq_id], now)
+                self._hand_out(sequence, tokens[planned.seq_id], now)
         self._counters.steps += 1
         self._costs.step.observe(num_tokens, now - step.launched_at)
         self._emit(StepFinished(now, step.plan.step_id, now - step.launched_at, len(step.sequences), num_tokens))
 
-    def _take_token(self, sequence: Sequence, token: SampledToken, now: float) -> None:
-        sequence.tokens.append(token.token_id)
-        self._counters.generated_tokens += 1
-        is_first = sequence.first_token_at is None
-        if is_first:
-            sequence.first_token_at = now
-        if self._sinks:
-            self._emit(TokensEmitted(now, sequence.request.request_id, 1, is_first))
+    def _hand_out(self, sequence: Sequence, token: SampledToken, now: float) -> None:
+        """Give a request its newest token, and end it if that was the last."""
         num_output = sequence.num_output_tokens
         if token.token_id in sequence.stop_token_ids and num_output >= sequence.request.sampling.min_tokens:
             self._finish(sequence, FinishReason.STOP, now, token=token)

@@ -24,9 +24,10 @@ from collections.abc import Callable
 
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.engine.adapter_cache import AdapterCache, Readiness
-from manylora.events import EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
+from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageStore, num_blocks
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus
+from manylora.types import AdapterKey
 
 __all__ = ["RunningSet"]
 
@@ -228,6 +229,7 @@ class RunningSet:
             readiness = self._cache.ensure(sequence.version, now, depth)
             was_resident = self._look(sequence, readiness)
             if readiness is Readiness.LOADING:
+                self._note_wait(sequence, sequence.version.key, now, depth)
                 return Outcome.ADAPTER_LOADING
             if readiness is Readiness.NO_ROOM:
                 return Outcome.ADAPTER_NO_PAGES
@@ -260,6 +262,18 @@ class RunningSet:
         if sequence.adapter is not None:
             self._cache.hold(sequence.adapter, now)
             self._cache.unwant(sequence.adapter, now)
+
+    def _note_wait(self, sequence: Sequence, adapter: AdapterKey, now: float, depth: Depth) -> None:
+        """Say once for each load that a sequence waits for nothing else.
+
+        Pages it may find in the prefix cache are not reckoned with, so a wait is rather missed than made up.
+        """
+        load = self._cache.residency(adapter).num_loads
+        if sequence.awaited_load == load:
+            return
+        if num_blocks(len(sequence.tokens), self._memory.block_size) <= self._store.num_claimable(depth):
+            sequence.awaited_load = load
+            self._emit(AdapterAwaited(now, sequence.request.request_id, adapter))
 
     def _is_capped(self, sequence: Sequence) -> bool:
         """Whether its adapter would be one more distinct adapter than may run."""

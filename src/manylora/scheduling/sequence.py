@@ -44,6 +44,7 @@ class Sequence:
         "adapter",
         "admitted_at",
         "arrived_at",
+        "awaited_load",
         "first_token_at",
         "found_resident",
         "is_cancelled",
@@ -104,6 +105,7 @@ class Sequence:
         self.first_token_at: float | None = None
         self.is_cancelled = False
         self.was_looked_at = False
+        self.awaited_load = 0  # the number of the last load of its adapter that it waited for
         self.found_resident = version is None
 
     def __repr__(self) -> str:

@@ -28,6 +28,7 @@ class _InFlight:
 
     last_at: float
     adapter: str
+    has_token: bool = False
     is_stopped: bool = False
 
 
@@ -42,14 +43,12 @@ class Recorder:
         """Take one event."""
         gathered = self._gathered
         match event:
-            case TokensEmitted(at=at, request_id=request_id, num_tokens=num_tokens, is_first=is_first):
-                request = self._in_flight[request_id]
-                if is_first:
-                    gathered.ttft_s.setdefault(request.adapter, []).append(at - request.last_at)
-                else:
-                    gap_s = (at - request.last_at) / num_tokens
-                    gathered.inter_token_s.setdefault(request.adapter, []).extend([gap_s] * num_tokens)
-                request.last_at = at
+            case TokensEmitted(at=at, request_ids=request_ids):
+                for request_id in request_ids:
+                    request = self._in_flight[request_id]
+                    into = gathered.inter_token_s if request.has_token else gathered.ttft_s
+                    into.setdefault(request.adapter, []).append(at - request.last_at)
+                    request.last_at, request.has_token = at, True
             case RequestArrived(at=at, request_id=request_id, name=name):
                 self._in_flight[request_id] = _InFlight(at, name)
             case RequestAdmitted(waited_s=waited_s):
