@@ -1,3 +1,24 @@
-"""Which replica serves a request: policies over what replicas tell of themselves."""
+"""Which replica serves a request."""
 
-__all__: list[str] = []
+from manylora.routing.dispatcher import Dispatcher
+from manylora.routing.policies import (
+    ROUTERS,
+    AffinityRouter,
+    LeastLoadedRouter,
+    PowerOfTwoRouter,
+    RandomRouter,
+    make_router,
+)
+from manylora.routing.router import ReplicaLoad, Router
+
+__all__ = [
+    "ROUTERS",
+    "AffinityRouter",
+    "Dispatcher",
+    "LeastLoadedRouter",
+    "PowerOfTwoRouter",
+    "RandomRouter",
+    "ReplicaLoad",
+    "Router",
+    "make_router",
+]

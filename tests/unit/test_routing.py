@@ -1,0 +1,96 @@
+"""Which replica serves a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from manylora.errors import ConfigError
+from manylora.routing import ROUTERS, AffinityRouter, Dispatcher, ReplicaLoad, make_router
+from manylora.types import Request
+
+
+def request(index: int, model: str = "") -> Request:
+    return Request(request_id=str(index), prompt=(1,) * (index % 7 + 1), model=model)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_router_chooses_a_replica_that_exists_and_the_same_one_again(name: str):
+    def choices() -> list[int]:
+        dispatcher = Dispatcher(make_router(name, Random(3)), 4)
+        return [dispatcher.dispatch(request(index, f"a{index % 9}")) for index in range(100)]
+
+    assert choices() == choices()
+    assert set(choices()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_one_replica_gets_everything(name: str):
+    assert make_router(name, Random(0)).choose(request(0, "a"), [ReplicaLoad(5)]) == 0
+
+
+def test_the_least_loaded_gets_the_next():
+    router = make_router("least-loaded", Random(0))
+    assert router.choose(request(0), [ReplicaLoad(2, 9), ReplicaLoad(1, 9), ReplicaLoad(1, 8)]) == 2
+
+
+def test_two_choices_are_far_more_even_than_one():
+    def spread(name: str) -> int:
+        dispatcher = Dispatcher(make_router(name, Random(1)), 20)
+        for index in range(2000):
+            dispatcher.dispatch(request(index))
+        loads = [load.num_requests for load in dispatcher.loads]
+        return max(loads) - min(loads)
+
+    assert spread("power-of-two") <= 6 < spread("random") / 3
+
+
+def test_an_adapter_stays_where_it_is_while_load_allows():
+    dispatcher = Dispatcher(make_router("affinity", Random(0)), 5)
+    homes: dict[str, set[int]] = {}
+    for index in range(200):
+        adapter = f"a{index % 40}"
+        homes.setdefault(adapter, set()).add(dispatcher.dispatch(request(index, adapter)))
+        dispatcher.ended(str(index))
+    assert all(len(replicas) == 1 for replicas in homes.values())
+    assert len({next(iter(replicas)) for replicas in homes.values()}) == 5
+
+
+def test_a_popular_adapter_spills_over_within_the_bound():
+    dispatcher = Dispatcher(AffinityRouter(overload=1.25), 4)
+    sent = Counter(dispatcher.dispatch(request(index, "popular")) for index in range(100))
+    assert max(sent.values()) <= 1.25 * 100 / 4 + 1
+    assert len(sent) == 4
+
+
+def test_another_replica_moves_only_what_goes_to_it():
+    router = AffinityRouter()
+    idle = [ReplicaLoad() for _ in range(6)]
+    before = {f"a{i}": router.choose(request(0, f"a{i}"), idle[:5]) for i in range(300)}
+    after = {f"a{i}": router.choose(request(0, f"a{i}"), idle) for i in range(300)}
+    moved = [name for name in before if before[name] != after[name]]
+    assert all(after[name] == 5 for name in moved)
+    assert 20 <= len(moved) <= 85  # a sixth of them, more or less
+
+
+def test_requests_for_the_base_go_where_load_is_least():
+    router = make_router("affinity", Random(0), base_name="base")
+    assert router.choose(request(0, "base"), [ReplicaLoad(1), ReplicaLoad(0), ReplicaLoad(1)]) == 1
+
+
+def test_an_end_is_counted_where_the_request_was_sent():
+    dispatcher = Dispatcher(make_router("least-loaded", Random(0)), 2)
+    first, second = dispatcher.dispatch(request(0)), dispatcher.dispatch(request(1))
+    assert {first, second} == {0, 1}
+    assert dispatcher.ended("0") == first
+    assert dispatcher.loads[first] == ReplicaLoad()
+    assert dispatcher.loads[second].num_requests == 1
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(ConfigError, match=r"'nearest'.*affinity"):
+        make_router("nearest", Random(0))
+    with pytest.raises(ConfigError, match="overload"):
+        AffinityRouter(overload=1.0)
