@@ -1,5 +1,26 @@
 """From events to figures: records, summaries, tables and plots, the same for live and simulated runs."""
 
+from manylora.measure.recorder import Recorder
 from manylora.measure.records import RequestRecord
+from manylora.measure.statistics import Interval, Percentiles, block_bootstrap, interval_of_runs, percentiles
+from manylora.measure.summary import GroupSummary, Slo, Summary, gaps_of, summarise
+from manylora.measure.timeline import GAUGES, Loads, Steps, Timeline
 
-__all__ = ["RequestRecord"]
+__all__ = [
+    "GAUGES",
+    "GroupSummary",
+    "Interval",
+    "Loads",
+    "Percentiles",
+    "Recorder",
+    "RequestRecord",
+    "Slo",
+    "Steps",
+    "Summary",
+    "Timeline",
+    "block_bootstrap",
+    "gaps_of",
+    "interval_of_runs",
+    "percentiles",
+    "summarise",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 __all__ = ["RequestRecord"]
@@ -29,6 +30,7 @@ class RequestRecord:
         num_squashes: Times it was squashed.
         error: What went wrong, in words; ``None`` for a full answer.
         replica: Which replica served it.
+        gaps_s: Seconds between its tokens, in order; empty where they were not kept.
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class RequestRecord:
     num_squashes: int = 0
     error: str | None = None
     replica: int = 0
+    gaps_s: Seq[float] = ()
 
     @property
     def ttft_s(self) -> float | None:
@@ -58,6 +61,11 @@ class RequestRecord:
     def e2e_s(self) -> float:
         """Time from arrival to the last token."""
         return self.finished_at - self.arrived_at
+
+    @property
+    def queueing_s(self) -> float | None:
+        """Time from arrival to admission; ``None`` if it was never admitted, or nobody can tell."""
+        return None if self.admitted_at is None else self.admitted_at - self.arrived_at
 
     @property
     def tpot_s(self) -> float | None:

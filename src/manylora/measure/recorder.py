@@ -1,0 +1,223 @@
+"""From events to records: one sink for each replica, on the wall clock and on the virtual one.
+
+What a request waited for is told apart::
+
+    arrived            awaited      loaded        admitted         first token                finished
+      |---- queueing ------------------------------|                   |                          |
+      |                   |- adapter -|            |                   |- gap -|- gap -| ....     |
+      |---------------------------- TTFT ------------------------------|                          |
+
+*Adapter* is the part of loading that nothing hid: the request could have been admitted (``AdapterAwaited``) but for a
+load that had not ended. Several such spans add up. A load that another wait covers, for a seat, for tokens of the step,
+for pages, costs nobody time and is not counted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manylora.engine.status import EngineStats
+from manylora.errors import ManyloraError
+from manylora.events import (
+    AdapterAwaited,
+    AdapterEvicted,
+    AdapterLoaded,
+    AdapterLoadStarted,
+    Event,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestSquashed,
+    StepFinished,
+    StepLaunched,
+    TokensEmitted,
+)
+from manylora.measure.records import RequestRecord
+from manylora.measure.timeline import Timeline
+from manylora.types import AdapterKey, FinishReason, Request, Tier
+
+__all__ = ["Recorder"]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A request that has not ended."""
+
+    name: str
+    last_token_at: float | None = None
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))
+    was_resident: bool | None = None
+    awaited_from: float | None = None
+    adapter_wait_s: float = 0.0
+    num_squashes: int = 0
+
+
+class Recorder:
+    """An event sink that keeps every request as a record, and the replica as a timeline. For the loop's thread alone.
+
+    Args:
+        replica: Number of the replica, for the records.
+        ranks: Rank of each adapter by name, for the records; 0 where it is not known.
+        stats: Looks at the engine (``EngineCore.stats``) for samples of the timeline; none are taken without it.
+            ``watch`` sets it later, for an engine that is made with its sinks.
+        sample_every_s: Seconds between two samples.
+    """
+
+    def __init__(
+        self,
+        *,
+        replica: int = 0,
+        ranks: Mapping[str, int] | None = None,
+        stats: Callable[[], EngineStats] | None = None,
+        sample_every_s: float = 1.0,
+    ) -> None:
+        self.records: list[RequestRecord] = []
+        self.timeline = Timeline()
+        self._replica = replica
+        self._ranks = ranks or {}
+        self._stats = stats
+        self._sample_every_s = sample_every_s
+        self._next_sample_at = 0.0
+        self._in_flight: dict[str, _InFlight] = {}
+        self._awaiting: dict[AdapterKey, list[_InFlight]] = {}
+        self._load_bytes: dict[tuple[AdapterKey, Tier], int] = {}
+        self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
+        # By type rather than by match: some hundred thousand events a minute pass here.
+        self._takers: dict[type[Event], Callable[[Any], None]] = {
+            TokensEmitted: self._take_tokens,
+            StepLaunched: self._take_launch,
+            StepFinished: self._take_step,
+            RequestArrived: self._take_arrival,
+            RequestAdmitted: self._take_admission,
+            RequestSquashed: self._take_squash,
+            RequestFinished: self._take_end,
+            AdapterAwaited: self._take_wait,
+            AdapterLoadStarted: self._take_load_start,
+            AdapterLoaded: self._take_load,
+            AdapterEvicted: self._take_eviction,
+        }
+
+    def watch(self, stats: Callable[[], EngineStats]) -> None:
+        """Take samples of an engine from now on."""
+        self._stats = stats
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        taker = self._takers.get(type(event))
+        if taker is not None:
+            taker(event)
+
+    def refuse(self, request: Request, error: ManyloraError, now: float) -> None:
+        """Record a request that the engine refused at ``now`` seconds."""
+        self.records.append(
+            RequestRecord(
+                request_id=request.request_id,
+                adapter=request.model if request.model in self._ranks else "",
+                rank=self._ranks.get(request.model, 0),
+                num_prompt_tokens=len(request.prompt),
+                num_output_tokens=0,
+                arrived_at=now,
+                admitted_at=None,
+                first_token_at=None,
+                finished_at=now,
+                error=str(error),
+                replica=self._replica,
+            )
+        )
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _take_arrival(self, event: RequestArrived) -> None:
+        self._in_flight[event.request_id] = _InFlight(event.name)
+
+    def _take_admission(self, event: RequestAdmitted) -> None:
+        if event.adapter is not None:
+            self._in_flight[event.request_id].was_resident = event.adapter_was_resident
+
+    def _take_squash(self, event: RequestSquashed) -> None:
+        self._in_flight[event.request_id].num_squashes += 1
+
+    def _take_tokens(self, event: TokensEmitted) -> None:
+        now, in_flight = event.at, self._in_flight
+        for request_id in event.request_ids:
+            request = in_flight[request_id]
+            if request.last_token_at is not None:
+                request.gaps_s.append(now - request.last_token_at)
+            request.last_token_at = now
+
+    def _take_end(self, event: RequestFinished) -> None:
+        request = self._in_flight.pop(event.request_id)
+        _end_wait(request, event.at)
+        is_whole = event.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        self.records.append(
+            RequestRecord(
+                request_id=event.request_id,
+                adapter=request.name,
+                rank=self._ranks.get(request.name, 0),
+                num_prompt_tokens=event.num_prompt_tokens,
+                num_output_tokens=event.num_output_tokens,
+                arrived_at=event.arrived_at,
+                admitted_at=event.admitted_at,
+                first_token_at=event.first_token_at,
+                finished_at=event.at,
+                max_gap_s=max(request.gaps_s, default=0.0),
+                was_resident=request.was_resident,
+                adapter_wait_s=request.adapter_wait_s,
+                num_cached_tokens=event.num_cached_tokens,
+                num_preemptions=event.num_preemptions,
+                num_squashes=request.num_squashes,
+                error=None if is_whole else event.reason.value,
+                replica=self._replica,
+                gaps_s=request.gaps_s,
+            )
+        )
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _take_launch(self, event: StepLaunched) -> None:
+        if event.at >= self._next_sample_at and self._stats is not None:
+            self.timeline.sample(self._stats(), event.at)
+            self._next_sample_at = event.at + self._sample_every_s
+
+    def _take_step(self, event: StepFinished) -> None:
+        steps = self.timeline.steps
+        steps.at.append(event.at)
+        steps.took_s.append(event.took_s)
+        steps.num_sequences.append(event.num_sequences)
+        steps.num_tokens.append(event.num_tokens)
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def _take_wait(self, event: AdapterAwaited) -> None:
+        request = self._in_flight[event.request_id]
+        if request.awaited_from is None:
+            request.awaited_from = event.at
+            self._awaiting.setdefault(event.adapter, []).append(request)
+
+    def _take_load_start(self, event: AdapterLoadStarted) -> None:
+        self._load_bytes[event.adapter, event.tier] = event.num_bytes
+
+    def _take_load(self, event: AdapterLoaded) -> None:
+        now, tier = event.at, event.tier
+        for request in self._awaiting.pop(event.adapter, ()):
+            _end_wait(request, now)
+        num_bytes = self._load_bytes.pop((event.adapter, tier))
+        started_at, self._link_free_at[tier] = max(now - event.took_s, self._link_free_at[tier]), now
+        if event.error is None:
+            loads = self.timeline.loads[tier]
+            loads.at.append(now)
+            loads.busy_s.append(now - started_at)
+            loads.num_bytes.append(num_bytes)
+
+    def _take_eviction(self, event: AdapterEvicted) -> None:
+        self.timeline.loads[event.tier].num_evictions += 1
+
+
+def _end_wait(request: _InFlight, now: float) -> None:
+    """Add a span in which nothing but its adapter held a request up, if one was open."""
+    if request.awaited_from is not None:
+        request.adapter_wait_s += now - request.awaited_from
+        request.awaited_from = None
