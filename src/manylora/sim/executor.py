@@ -56,6 +56,8 @@ class SimulatedExecutor:
         vocab_size: Tokens are drawn below this.
         avoid: Tokens never made up (those that would end a sequence early).
         choose: Makes the token of a sequence; by default ``made_up_token``.
+        scheduler_time_s: What deciding a step takes, in seconds: a constant, so that a run does not depend on the
+            machine that simulates it.
     """
 
     def __init__(
@@ -65,15 +67,18 @@ class SimulatedExecutor:
         vocab_size: int,
         avoid: tuple[int, ...] = (),
         choose: Callable[[PlannedSequence], SampledToken] | None = None,
+        scheduler_time_s: float = 0.0,
     ) -> None:
         self._cost = cost
+        self._scheduler_time_s = scheduler_time_s
         self._choose = choose or (lambda part: made_up_token(part, vocab_size, avoid))
         self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
 
     def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
         """Start a step."""
         tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
-        return SimulatedWork(now + self._cost.step_time_s(plan), StepResult(tokens=tokens))
+        ready_at = now + self._scheduler_time_s + self._cost.step_time_s(plan)
+        return SimulatedWork(ready_at, StepResult(tokens=tokens))
 
     def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
         """Start a load behind those already on its link."""
