@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manylora.engine.features import step_features
 from manylora.engine.ports import AdapterLoad, PlannedSequence, StepPlan
-from manylora.sim.features import step_features
 from manylora.sim.lora_cost import LORA_KERNELS
 from manylora.sim.models import find_dims
 from manylora.sim.roofline import RooflineCost, StepParts, make_cost
@@ -48,16 +48,14 @@ def adapter_time(kernel: str, *ranks: int, num_tokens: int = 1) -> float:
     return parts(COSTS[kernel], *batch).adapters_s
 
 
-def test_features_are_what_they_say() -> None:
+def test_features_tell_adapted_sequences_apart() -> None:
     step = step_features(
         plan(sequence(10, 4, 8, "a", is_sampled=False), sequence(5, 1, 8, "a"), sequence(7, 1, 64, "b"), sequence(0, 3))
     )
-    assert (step.num_sequences, step.num_sampled, step.num_tokens) == (4, 3, 9)
-    assert step.num_context_tokens == 14 + 6 + 8 + 3
-    assert step.num_scores == (11 + 12 + 13 + 14) + 6 + 8 + (1 + 2 + 3)
+    assert (step.context_tokens, step.prompt_context_tokens) == (6 + 8, 14 + 3)
     assert (step.num_adapted, step.num_adapted_tokens, step.num_adapters, step.num_ranks) == (3, 6, 2, 2)
-    assert (step.max_rank, step.sum_ranks, step.sum_sequence_ranks) == (64, 72, 80)
-    assert step.sum_token_ranks == 8 * 4 + 8 + 64
+    assert (step.max_rank, step.sum_rank, step.sequence_rank) == (64, 72, 80)
+    assert step.row_rank == 8 * 4 + 8 + 64
 
 
 def test_decoding_alone_is_reading_the_weights() -> None:
@@ -77,8 +75,8 @@ def test_a_long_prompt_is_operations() -> None:
 
 
 def test_chunks_cost_as_many_scores_as_the_whole() -> None:
-    whole = step_features(plan(sequence(0, 1000))).num_scores
-    assert whole == sum(step_features(plan(sequence(start, 250))).num_scores for start in range(0, 1000, 250))
+    whole = step_features(plan(sequence(0, 1000))).prompt_pairs
+    assert whole == sum(step_features(plan(sequence(start, 250))).prompt_pairs for start in range(0, 1000, 250))
 
 
 def test_kv_of_a_long_context_is_read_at_the_devices_bandwidth() -> None:

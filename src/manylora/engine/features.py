@@ -31,6 +31,11 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
         num_adapted_decodes: Decoding rows that have an adapter.
         decode_row_rank: Sum of ranks over decoding rows: the adapters' arithmetic there.
         prompt_row_rank: The same over prompt tokens.
+        prompt_context_tokens: Tokens of KV that prompt chunks read, their own included.
+        num_adapted_prompts: Prompt chunks that have an adapter.
+        num_adapted_prompt_tokens: Tokens in them.
+        prompt_rank: Sum of ranks over prompt chunks: what is read where every sequence fetches its own adapter.
+        num_ranks: Distinct ranks.
     """
 
     num_decodes: int
@@ -45,6 +50,11 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
     num_adapted_decodes: int
     decode_row_rank: int
     prompt_row_rank: int
+    prompt_context_tokens: int = 0
+    num_adapted_prompts: int = 0
+    num_adapted_prompt_tokens: int = 0
+    prompt_rank: int = 0
+    num_ranks: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -56,11 +66,32 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens that go through the model: the rows of every matrix product."""
         return self.num_decodes + self.num_prompt_tokens
 
+    @property
+    def num_adapted(self) -> int:
+        """Sequences with an adapter."""
+        return self.num_adapted_decodes + self.num_adapted_prompts
+
+    @property
+    def num_adapted_tokens(self) -> int:
+        """Tokens that go through an adapter beside the model."""
+        return self.num_adapted_decodes + self.num_adapted_prompt_tokens
+
+    @property
+    def row_rank(self) -> int:
+        """Sum of ranks over tokens: the adapters' arithmetic without padding."""
+        return self.decode_row_rank + self.prompt_row_rank
+
+    @property
+    def sequence_rank(self) -> int:
+        """Sum of ranks over sequences: what is read where each of them fetches its own adapter."""
+        return self.decode_row_rank + self.prompt_rank
+
 
 def step_features(plan: StepPlan) -> StepFeatures:
     """Return a plan's features; one pass, for a simulator asks for them every step."""
     num_decodes = num_prompt_tokens = num_sampled = context_tokens = prompt_pairs = 0
     num_adapted_decodes = decode_row_rank = prompt_row_rank = 0
+    prompt_context_tokens = num_adapted_prompts = num_adapted_prompt_tokens = prompt_rank = 0
     ranks: dict[AdapterKey, int] = {}
     for part in plan.sequences:
         num_tokens, rank = part.num_tokens, part.rank
@@ -75,7 +106,12 @@ def step_features(plan: StepPlan) -> StepFeatures:
         else:
             num_prompt_tokens += num_tokens
             prompt_pairs += num_tokens * part.start + num_tokens * (num_tokens + 1) // 2
-            prompt_row_rank += num_tokens * rank
+            prompt_context_tokens += part.start + num_tokens
+            if part.adapter is not None:
+                prompt_row_rank += num_tokens * rank
+                num_adapted_prompts += 1
+                num_adapted_prompt_tokens += num_tokens
+                prompt_rank += rank
     return StepFeatures(
         num_decodes=num_decodes,
         num_prompts=len(plan.sequences) - num_decodes,
@@ -89,4 +125,9 @@ def step_features(plan: StepPlan) -> StepFeatures:
         num_adapted_decodes=num_adapted_decodes,
         decode_row_rank=decode_row_rank,
         prompt_row_rank=prompt_row_rank,
+        prompt_context_tokens=prompt_context_tokens,
+        num_adapted_prompts=num_adapted_prompts,
+        num_adapted_prompt_tokens=num_adapted_prompt_tokens,
+        prompt_rank=prompt_rank,
+        num_ranks=len(set(ranks.values())),
     )

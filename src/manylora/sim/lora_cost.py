@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from manylora.engine.features import StepFeatures
 from manylora.sim.dims import ModelDims
-from manylora.sim.features import StepFeatures
 
 __all__ = ["LORA_KERNELS", "S_LORA_FLOPS_SHARE", "AdapterTargets", "DeviceRates", "LoraKernel", "adapter_targets"]
 
@@ -101,16 +101,16 @@ def _none(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> fl
 
 
 def _naive(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
-    computing = 2 * step.sum_token_ranks * targets.weights / rates.flops_per_s
-    moving = step.sum_ranks * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
+    moving = step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
     launches = 2 * step.num_adapters * targets.num_modules
     # A call this small is over before the next can start, so launching and work do not overlap.
     return max(computing, moving / rates.bytes_per_s) + launches * rates.launch_s
 
 
 def _grouped(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
-    computing = 2 * step.sum_token_ranks * targets.weights / rates.flops_per_s
-    moving = 3 * step.sum_ranks * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
+    moving = 3 * step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
     launches = 2 * step.num_ranks * targets.num_modules
     return max(computing, moving / rates.bytes_per_s) + launches * rates.launch_s
 
@@ -123,14 +123,14 @@ def _padded(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> 
 
 
 def _ragged(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
-    computing = 2 * step.sum_token_ranks * targets.weights / rates.flops_per_s
-    moving = step.sum_ranks * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
+    moving = step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
     return max(computing, moving / rates.bytes_per_s) + 2 * targets.num_groups * rates.launch_s
 
 
 def _s_lora(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
-    computing = 2 * step.sum_token_ranks * targets.weights / (rates.peak_flops_per_s * S_LORA_FLOPS_SHARE)
-    moving = step.sum_sequence_ranks * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    computing = 2 * step.row_rank * targets.weights / (rates.peak_flops_per_s * S_LORA_FLOPS_SHARE)
+    moving = step.sequence_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
     return max(computing, moving / rates.bytes_per_s) + 2 * targets.num_modules * rates.launch_s
 
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from manylora.engine.features import StepFeatures, step_features
 from manylora.engine.ports import AdapterLoad, StepPlan
 from manylora.errors import ConfigError
 from manylora.sim.copies import CopyPath, copy_time_s, find_copy_path
 from manylora.sim.dims import ATTENTION_TARGETS, ModelDims
-from manylora.sim.features import StepFeatures, step_features
 from manylora.sim.hardware import Hardware, find_hardware
 from manylora.sim.lora_cost import LORA_KERNELS, DeviceRates, adapter_targets
 from manylora.sim.models import find_dims
@@ -124,12 +124,14 @@ class RooflineCost:
     def price(self, step: StepFeatures) -> StepParts:
         """Return what takes how long in a step."""
         tokens, sampled = step.num_tokens, step.num_sampled
+        scores = step.context_tokens + step.prompt_pairs
+        context = step.context_tokens + step.prompt_context_tokens
         read = self._shared_s
         if self._experts_s:
             read += self._experts_s * (1 - self._untouched**tokens)
         return StepParts(
             max(tokens * self._token_s, read),
-            max(step.num_scores * self._score_s, step.num_context_tokens * self._context_s),
+            max(scores * self._score_s, context * self._context_s),
             self._lora(step, self._targets, self.rates) if step.num_adapted else 0.0,
             max(sampled * self._head_row_s, self._head_s) + sampled * self._logits_row_s if sampled else 0.0,
             self._network_s + tokens * self._network_token_s,
