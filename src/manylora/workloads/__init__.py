@@ -1,5 +1,14 @@
 """What is asked of an engine: traces, arrival processes, lengths, and who asks for which adapter."""
 
+from manylora.workloads.spec import AdapterSet, WorkloadSpec, make_workload, read_workload_spec
 from manylora.workloads.workload import AdapterSpec, RequestSpec, Workload
 
-__all__ = ["AdapterSpec", "RequestSpec", "Workload"]
+__all__ = [
+    "AdapterSet",
+    "AdapterSpec",
+    "RequestSpec",
+    "Workload",
+    "WorkloadSpec",
+    "make_workload",
+    "read_workload_spec",
+]

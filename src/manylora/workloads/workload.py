@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AdapterSpec", "RequestSpec", "Workload"]
+__all__ = ["ATTENTION", "AdapterSpec", "RequestSpec", "Workload"]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
