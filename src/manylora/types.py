@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
+import msgspec
+
 from manylora.errors import RequestError
 
 __all__ = [
@@ -143,9 +145,8 @@ class Request:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
-    """One generated token.
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One generated token. A struct, as ``Output`` is: a frozen dataclass takes ten times as long to make.
 
     Args:
         token_id: The token.
@@ -158,8 +159,7 @@ class SampledToken:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a request got since its last output: new tokens, and its end when ``finish`` is set.
 
     Args:

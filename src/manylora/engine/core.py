@@ -367,7 +367,7 @@ class EngineCore:
 
     def _hand_out(self, sequence: Sequence, token: SampledToken, now: float) -> None:
         """Give a request its newest token, and end it if that was the last."""
-        num_output = sequence.num_output_tokens
+        num_output = len(sequence.tokens) - sequence.num_prompt_tokens
         if token.token_id in sequence.stop_token_ids and num_output >= sequence.request.sampling.min_tokens:
             self._finish(sequence, FinishReason.STOP, now, token=token)
         elif num_output >= sequence.max_tokens:
@@ -454,17 +454,17 @@ class EngineCore:
         planned = self._running.plan(now)
         if not planned:
             return
-        sequences = tuple(sequence for sequence, _ in planned)
+        sequences = tuple([sequence for sequence, _ in planned])
         plan = StepPlan(
             step_id=self._counters.steps,
-            sequences=tuple(self._describe(sequence, num_tokens) for sequence, num_tokens in planned),
+            sequences=tuple([self._describe(sequence, num_tokens) for sequence, num_tokens in planned]),
             released=tuple(self._released),
         )
         self._released.clear()
         self._step = _Step(plan, sequences, self._executor.launch(plan, now), now)
         if self._sinks:
-            num_tokens = sum(part.num_tokens for part in plan.sequences)
-            num_adapters = len({part.adapter for part in plan.sequences if part.adapter is not None})
+            num_tokens = sum([num_tokens for _, num_tokens in planned])
+            num_adapters = len({sequence.adapter for sequence in sequences} - {None})
             self._emit(StepLaunched(now, plan.step_id, len(planned), num_tokens, num_adapters))
 
     def next_event_at(self) -> float:
@@ -483,7 +483,7 @@ class EngineCore:
             adapter=sequence.adapter,
             rank=sequence.version.rank if sequence.version else 0,
             sampling=sequence.request.sampling,
-            is_sampled=num_tokens == sequence.num_to_run,
+            is_sampled=sequence.num_computed + num_tokens == len(sequence.tokens),
             seed=sequence.seed,
         )
 
