@@ -1,0 +1,55 @@
+"""The fitted cost model: steps and loads at the price a live engine measured."""
+
+from __future__ import annotations
+
+from random import Random
+
+from manylora.engine.features import step_features
+from manylora.engine.ports import AdapterLoad, StepPlan
+from manylora.sim.profile import CostProfile, Noise, StepCost
+
+__all__ = ["FittedCost"]
+
+
+class FittedCost:
+    """Prices work by a profile.
+
+    Without ``rng`` a step costs what such steps cost on the mean, and two equal steps the same: averages come out
+    right, and tails too thin, for a machine is never as even. With it, each step is longer or shorter by a factor
+    drawn from those that were measured. Draws are independent: a machine that is slow for a while is not modelled.
+
+    Args:
+        profile: What was measured.
+        rng: Draws the jitter; none without it.
+    """
+
+    def __init__(self, profile: CostProfile, rng: Random | None = None) -> None:
+        self._step = StepCost(profile.terms, profile.rows)
+        self._turn_s, self._turn_sequence_s = profile.turn_s, profile.turn_sequence_s
+        self._loads = profile.loads
+        self._noise = profile.noise
+        self._rng = rng
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Return how long a step takes from turn to turn of the loop, in seconds."""
+        features = step_features(plan)
+        seconds = self._step.seconds(features) + self._turn_s + self._turn_sequence_s * features.num_sequences
+        return seconds * self._factor("prompt" if features.num_prompts else "decode")
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        """Return how long a load takes on an idle link, in seconds."""
+        tier = load.tier.value
+        cost = self._loads[tier]
+        num_bytes = load.version.disk_bytes if tier == "host" else load.version.host_bytes
+        return (cost.fixed_s + cost.byte_s * num_bytes) * self._factor(tier)
+
+    def _factor(self, kind: str) -> float:
+        noise: Noise | None = self._noise.get(kind)
+        if noise is None:
+            return 1.0
+        if self._rng is None:
+            return noise.mean
+        at = self._rng.random() * (len(noise.quantiles) - 1)
+        below = int(at)
+        low, high = noise.quantiles[below], noise.quantiles[min(below + 1, len(noise.quantiles) - 1)]
+        return low + (at - below) * (high - low)
