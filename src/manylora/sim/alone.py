@@ -1,0 +1,100 @@
+"""How long a request takes when nothing else runs: the yardstick that service levels are set by.
+
+Chameleon, and most of the field, call a request in time when it takes no more than five times as long as the mean
+request takes by itself. By itself a prompt is one step and every token after the first another, each a token longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manylora.engine.features import StepFeatures
+from manylora.sim.roofline import RooflineCost
+
+__all__ = ["AloneTime", "decode_step", "prompt_step", "time_alone"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AloneTime:
+    """A request by itself.
+
+    Args:
+        ttft_s: Until its first token, its adapter's load included.
+        e2e_s: Until its last.
+    """
+
+    ttft_s: float
+    e2e_s: float
+
+
+def time_alone(
+    cost: RooflineCost, num_prompt_tokens: int, num_output_tokens: int, *, rank: int = 0, load_s: float = 0.0
+) -> AloneTime:
+    """Return how long a request takes on an idle replica, its prompt in one step.
+
+    Args:
+        cost: What steps cost.
+        num_prompt_tokens: Length of the prompt.
+        num_output_tokens: Length of the answer, at least 1.
+        rank: Rank of its adapter; 0 for the base.
+        load_s: Time to bring its adapter to the device, before the prompt runs; 0 where it is there.
+    """
+    ttft_s = load_s + sum(cost.price(prompt_step(num_prompt_tokens, rank)))
+    num_steps = num_output_tokens - 1
+    # A decode step's time is linear in its context, so the mean of the first and the last is the mean of all.
+    first, last = (sum(cost.price(decode_step(num_prompt_tokens + done, rank))) for done in (1, max(1, num_steps)))
+    return AloneTime(ttft_s=ttft_s, e2e_s=ttft_s + num_steps * (first + last) / 2)
+
+
+def prompt_step(num_tokens: int, rank: int = 0) -> StepFeatures:
+    """Return a step of one whole prompt.
+
+    Args:
+        num_tokens: Its length, more than 1.
+        rank: Rank of its adapter; 0 for the base.
+    """
+    return StepFeatures(
+        num_decodes=0,
+        num_prompts=1,
+        num_prompt_tokens=num_tokens,
+        num_sampled=1,
+        context_tokens=0,
+        prompt_pairs=num_tokens * (num_tokens + 1) // 2,
+        num_adapters=int(rank > 0),
+        sum_rank=rank,
+        max_rank=rank,
+        num_adapted_decodes=0,
+        decode_row_rank=0,
+        prompt_row_rank=num_tokens * rank,
+        prompt_context_tokens=num_tokens,
+        num_adapted_prompts=int(rank > 0),
+        num_adapted_prompt_tokens=num_tokens if rank else 0,
+        prompt_rank=rank,
+        num_ranks=int(rank > 0),
+    )
+
+
+def decode_step(context_tokens: int, rank: int = 0, *, num_sequences: int = 1, num_adapters: int = 1) -> StepFeatures:
+    """Return a step of sequences that decode with adapters of one rank.
+
+    Args:
+        context_tokens: Tokens of KV that each reads, its own included.
+        rank: Rank of the adapters; 0 for the base.
+        num_sequences: How many sequences.
+        num_adapters: How many adapters they share, if they have any.
+    """
+    return StepFeatures(
+        num_decodes=num_sequences,
+        num_prompts=0,
+        num_prompt_tokens=0,
+        num_sampled=num_sequences,
+        context_tokens=num_sequences * context_tokens,
+        prompt_pairs=0,
+        num_adapters=num_adapters if rank else 0,
+        sum_rank=rank * num_adapters,
+        max_rank=rank,
+        num_adapted_decodes=num_sequences if rank else 0,
+        decode_row_rank=rank * num_sequences,
+        prompt_row_rank=0,
+        num_ranks=int(rank > 0),
+    )
