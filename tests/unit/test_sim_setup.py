@@ -1,0 +1,70 @@
+"""Setups: what people write down becomes what the simulator runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manylora.config import SchedulerConfig
+from manylora.errors import ConfigError
+from manylora.sim.roofline import RooflineCost
+from manylora.sim.setup import Setup, make_config, read_dims
+from manylora.workloads.tables import TableReader
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1024,
+    "vocab_size": 1000,
+}
+
+
+def test_a_setup_is_read_and_built() -> None:
+    table = {"model": "llama-2-7b", "hardware": "a40", "scheduler": {"policy": "chameleon", "max-num-seqs": 64}}
+    setup = TableReader({}).read(Setup, table, "setup")
+    assert setup.scheduler == SchedulerConfig(policy="chameleon", max_num_seqs=64)
+    config = make_config(setup)
+    assert isinstance(config.cost, RooflineCost) and config.cost.dims.name == "llama-2-7b"
+    # 45 GiB x 0.9, less 13.5 GB of weights and activations, in pages of 8 MiB.
+    assert 3200 < config.num_pages < 3600
+    assert make_config(Setup(model="llama-2-7b", num_pages=99)).num_pages == 99
+
+
+def test_a_config_json_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for name in (tmp_path, tmp_path / "config.json"):
+        dims = read_dims(str(name))
+        assert dims.num_kv_heads == 2 and dims.name == tmp_path.name
+    assert make_config(Setup(model=str(tmp_path))).base.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not JSON"), ("[]", "holds no JSON object"), ("{}", "no number"), (None, "cannot be read")],
+)
+def test_a_wrong_config_json_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_dims(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        (Setup(model="llama-9000b"), "Got model = 'llama-9000b'"),
+        (Setup(model="llama-2-70b"), "llama-2-70b needs"),
+        (Setup(hardware="abacus"), "Got hardware = 'abacus'"),
+        (Setup(tensor_parallel=3), "tensor_parallel = 3"),
+        (Setup(profile="nowhere.json"), r"nowhere\.json"),
+    ],
+    ids=str,
+)
+def test_what_cannot_serve_is_named(setup: Setup, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(setup)
