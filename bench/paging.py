@@ -31,7 +31,8 @@ from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.size import square_adapter_bytes
 from manylora.memory.pool import Owner, PagePool
-from manylora.sim.shapes import decoder_shape, llama_2_7b_shape, llama_3_8b_shape
+from manylora.sim.models import base_shape
+from manylora.sim.shapes import llama_2_7b_shape, llama_3_8b_shape
 
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
@@ -47,17 +48,7 @@ PUBLISHED = {"failures": 342, "external": 0.183, "resident": 68, "paged_internal
 
 LLAMA_2_7B = llama_2_7b_shape()
 LLAMA_3_8B = llama_3_8b_shape()
-LLAMA_3_70B = decoder_shape(
-    name="llama-3-70b",
-    hidden_size=8192,
-    num_layers=80,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=28672,
-    vocab_size=128_256,
-    max_model_len=8192,
-)
+LLAMA_3_70B = base_shape("llama-3-70b")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Dimensions, hardware and copies: sizes that can be looked up, and files that may be wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from manylora.sim.dims import ATTENTION_TARGETS, ModelDims
 from manylora.sim.hardware import HARDWARE, Hardware, find_hardware
 from manylora.sim.models import MODELS, base_shape, dims_from_config, find_dims
 from manylora.sim.roofline import make_cost, memory_for_pool
-from manylora.sim.shapes import llama_3_8b_shape
+from manylora.sim.shapes import llama_2_7b_shape, llama_3_8b_shape
 from manylora.types import AdapterKey, AdapterVersion
 
 QWEN_2_5_7B = {
@@ -85,9 +86,16 @@ def test_adapters_have_the_published_sizes() -> None:
 
 def test_quantised_layers_take_fewer_bytes_and_as_many_operations() -> None:
     whole = find_dims("llama-3-70b")
-    quarter = ModelDims(**{field: getattr(whole, field) for field in whole.__slots__} | {"weight_bits": 4})
+    quarter = replace(whole, weight_bits=4)
     assert quarter.weight_bytes == pytest.approx(38.4e9, rel=0.01)
     assert quarter.flops_per_token() == whole.flops_per_token()
+
+
+def test_a_base_in_single_precision_is_twice_as_large() -> None:
+    half = find_dims("llama-3-8b")
+    single = replace(half, dtype="float32")
+    assert single.weight_bytes == 2 * half.weight_bytes
+    assert single.kv_bytes_per_token == 2 * half.kv_bytes_per_token
 
 
 def test_dimensions_come_from_a_config_file() -> None:
@@ -102,6 +110,7 @@ def test_dimensions_come_from_a_config_file() -> None:
 
 def test_shapes_agree_with_those_that_are_written_down() -> None:
     assert base_shape("llama-3-8b") == llama_3_8b_shape()
+    assert base_shape("llama-2-7b") == llama_2_7b_shape()
     mixture = base_shape("mixtral-8x7b")
     assert {name.rpartition(".")[2] for name in mixture.all_linear} == set(ATTENTION_TARGETS)
     with pytest.raises(ConfigError, match="gate_proj"):

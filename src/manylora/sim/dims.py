@@ -35,7 +35,8 @@ class ModelDims:
         tie_embeddings: Whether the head is the embedding.
         has_attention_bias: Whether q, k and v have biases.
         dtype: Precision of KV, adapters and activations.
-        weight_bits: Bits per weight of the layers' matrices, for quantised bases; embedding and head stay in ``dtype``.
+        weight_bits: Bits per weight of the layers' matrices in a quantised base, whose embedding and head stay in
+            ``dtype``; ``None`` where all of it is in ``dtype``.
     """
 
     name: str
@@ -52,7 +53,7 @@ class ModelDims:
     tie_embeddings: bool = False
     has_attention_bias: bool = False
     dtype: str = "bfloat16"
-    weight_bits: int = 16
+    weight_bits: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
@@ -112,7 +113,7 @@ class ModelDims:
     @property
     def layer_element_bytes(self) -> float:
         """Bytes per weight of the layers' matrices: fewer than ``element_bytes`` when they are quantised."""
-        return min(self.weight_bits / 8, self.element_bytes)
+        return self.element_bytes if self.weight_bits is None else self.weight_bits / 8
 
     @property
     def weight_bytes(self) -> int:
