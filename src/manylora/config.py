@@ -208,6 +208,8 @@ class EngineConfig:
         seed: Seed of whatever the engine draws itself (seeds of requests that bring none).
         request_log: File that gets one JSON line per finished request (sizes, no text): what ``manylora predictor
             train`` learns from.
+        step_log: File that gets one JSON line per step and per load: what ``manylora calibrate`` learns from.
+        simulate: What to simulate in place of a model: the file of a cost profile, or ``hardware:model``.
     """
 
     model: ModelConfig
@@ -216,6 +218,8 @@ class EngineConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     seed: int = 0
     request_log: str | None = None
+    step_log: str | None = None
+    simulate: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

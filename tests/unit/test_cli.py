@@ -32,7 +32,6 @@ class Served:
     server: ServerConfig
     adapters: dict[str, str]
     required: set[str]
-    simulate: bool
 
 
 @pytest.fixture
@@ -40,10 +39,10 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     """Instead of serving, keep what was to be served."""
     calls: list[Served] = []
 
-    def run(engine: EngineConfig, server: ServerConfig, modules: Sequence[Any], *, simulate: bool) -> int:
+    def run(engine: EngineConfig, server: ServerConfig, modules: Sequence[Any]) -> int:
         adapters = {module.name: module.path for module in modules}
         required = {module.name for module in modules if module.is_required}
-        calls.append(Served(engine, server, adapters, required, simulate))
+        calls.append(Served(engine, server, adapters, required))
         return 0
 
     monkeypatch.setitem(vars(manylora.server), "run", run)
@@ -67,14 +66,23 @@ def test_serve_options_become_configuration(served: list[Served], tmp_path: Path
         *("--memory", "2GiB", "--block-size", "32", "--no-prefix-caching", "--max-num-seqs", "7", "--max-loras", "3"),
         *("--max-cpu-loras", "9", "--host-memory", "1GiB", "--seed", "5", "--dtype", "float32", "--lora-kernel"),
         *("reference", "--max-model-len", "512", "--drain-timeout", "1.5", "--in-process", "--max-waiting", "11"),
-        *("--max-num-batched-tokens", "64", "--simulate", "--lora-dir", str(tmp_path)),
+        *(
+            "--step-log",
+            "steps",
+            "--max-num-batched-tokens",
+            "64",
+            "--simulate",
+            "a40:llama-7b",
+            "--lora-dir",
+            str(tmp_path),
+        ),
     ]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 0, result.output
     (call,) = served
     assert call.adapters == {"a": "/x", "b": "/y"}
-    assert call.simulate
     engine, server = call.engine, call.server
+    assert (engine.simulate, engine.step_log) == ("a40:llama-7b", "steps")
     assert (engine.model.model, engine.model.served_model_name) == (str(tmp_path / "model"), "base")
     assert (engine.model.dtype, engine.model.lora_kernel, engine.model.max_model_len) == ("float32", "reference", 512)
     assert (engine.memory.memory_bytes, engine.memory.block_size) == (2 * 2**30, 32)

@@ -249,7 +249,23 @@ def serve(
         typer.Option("--in-process", help="One process instead of two, for a debugger.", rich_help_panel="Debugging"),
     ] = False,
     log_level: Annotated[str, typer.Option(metavar="|".join(_LOG_LEVELS), rich_help_panel="Debugging")] = "info",
-    simulate: Annotated[bool, typer.Option("--simulate", hidden=True)] = False,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROFILE",
+            help="Answer with made-up tokens at the pace of a cost profile (the file that [bold]manylora "
+            "calibrate[/bold] wrote, or hardware:model, as a40:llama-7b); of MODEL only the tokenizer is read.",
+            rich_help_panel="Simulation",
+        ),
+    ] = None,
+    step_log: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
+            rich_help_panel="Simulation",
+        ),
+    ] = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, by OpenAI's API.
 
@@ -304,6 +320,8 @@ def serve(
         ),
         seed=seed,
         request_log=request_log,
+        step_log=step_log,
+        simulate=simulate,
     )
     server = ServerConfig(
         host=host,
@@ -323,7 +341,7 @@ def serve(
     modules = [
         LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
     ]
-    sys.exit(run(engine, server, modules, simulate=simulate))
+    sys.exit(run(engine, server, modules))
 
 
 def _log_to_stderr(level: str) -> None:

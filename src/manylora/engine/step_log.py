@@ -16,18 +16,30 @@ also replays a run exactly (``sim/replay.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from manylora.adapters.shape import BaseShape
+from manylora.config import ModelConfig
 from manylora.engine.features import StepFeatures, step_features
-from manylora.engine.ports import AdapterLoad, Executor, LoadResult, StepPlan, StepResult, Work
+from manylora.engine.ports import AdapterLoad, EngineParts, Executor, LoadResult, StepPlan, StepResult, Work
 from manylora.errors import ConfigError
 from manylora.types import AdapterKey, Tier
 
-__all__ = ["LoadRecord", "LogHeader", "LogLine", "LoggedExecutor", "StepLog", "StepRecord", "read_step_log"]
+__all__ = [
+    "LoadRecord",
+    "LogHeader",
+    "LogLine",
+    "LoggedExecutor",
+    "StepLog",
+    "StepRecord",
+    "open_step_log",
+    "read_step_log",
+]
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
@@ -176,7 +188,7 @@ class StepLog:
         header: Written first, so that several runs in one file stay apart.
     """
 
-    def __init__(self, file: BinaryIO, header: LogHeader) -> None:
+    def __init__(self, file: BinaryIO | FileIO, header: LogHeader) -> None:
         self._file = file
         self._encode = msgspec.json.Encoder().encode
         self._file.write(self._encode(header) + b"\n")
@@ -184,6 +196,27 @@ class StepLog:
     def __call__(self, record: StepRecord | LoadRecord) -> None:
         """Write a record."""
         self._file.write(self._encode(record) + b"\n")
+
+
+@contextmanager
+def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> Iterator[StepLog]:
+    """Append to a log, as long as the context lasts. Not buffered: engines end as they must, and the log is whole.
+
+    Args:
+        path: The file.
+        parts: The engine whose work is logged.
+        model: How it was asked for.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    header = LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine, lora_kernel=model.lora_kernel)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(path).open("ab", buffering=0))
+        except OSError as error:
+            raise ConfigError(f"Got step_log = {str(path)!r}, which cannot be written: {error.strerror}") from error
+        yield StepLog(file, header)
 
 
 def read_step_log(path: str | Path) -> Iterator[LogLine]:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from queue import Empty
@@ -24,6 +24,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.engine.core import EngineCore
 from manylora.engine.ports import EngineParts
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.engine.step_log import LoggedExecutor, open_step_log
 from manylora.errors import CapacityError, ConfigError, EngineDead, ManyloraError, ModelNotFound
 from manylora.offline.engine_thread import EngineThread, Inbox
 from manylora.offline.generation import Generation, Job
@@ -54,6 +55,7 @@ class Engine:
         model: A Hugging Face checkpoint directory (or hub name where a network is at hand), or ``demo``: the small
             model that comes with the package.
         adapters: PEFT adapter directories by name; of ``demo``, all its own when ``None``.
+        step_log: File that gets one JSON line per step and per load, for ``manylora calibrate``.
         build: Builds the engine's parts; the torch executor when ``None`` (tests give the simulated one).
         options: Fields of ``ModelConfig``, ``MemoryConfig``, ``SchedulerConfig``, ``AdapterConfig`` and ``seed`` of
             ``EngineConfig``, by name.
@@ -68,6 +70,7 @@ class Engine:
         model: str | Path,
         *,
         adapters: Mapping[str, str | Path] | None = None,
+        step_log: str | Path | None = None,
         build: BuildParts | None = None,
         **options: Any,
     ) -> None:
@@ -82,10 +85,15 @@ class Engine:
         build = build or _build_live_parts
         clock = WallClock()
         parts = self._parts = build(config, clock)
+        self._files = ExitStack()
+        executor = parts.executor
+        if step_log is not None:
+            log = self._files.enter_context(open_step_log(step_log, parts, config.model))
+            executor = LoggedExecutor(executor, log)
         core = EngineCore(
             base=parts.base,
             num_pages=parts.num_pages,
-            executor=parts.executor,
+            executor=executor,
             scheduler=config.scheduler,
             memory=config.memory,
             adapters=config.adapters,
@@ -198,6 +206,7 @@ class Engine:
         self._is_closed = True
         self._thread.close()
         self._parts.close()
+        self._files.close()
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:

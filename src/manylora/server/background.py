@@ -12,7 +12,7 @@ from types import TracebackType
 from manylora.config import EngineConfig, ServerConfig
 from manylora.errors import EngineDead
 from manylora.server.serve import Server
-from manylora.server.service import SIMULATED_BUILDER, TORCH_BUILDER
+from manylora.server.service import builder_for
 from manylora.server.supervisor import LoraModule, RestartPolicy
 
 __all__ = ["BackgroundServer"]
@@ -30,7 +30,6 @@ class BackgroundServer:
         engine: The engine.
         server: The HTTP face; by default on a free port of this machine.
         lora_modules: Adapters to load at start.
-        simulate: Use the simulated executor.
         builder: What builds the engine's parts instead, as ``module:function``; for tests.
         restarts: When to restart a dead engine.
 
@@ -44,14 +43,13 @@ class BackgroundServer:
         server: ServerConfig | None = None,
         lora_modules: Sequence[LoraModule] = (),
         *,
-        simulate: bool = False,
         builder: str | None = None,
         restarts: RestartPolicy | None = None,
     ) -> None:
         self._engine_config = engine
         self._config = server or ServerConfig(port=0)
         self._modules = lora_modules
-        self._builder = builder or (SIMULATED_BUILDER if simulate else TORCH_BUILDER)
+        self._builder = builder or builder_for(engine)
         self._restarts = restarts or RestartPolicy()
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -39,7 +39,7 @@ from manylora.server.link import EngineLink
 from manylora.server.metrics import Metrics
 from manylora.server.process_link import ProcessLink
 from manylora.server.protocol import Observations
-from manylora.server.service import SIMULATED_BUILDER, TORCH_BUILDER
+from manylora.server.service import builder_for
 from manylora.server.supervisor import LoraModule, RestartPolicy, Supervisor
 from manylora.server.thread_link import ThreadLink
 from manylora.text import Tokenizer
@@ -54,7 +54,20 @@ logger = logging.getLogger(__name__)
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: when to stop is decided here."""
+    """uvicorn without its signal handlers: when to stop is decided here.
+
+    Args:
+        config: uvicorn's.
+        on_listening: Called when clients can connect.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -129,9 +142,11 @@ class Server:
         Raises:
             ManyloraError: It could not start, or the engine died too often.
         """
+        listening = asyncio.Event()
 
         async def live() -> None:
             await self.supervisor.start(self._modules)
+            await listening.wait()  # an engine without a model is up before the tokenizer is loaded
             on_ready()
             await self.supervisor.run()
 
@@ -143,7 +158,7 @@ class Server:
             model = self._engine_config.model
             load = functools.partial(Tokenizer.load, model.tokenizer or model.model, revision=model.revision)
             tokenizer = await asyncio.to_thread(load)
-            http = self._http_server(tokenizer)
+            http = self._http_server(tokenizer, listening.set)
             tasks.append(asyncio.create_task(http.serve(sockets=[self._socket])))
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
@@ -177,7 +192,7 @@ class Server:
         link = ThreadLink if self._config.in_process else ProcessLink
         return link(self._engine_config, served_name=self.supervisor.served_name, builder=self._builder)
 
-    def _http_server(self, tokenizer: Tokenizer) -> _HttpServer:
+    def _http_server(self, tokenizer: Tokenizer, on_listening: Callable[[], None]) -> _HttpServer:
         version = metadata.version("manylora")
         model = self._engine_config.model
         digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
@@ -208,7 +223,8 @@ class Server:
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, int(LAST_WRITES_S)),
-            )
+            ),
+            on_listening,
         )
 
 
@@ -245,8 +261,6 @@ def run(
     engine: EngineConfig,
     server: ServerConfig,
     lora_modules: Sequence[LoraModule] = (),
-    *,
-    simulate: bool = False,
 ) -> int:
     """Serve until told to stop; from the main thread, whose SIGTERM and SIGINT it takes.
 
@@ -254,7 +268,6 @@ def run(
         engine: The engine.
         server: The HTTP face.
         lora_modules: Adapters to load at start; a bad one is an error.
-        simulate: Use the simulated executor: made-up tokens, no model.
 
     Returns:
         The exit code: 0 after a graceful stop.
@@ -264,8 +277,7 @@ def run(
     """
 
     async def serve() -> None:
-        builder = SIMULATED_BUILDER if simulate else TORCH_BUILDER
-        life = Server(engine, server, lora_modules, builder=builder, restarts=RestartPolicy())
+        life = Server(engine, server, lora_modules, builder=builder_for(engine), restarts=RestartPolicy())
 
         def stop() -> None:
             if life.is_stopping:

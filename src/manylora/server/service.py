@@ -19,8 +19,9 @@ from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import EngineParts
+from manylora.engine.ports import EngineParts, Executor
 from manylora.engine.status import AdapterStatus
+from manylora.engine.step_log import LoggedExecutor, open_step_log
 from manylora.errors import AdapterError, ConfigError, ManyloraError
 from manylora.events import AdapterLoaded
 from manylora.scheduling.prediction import RequestLog
@@ -44,7 +45,7 @@ from manylora.server.protocol import (
 from manylora.server.recorder import Recorder
 from manylora.types import AdapterVersion, Output, Tier
 
-__all__ = ["SIMULATED_BUILDER", "TORCH_BUILDER", "BuildParts", "EngineService", "load_builder"]
+__all__ = ["BuildParts", "EngineService", "builder_for", "load_builder"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,11 @@ TORCH_BUILDER = "manylora.server.live_parts:build_live_parts"
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
 
 NUM_READERS = 2
+
+
+def builder_for(config: EngineConfig) -> str:
+    """Return the name of what builds an engine: a live one, or one without a model."""
+    return TORCH_BUILDER if config.simulate is None else SIMULATED_BUILDER
 
 
 def load_builder(name: str) -> BuildParts:
@@ -113,7 +119,7 @@ class EngineService:
             core = EngineCore(
                 base=parts.base,
                 num_pages=parts.num_pages,
-                executor=parts.executor,
+                executor=self._logged(parts, files),
                 scheduler=self._config.scheduler,
                 memory=self._config.memory,
                 adapters=self._config.adapters,
@@ -148,6 +154,17 @@ class EngineService:
             return [RequestLog(files.enter_context(open(path, "a", buffering=1, encoding="utf-8")))]
         except OSError as error:
             raise ConfigError(f"Got request_log = {path!r}, which cannot be written: {error.strerror}") from error
+
+    def _logged(self, parts: EngineParts, files: contextlib.ExitStack) -> Executor:
+        """Return the executor, with a log of its work if one is asked for; ``files`` will close it.
+
+        Raises:
+            ConfigError: Its file cannot be written.
+        """
+        path = self._config.step_log
+        if path is None:
+            return parts.executor
+        return LoggedExecutor(parts.executor, files.enter_context(open_step_log(path, parts, self._config.model)))
 
     def stop(self) -> None:
         """End ``run`` soon; safe from any thread."""

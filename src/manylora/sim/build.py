@@ -15,6 +15,7 @@ from manylora.errors import AdapterError, AdapterNotFound
 from manylora.sim.cost import CostModel, FixedCost
 from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.shapes import llama_3_8b_shape
+from manylora.sim.stand_in import StandIn, find_stand_in, make_teller
 from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = ["SimulatedReader", "build_simulated_parts"]
@@ -83,16 +84,28 @@ def build_simulated_parts(
     """Build parts whose executor makes tokens up, at the pace of a cost model.
 
     Args:
-        config: Sizes of the pool are read from it; the model is not loaded.
+        config: Sizes of the pool are read from it, and what to stand in for (``simulate``); no model is loaded.
         clock: Not needed (made-up work is done by time alone, so nobody has to be woken); taken so that this
             builder can stand in for the torch one.
-        cost: Step and load times.
-        shape: The base model's shape; Llama-3-8B's by default.
+        cost: Step and load times, instead of those of what ``simulate`` names.
+        shape: The base model's shape, instead; Llama-3-8B's if nothing else is said.
+
+    Raises:
+        ConfigError: ``simulate`` names nothing.
     """
-    base = shape or llama_3_8b_shape(block_size=config.memory.block_size)
-    pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
-    num_pages = config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes)
-    executor = SimulatedExecutor(cost or FixedCost(), vocab_size=base.vocab_size, avoid=base.eos_token_ids)
+    if config.simulate is not None and cost is None and shape is None:
+        made_up = find_stand_in(config.simulate, config)
+    else:
+        base = shape or llama_3_8b_shape(block_size=config.memory.block_size)
+        pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
+        num_pages = config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes)
+        made_up = StandIn(base=base, num_pages=num_pages, cost=cost or FixedCost(), machine="made up")
+    base = made_up.base
     return EngineParts(
-        base=base, num_pages=num_pages, executor=executor, reader=SimulatedReader(base), close=lambda: None
+        base=base,
+        num_pages=made_up.num_pages,
+        executor=SimulatedExecutor(made_up.cost, vocab_size=base.vocab_size, choose=make_teller(base)),
+        reader=SimulatedReader(base),
+        close=lambda: None,
+        machine=f"simulated: {made_up.machine}",
     )

@@ -1,0 +1,118 @@
+"""What a simulated engine stands in for: a machine that was measured, or one that is known by its data sheet.
+
+Its vocabulary is that of the checkpoint folder it is given, for the tokenizer is that folder's too; costs do not depend
+on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from zlib import crc32
+
+from manylora.adapters.shape import BaseShape
+from manylora.config import EngineConfig
+from manylora.engine.ports import PlannedSequence
+from manylora.errors import ConfigError
+from manylora.sim.cost import CostModel
+from manylora.sim.executor import made_up_token
+from manylora.sim.fitted import FittedCost
+from manylora.sim.models import base_shape
+from manylora.sim.profile import read_profile
+from manylora.sim.roofline import make_cost, memory_for_pool
+from manylora.types import SampledToken
+
+__all__ = ["MEAN_ANSWER_TOKENS", "StandIn", "find_stand_in", "make_teller"]
+
+MEAN_ANSWER_TOKENS = 200
+"""Mean length of made-up answers that nothing else ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIn:
+    """What an engine without a model pretends to be.
+
+    Args:
+        base: The base model's shape.
+        num_pages: Pages in its pool.
+        cost: What its steps and loads take.
+        machine: What it would run on, in words.
+    """
+
+    base: BaseShape
+    num_pages: int
+    cost: CostModel
+    machine: str
+
+
+def find_stand_in(name: str, config: EngineConfig) -> StandIn:
+    """Return what ``--simulate NAME`` names.
+
+    Args:
+        name: The file of a cost profile, or ``hardware:model`` from what is built in (``a40:llama-7b``).
+        config: Its memory's sizes and its model's folder are looked at.
+
+    Raises:
+        ConfigError: It is neither; says what was looked for.
+    """
+    memory = config.memory
+    hardware, colon, model = name.rpartition(":")
+    if colon and not Path(name).exists():
+        base = base_shape(model, block_size=memory.block_size)
+        cost: CostModel = make_cost(model, hardware)
+        budget = memory.memory_bytes or memory_for_pool(model, hardware, utilization=memory.gpu_memory_utilization)
+        num_pages, machine = budget // base.page.num_bytes, hardware
+    elif Path(name).is_file():
+        profile = read_profile(name)
+        base = replace(profile.base, page=replace(profile.base.page, block_size=memory.block_size))
+        cost, machine = FittedCost(profile), profile.machine
+        budget = memory.memory_bytes or profile.num_pages * profile.base.page.num_bytes
+        num_pages = budget // base.page.num_bytes
+    else:
+        raise ConfigError(
+            f"Got simulate = {name!r}, expected the file of a profile that `manylora calibrate` wrote, "
+            "or hardware:model, such as a40:llama-7b"
+        )
+    num_pages = memory.num_pages or max(2, num_pages)
+    return StandIn(base=_in_words_of(base, config), num_pages=num_pages, cost=cost, machine=machine)
+
+
+def _in_words_of(base: BaseShape, config: EngineConfig) -> BaseShape:
+    """Return the base with the vocabulary of the configuration's model folder, and the context asked for."""
+    path = Path(config.model.model) / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = settings.get("text_config", settings)
+        vocab_size, eos = settings["vocab_size"], settings.get("eos_token_id")
+    except (OSError, ValueError, KeyError):
+        return base  # no folder, or one with a tokenizer alone
+    limit = config.model.max_model_len
+    return replace(
+        base,
+        vocab_size=int(vocab_size),
+        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        max_model_len=base.max_model_len if limit is None else min(limit, base.max_model_len),
+    )
+
+
+def make_teller(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
+    """Return what makes up the tokens of answers that people or clients will read.
+
+    An answer goes on to its ``max_tokens``; without one it ends by itself, after a length that its seed draws and that
+    is exponential about a mean, so that a chat without a cap does not run to the end of the context.
+    """
+    avoid = base.eos_token_ids
+
+    def tell(part: PlannedSequence) -> SampledToken:
+        sampling = part.sampling
+        if sampling.max_tokens is None and not sampling.ignore_eos and avoid:
+            share = (crc32(f"{part.seed}/{part.num_prompt_tokens}".encode()) + 1) / 2**32
+            length = max(1 + sampling.min_tokens, round(-MEAN_ANSWER_TOKENS * math.log(share)))
+            if len(part.tokens) - part.num_prompt_tokens >= length - 1:
+                return SampledToken(token_id=avoid[0])
+        return made_up_token(part, base.vocab_size, avoid)
+
+    return tell
