@@ -41,7 +41,8 @@ class ModelConfig:
         dtype: ``auto`` is float32 on CPU, the checkpoint's 16-bit type on GPU.
         device: ``auto``, ``cpu`` or ``cuda``.
         max_model_len: Longest prompt plus answer in tokens; the model's own limit when ``None``.
-        lora_kernel: LoRA implementation: ``grouped`` or ``reference``.
+        lora_kernel: LoRA implementation: ``auto`` is ``ragged`` on a GPU and ``grouped`` elsewhere; ``naive``,
+            ``padded`` and ``reference`` are for comparison.
         revision: Hub revision.
         trust_remote_code: Never by default: a checkpoint must not run code.
     """
@@ -52,7 +53,7 @@ class ModelConfig:
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
-    lora_kernel: str = "grouped"
+    lora_kernel: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -65,9 +66,8 @@ class ModelConfig:
             "one of auto, float32, bfloat16, float16",
         )
         _check(self.max_model_len is None or self.max_model_len >= 1, "max_model_len", self.max_model_len, "at least 1")
-        _check(
-            self.lora_kernel in ("grouped", "reference"), "lora_kernel", self.lora_kernel, "one of grouped, reference"
-        )
+        kernels = ("auto", "grouped", "naive", "padded", "ragged", "reference")
+        _check(self.lora_kernel in kernels, "lora_kernel", self.lora_kernel, f"one of {', '.join(kernels)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

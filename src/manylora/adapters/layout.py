@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from manylora.adapters.shape import BaseShape, PageShape, TargetModule
 
-__all__ = ["MAX_TILE_ROWS", "AdapterLayout", "GroupLayout", "ModuleLayout", "Tile", "lay_out"]
+__all__ = ["ALIGN_BYTES", "MAX_TILE_ROWS", "AdapterLayout", "GroupLayout", "ModuleLayout", "Tile", "lay_out"]
 
 MAX_TILE_ROWS = 16
 """Most rows in a tile: the height of a matrix instruction, so that a kernel never splits one."""

@@ -72,7 +72,9 @@ Seed = Annotated[int, typer.Option(help="Seed of requests that bring none.", ric
 LoraKernel = Annotated[
     str,
     typer.Option(
-        metavar="grouped|reference", help="Implementation of the adapters' arithmetic.", rich_help_panel=_MODEL
+        metavar="auto|grouped|naive|padded|ragged|reference",
+        help="Implementation of the adapters' arithmetic; padded and ragged need a GPU.",
+        rich_help_panel=_MODEL,
     ),
 ]
 LoraModules = Annotated[

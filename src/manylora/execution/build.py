@@ -16,7 +16,9 @@ from manylora.errors import ConfigError
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fused import adapt_modules
 from manylora.execution.host_store import HostStore
-from manylora.execution.lora import LORA_KERNELS, StepContext
+from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
+from manylora.execution.lora_ragged import LoraSpace
+from manylora.execution.lora_tables import GroupDirectory
 from manylora.execution.machine import describe_machine
 from manylora.execution.models import context_limit, load_model
 from manylora.execution.pages import PageStorage
@@ -61,16 +63,19 @@ def build_parts(
     base = describe_model(
         loaded, probe, block_size=config.memory.block_size, max_model_len=limit if asked is None else asked
     )
-    step = StepContext(LORA_KERNELS[config.model.lora_kernel])
+    kernel = choose_kernel(config.model.lora_kernel, loaded.device)
+    step = StepContext(LORA_KERNELS[kernel])
     adapt_modules(loaded.model, base, step)
     num_pages = _num_pages(config, base, loaded.model, loaded.device)
     base = _fit_context(base, num_pages, is_asked=asked is not None)
     storage = PageStorage(base.page, num_pages, loaded.device)
     sampler = make_sampler(base) if make_sampler is not None else _plain_sampler(base, loaded.device)
     resident: dict[AdapterKey, ResidentAdapter] = {}
-    runner = ModelRunner(loaded.model, step, storage, sampler, resident)
+    directory = GroupDirectory.of(base) if kernel in TABLE_KERNELS else None
+    space = LoraSpace(directory, storage.flat) if directory is not None else None
+    runner = ModelRunner(loaded.model, step, storage, sampler, resident, space)
     check_sequences_are_separate(runner, base, num_pages)
-    store = HostStore(loaded.dtype, is_pinned=loaded.device.type == "cuda")
+    store = HostStore(loaded.dtype, is_pinned=loaded.device.type == "cuda", directory=directory)
     reader = HostReader(base, store, max_bytes=config.adapters.max_adapter_bytes)
     executor = TorchExecutor(runner=runner, pool=storage, store=store, reader=reader, resident=resident, clock=clock)
     logger.info(

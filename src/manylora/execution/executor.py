@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -144,13 +145,12 @@ class TorchExecutor:
             adapter = self._reader.read_again(load.version)
         if len(load.pages) != adapter.image.shape[0]:
             raise ValueError(f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
-        if self._copy_stream is None:
+        with torch.cuda.stream(self._copy_stream) if self._copy_stream is not None else nullcontext():
             self._pool.write(load.pages, adapter.image)
-        else:
-            with torch.cuda.stream(self._copy_stream):
-                self._pool.write(load.pages, adapter.image)
+            resident = make_resident(adapter.layout, load.pages, self._pool, adapter.template)
+            if self._copy_stream is not None:
                 self._copy_stream.synchronize()
-        self._resident[key] = make_resident(adapter.layout, load.pages, self._pool)
+        self._resident[key] = resident
 
 
 def _carry_out(load_to_tier: Callable[[AdapterLoad], None], load: AdapterLoad) -> LoadResult:

@@ -13,6 +13,7 @@ import torch
 
 from manylora.adapters.layout import AdapterLayout
 from manylora.adapters.packed import PackedAdapter
+from manylora.execution.lora_tables import GroupDirectory, TileTemplate, make_template
 from manylora.execution.pages import image_tensor
 from manylora.types import AdapterKey
 
@@ -21,10 +22,14 @@ __all__ = ["HostAdapter", "HostStore"]
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter ready to be copied: its pages ``[num_pages, page_elements]`` and where what lies in them."""
+    """An adapter ready to be copied: its pages ``[num_pages, page_elements]`` and where what lies in them.
+
+    ``template`` says the same to kernels that find weights by table; ``None`` where no such kernel is in use.
+    """
 
     layout: AdapterLayout
     image: torch.Tensor
+    template: TileTemplate | None = None
 
 
 class HostStore:
@@ -33,10 +38,12 @@ class HostStore:
     Args:
         dtype: Of the images.
         is_pinned: Keep them page-locked, so that copies to a GPU run beside its work.
+        directory: The base's groups, for kernels that find weights by table.
     """
 
-    def __init__(self, dtype: torch.dtype, *, is_pinned: bool) -> None:
+    def __init__(self, dtype: torch.dtype, *, is_pinned: bool, directory: GroupDirectory | None = None) -> None:
         self._dtype = dtype
+        self._directory = directory
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
         self._adapters: dict[AdapterKey, HostAdapter] = {}
@@ -48,7 +55,8 @@ class HostStore:
             if key in self._adapters:
                 return self._adapters[key]
         image = image_tensor(packed.image, self._dtype)
-        adapter = HostAdapter(packed.layout, image.pin_memory() if self._is_pinned else image)
+        template = make_template(packed.layout, self._directory) if self._directory is not None else None
+        adapter = HostAdapter(packed.layout, image.pin_memory() if self._is_pinned else image, template)
         with self._lock:
             return self._adapters.setdefault(key, adapter)
 

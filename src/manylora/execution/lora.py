@@ -9,21 +9,59 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from manylora.errors import ConfigError
 from manylora.execution.lora_grouped import apply_grouped
+from manylora.execution.lora_naive import apply_naive
 from manylora.execution.lora_parts import GroupParts, Part
+from manylora.execution.lora_ragged import BatchTables, LoraSpace, TableRows, apply_padded, apply_ragged
 from manylora.execution.lora_reference import apply_reference
 from manylora.execution.resident import ResidentAdapter
+from manylora.execution.triton_door import find_triton
 
-__all__ = ["LORA_KERNELS", "LoraBatch", "LoraKernel", "LoraSegment", "StepContext", "add_embedding"]
+__all__ = [
+    "LORA_KERNELS",
+    "TABLE_KERNELS",
+    "LoraBatch",
+    "LoraKernel",
+    "LoraSegment",
+    "StepContext",
+    "StepLora",
+    "add_embedding",
+    "choose_kernel",
+]
 
 LoraKernel = Callable[[torch.Tensor, torch.Tensor, GroupParts], None]
 """``kernel(x [rows, in], out [rows, out], parts)`` adds every part's LoRA into its rows of ``out``."""
 
-LORA_KERNELS: dict[str, LoraKernel] = {"grouped": apply_grouped, "reference": apply_reference}
+LORA_KERNELS: dict[str, LoraKernel] = {
+    "grouped": apply_grouped,
+    "naive": apply_naive,
+    "padded": apply_padded,
+    "ragged": apply_ragged,
+    "reference": apply_reference,
+}
 """Implementations by name; all give the same sums, in another order of additions."""
+
+TABLE_KERNELS = frozenset({"padded", "ragged"})
+"""Those that find weights by table (``lora_tables``) and run in Triton: they need a ``LoraSpace``."""
+
+
+def choose_kernel(name: str, device: torch.device) -> str:
+    """Return the implementation that ``name`` means on ``device``.
+
+    Raises:
+        ConfigError: It cannot run there.
+    """
+    reason = find_triton(device)
+    if name == "auto":
+        return "ragged" if device.type == "cuda" and reason is None else "grouped"
+    if name in TABLE_KERNELS and reason is not None:
+        raise ConfigError(f"Got lora_kernel = {name!r}, which cannot run here: {reason}")
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +83,13 @@ class LoraBatch:
 
     Args:
         segments: Segments with an adapter, in order of rows.
+        space: Where tables are made, for kernels that go by them; every adapter then has its own.
     """
 
-    def __init__(self, segments: tuple[LoraSegment, ...]) -> None:
+    def __init__(self, segments: tuple[LoraSegment, ...], space: LoraSpace | None = None) -> None:
         self.segments = segments
+        self._space = space
+        self._tables: dict[bool, BatchTables] = {}
         self._parts: dict[tuple[str, bool], GroupParts | None] = {}
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
@@ -59,16 +100,45 @@ class LoraBatch:
             is_sampled: Count in sampled rows, which are what the output head sees, instead of all rows.
         """
         if (group, is_sampled) not in self._parts:
-            found = []
-            for segment in self.segments:
-                weights = segment.adapter.groups.get(group)
-                start, stop = (
-                    (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
-                )
-                if weights is not None and stop > start:
-                    found.append(Part(start, stop, weights))
-            self._parts[group, is_sampled] = GroupParts(tuple(found)) if found else None
+            self._parts[group, is_sampled] = self._find(group, is_sampled)
         return self._parts[group, is_sampled]
+
+    def _find(self, group: str, is_sampled: bool) -> GroupParts | None:
+        span = self._space.directory.groups.get(group) if self._space is not None else None
+        parts = []
+        # With tables the parts are not walked again, layer by layer, but for a batch that is one product.
+        for segment in self.segments if span is None or len(self.segments) == 1 else ():
+            weights = segment.adapter.groups.get(group)
+            start, stop = self._rows(segment, is_sampled)
+            if weights is not None and stop > start:
+                parts.append(Part(start, stop, weights))
+        if span is None or self._space is None:
+            return GroupParts(tuple(parts)) if parts else None
+        if is_sampled not in self._tables:
+            self._tables[is_sampled] = BatchTables(self._space, self._table_rows(is_sampled))
+        tables = self._tables[is_sampled]
+        return GroupParts(tuple(parts), tables=tables, span=span) if tables.has_group(span) else None
+
+    def _table_rows(self, is_sampled: bool) -> list[TableRows]:
+        found: list[TableRows] = []
+        for segment in self.segments:
+            start, stop = self._rows(segment, is_sampled)
+            if stop > start:
+                assert segment.adapter.table is not None, "the adapter was made resident without a table"
+                found.append((start, stop, segment.adapter.table))
+        return found
+
+    @staticmethod
+    def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
+        return (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
+
+
+class StepLora(Protocol):
+    """A step's adapters as modules see them: a ``LoraBatch``, or the tables a captured graph reads."""
+
+    def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
+        """Return the parts of ``group``, ``None`` if no adapter of the step has it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -82,7 +152,7 @@ class StepContext:
     """
 
     kernel: LoraKernel
-    lora: LoraBatch | None = None
+    lora: StepLora | None = None
     token_ids: torch.Tensor | None = None
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from manylora.execution.resident import GroupWeights
+
+if TYPE_CHECKING:
+    from manylora.execution.lora_ragged import BatchTables
+    from manylora.execution.lora_tables import GroupSpan
 
 __all__ = ["GroupParts", "Part"]
 
@@ -25,7 +30,11 @@ class GroupParts:
     Args:
         parts: In order of rows.
         prepared: What kernels keep with them, by the kernel's own key; as long-lived as the parts.
+        tables: The step's tables, for the kernels that go by them; ``None`` where none does.
+        span: The group in those tables.
     """
 
     parts: tuple[Part, ...]
     prepared: dict[str, object] = field(default_factory=dict)
+    tables: BatchTables | None = None
+    span: GroupSpan | None = None

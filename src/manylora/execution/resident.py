@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from manylora.adapters.layout import AdapterLayout, GroupLayout, Tile
+from manylora.execution.lora_tables import AdapterTable, TileTemplate
 from manylora.execution.pages import PageStorage
 
 __all__ = ["GroupWeights", "ModuleWeights", "Piece", "ResidentAdapter", "make_resident"]
@@ -63,14 +64,24 @@ class ResidentAdapter:
     """The weights by group name; the views die with it, the pages belong to the pool.
 
     Two are equal only if they are the same object: the same weights in other pages are another resident.
+
+    Args:
+        groups: The views.
+        table: The same for kernels that find weights by table, ``None`` where no such kernel is in use.
     """
 
     groups: dict[str, GroupWeights]
+    table: AdapterTable | None = None
 
 
-def make_resident(layout: AdapterLayout, pages: Sequence[int], pool: PageStorage) -> ResidentAdapter:
-    """Build the views of an adapter that lies in ``pages``."""
-    return ResidentAdapter({name: _group(group, pages, pool) for name, group in layout.groups.items()})
+def make_resident(
+    layout: AdapterLayout, pages: Sequence[int], pool: PageStorage, template: TileTemplate | None = None
+) -> ResidentAdapter:
+    """Build the views of an adapter that lies in ``pages``, and its table if there is a ``template`` for one."""
+    table = None
+    if template is not None:
+        table = AdapterTable.put(template, pages, pool.shape.num_elements, pool.flat.device)
+    return ResidentAdapter({name: _group(group, pages, pool) for name, group in layout.groups.items()}, table)
 
 
 def _group(group: GroupLayout, pages: Sequence[int], pool: PageStorage) -> GroupWeights:

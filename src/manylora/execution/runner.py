@@ -10,6 +10,7 @@ from torch import nn
 
 from manylora.engine.ports import PlannedSequence, StepPlan, StepResult
 from manylora.execution.lora import LoraBatch, LoraSegment, StepContext
+from manylora.execution.lora_ragged import LoraSpace
 from manylora.execution.paged_attention import PagedBatch
 from manylora.execution.pages import PageStorage
 from manylora.execution.resident import ResidentAdapter
@@ -42,6 +43,7 @@ class ModelRunner:
         pool: The pages.
         sampler: Chooses tokens.
         resident: Adapters on the device by key; changed by the executor, read here.
+        space: Where the LoRA kernel's tables are made, if it goes by tables.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class ModelRunner:
         pool: PageStorage,
         sampler: TokenSampler,
         resident: Mapping[AdapterKey, ResidentAdapter],
+        space: LoraSpace | None = None,
     ) -> None:
         self._model = model
         self._step = step
         self._pool = pool
         self._sampler = sampler
         self._resident = resident
+        self._space = space
         self._last_lora: LoraBatch | None = None
         self.logits_hook: LogitsHook | None = None
 
@@ -114,7 +118,7 @@ class ModelRunner:
         if not segments:
             self._last_lora = None
         elif self._last_lora is None or self._last_lora.segments != tuple(segments):
-            self._last_lora = LoraBatch(tuple(segments))
+            self._last_lora = LoraBatch(tuple(segments), self._space)
         return self._last_lora
 
 

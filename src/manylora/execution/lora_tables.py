@@ -1,0 +1,198 @@
+"""Where every adapter's tiles lie, as numbers that a kernel on the device reads.
+
+A kernel that serves all adapters in one launch must find their weights by itself. Two tables tell it, and neither
+grows with ``adapters x layers`` from step to step:
+
+::
+
+    adapter table   one per resident adapter, written when it arrives: int64
+                    header  [groups, 3 + 2 * modules]   first A tile, A tiles, K planes, (first B tile, B tiles) ...
+                    tiles   [n, 6]                      element in the pool, row, rows, column, columns, plane
+    step table      one per step: how many row blocks, then (first row, rows, address of the adapter table) each
+
+A *row block* is up to 16 rows (decoding) or 64 (prompts) of one adapter. The host writes one line per row block;
+which tile each program takes is worked out on the device (``triton_lora.plan``). So a step costs the host the same
+whether the model has four groups or four hundred, and a captured graph finds the tables where they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manylora.adapters.layout import ALIGN_BYTES, AdapterLayout, Tile
+from manylora.adapters.shape import BaseShape, ModuleKind
+
+__all__ = [
+    "BLOCK_FIELDS",
+    "GROUP_FIELDS",
+    "TILE_FIELDS",
+    "AdapterTable",
+    "GroupDirectory",
+    "GroupSpan",
+    "TileTemplate",
+    "make_template",
+]
+
+GROUP_FIELDS = 3
+"""Numbers at the front of a group's header line; two more follow for each module the largest group has."""
+
+TILE_FIELDS = 6
+BLOCK_FIELDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpan:
+    """A group of the base as kernels see it.
+
+    Args:
+        index: Its line in every adapter's header.
+        in_features: Columns of A.
+        modules: First output column and width of each module, in order.
+    """
+
+    index: int
+    in_features: int
+    modules: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDirectory:
+    """The base's groups by number.
+
+    Args:
+        groups: Every group of linears by name.
+        places: Group and number in it of each module, by module name.
+        num_modules: Modules of the largest group.
+        alignment: What every tile's first element and width in the pool is a multiple of: how wide a kernel may load.
+    """
+
+    groups: dict[str, GroupSpan]
+    places: dict[str, tuple[str, int]]
+    num_modules: int
+    alignment: int
+
+    @classmethod
+    def of(cls, base: BaseShape) -> GroupDirectory:
+        """Number the groups of ``base``; the embedding is not among them (its A is gathered, not multiplied)."""
+        modules: dict[str, list[tuple[int, int]]] = {}
+        inputs: dict[str, int] = {}
+        places: dict[str, tuple[str, int]] = {}
+        for module in base.modules:
+            if module.kind is ModuleKind.LINEAR:
+                members = modules.setdefault(module.group, [])
+                places[module.name] = (module.group, len(members))
+                members.append((module.offset, module.out_features))
+                inputs[module.group] = module.in_features
+        groups = {
+            name: GroupSpan(index, inputs[name], tuple(members))
+            for index, (name, members) in enumerate(modules.items())
+        }
+        return cls(groups, places, max((len(m) for m in modules.values()), default=1), _alignment(base, groups))
+
+    @property
+    def line(self) -> int:
+        """Numbers in a header line."""
+        return GROUP_FIELDS + 2 * self.num_modules
+
+
+def _alignment(base: BaseShape, groups: dict[str, GroupSpan]) -> int:
+    """Return the elements that tiles surely start and end on: 1 where a row is cut or the page is tiny."""
+    page = base.page
+    widths = [g.in_features for g in groups.values()] + [w for g in groups.values() for _, w in g.modules]
+    align = ALIGN_BYTES // page.element_bytes
+    if page.num_elements < 64 * align or any(width > page.num_elements for width in widths):
+        return 1
+    return gcd(align, page.num_elements, *widths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileTemplate:
+    """An adapter's table but for the pages it will lie in; made once, off the path of any step.
+
+    Args:
+        header: ``[groups, line]``, as in the module's picture; tile numbers count from the table's front.
+        tiles: ``[n, TILE_FIELDS]``; the element counts from the front of its page.
+        pages: Which of the adapter's own pages each tile lies in ``[n]``.
+        max_rank: Most rows of a stack of A.
+        max_tiles: Most tiles of a stack of A.
+        max_planes: Most column pieces a stack of A is cut in.
+    """
+
+    header: NDArray[np.int64]
+    tiles: NDArray[np.int64]
+    pages: NDArray[np.int64]
+    max_rank: int
+    max_tiles: int
+    max_planes: int
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """Whether the adapter changes any module of each group."""
+        return self.header[:, 1] > 0
+
+    def place(self, pages: Sequence[int], page_elements: int) -> NDArray[np.int64]:
+        """Return the table of the adapter in ``pages``, flat."""
+        tiles = self.tiles.copy()
+        tiles[:, 0] += np.asarray(pages, dtype=np.int64)[self.pages] * page_elements
+        return np.concatenate([self.header.ravel(), tiles.ravel()])
+
+
+def make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTemplate:
+    """Write an adapter's tiles down in the order kernels walk them."""
+    header = np.zeros((len(directory.groups), directory.line), dtype=np.int64)
+    lines: list[tuple[int, ...]] = []
+    pages: list[int] = []
+    max_rank = max_planes = 1
+
+    def add(tiles: Sequence[Tile], first_row: int) -> tuple[int, int]:
+        # A piece per range of columns: partial sums of different pieces must not meet in one place.
+        planes = {col: plane for plane, col in enumerate(sorted({tile.col for tile in tiles}))}
+        start = header.size + len(lines) * TILE_FIELDS
+        for tile in tiles:
+            lines.append((tile.offset, first_row + tile.row, tile.num_rows, tile.col, tile.num_cols, planes[tile.col]))
+            pages.append(tile.page)
+        return start, len(planes)
+
+    for name, group in layout.groups.items():
+        span = directory.groups.get(name)
+        if span is None:
+            continue
+        start, num_planes = add(group.a, 0)
+        header[span.index, :GROUP_FIELDS] = start, len(group.a), num_planes
+        max_rank, max_planes = max(max_rank, group.rank), max(max_planes, num_planes)
+        for module in group.modules:
+            start, _ = add(module.b, module.row)
+            place = GROUP_FIELDS + 2 * directory.places[module.module.name][1]
+            header[span.index, place : place + 2] = start, len(module.b)
+    tiles = np.asarray(lines, dtype=np.int64).reshape(-1, TILE_FIELDS)
+    max_tiles = int(header[:, 1].max(initial=1))
+    return TileTemplate(header, tiles, np.asarray(pages, dtype=np.int64), max_rank, max_tiles, max_planes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterTable:
+    """A resident adapter's table.
+
+    Args:
+        template: What it was made from.
+        data: The table on the pool's device, int64; kernels are given its address, so it lives as long as its adapter.
+    """
+
+    template: TileTemplate
+    data: torch.Tensor
+
+    @classmethod
+    def put(
+        cls, template: TileTemplate, pages: Sequence[int], page_elements: int, device: torch.device
+    ) -> AdapterTable:
+        """Write the table of an adapter in ``pages`` to the device; complete when the current stream is."""
+        host = torch.from_numpy(template.place(pages, page_elements))
+        if device.type == "cpu":
+            return cls(template, host)
+        return cls(template, host.pin_memory().to(device, non_blocking=True))

@@ -1,0 +1,77 @@
+"""Compile every Triton kernel for GPUs that need not be here, and print what came out, as JSON.
+
+The interpreter takes Python that the compiler refuses; and what makes a kernel slow (narrow loads, spilled registers)
+shows in the machine code. Run without ``TRITON_INTERPRET``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from manylora.execution import triton_lora
+
+CAPABILITIES = (80, 90)
+WIDE_LOAD = re.compile(r"(?:ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*0x10)")
+
+SIGNATURE = {
+    **dict.fromkeys(("x", "out", "pool"), "*bf16"),
+    **dict.fromkeys(("step", "columns"), "*i64"),
+    **dict.fromkeys(("work", "sizes"), "*i32"),
+    "partials": "*fp32",
+}
+
+# (kernel, its constants, warps, whether it reads enough to need wide loads)
+CASES: list[tuple[Any, dict[str, Any], int, bool]] = [
+    (triton_lora.plan, {"MODULES": 3, "PAD": False, "BLOCKS": 64}, 4, False),
+    (triton_lora.plan, {"MODULES": 3, "PAD": True, "BLOCKS": 64}, 4, False),
+]
+for rows, depth, width, splits in ((16, 256, 256, 8), (64, 64, 128, 1)):
+    shared = {"SPLITS": splits, "BLOCK_M": rows, "ALIGN": 32}
+    CASES.append((triton_lora.shrink, {**shared, "BLOCK_K": depth}, 4, True))
+    CASES.append((triton_lora.expand, {**shared, "BLOCK_N": width}, 4, True))
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return registers, stack and spilled bytes of a kernel, as the disassembler reports them."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def compile_case(kernel: Any, constants: dict[str, Any], warps: int, capability: int) -> dict[str, Any]:
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else SIGNATURE.get(name, "i32") for name in names}
+    # What a launch finds out by itself: pointers and strides that are multiples of 16.
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or name.endswith("stride")
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return {
+        "kernel": kernel.__name__,
+        "constants": constants,
+        "capability": capability,
+        "shared_bytes": compiled.metadata.shared,
+        "wide_loads": len(WIDE_LOAD.findall(compiled.asm["ptx"])),
+        **resources(compiled.asm["cubin"]),
+    }
+
+
+if __name__ == "__main__":
+    for kernel, constants, warps, is_reading in CASES:
+        for capability in CAPABILITIES:
+            print(json.dumps({**compile_case(kernel, constants, warps, capability), "is_reading": is_reading}))
