@@ -1,0 +1,141 @@
+"""Runs as pictures. matplotlib is an extra and takes a second to import, so it is imported where a picture is drawn.
+
+Every function draws one picture into one file, whose ending says the format, and returns its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manylora.errors import ConfigError
+from manylora.measure.records import RequestRecord
+from manylora.measure.summary import gaps_of
+from manylora.measure.timeline import Timeline
+
+__all__ = ["can_plot", "plot_latencies", "plot_load", "plot_memory", "plot_queues"]
+
+SIZE = (8.0, 4.0)
+WIDE = (10.0, 4.0)
+MAX_POINTS = 2000
+"""Points of a curve: more make a file larger and no line finer."""
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def plot_latencies(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
+    """Draw the distributions of time to first token and of time between tokens, a curve for each run."""
+    figure, (left, right) = _figure(WIDE, columns=2)
+    for label, records in runs.items():
+        good = [record for record in records if record.error is None]
+        _cdf(left, np.array([record.ttft_s for record in good if record.ttft_s is not None]), label)
+        _cdf(right, gaps_of(good), label)
+    for axes, title in ((left, "time to first token"), (right, "time between tokens")):
+        axes.set(title=title, xlabel="seconds", ylabel="share of requests" if axes is left else "share of gaps")
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1)
+    if len(runs) > 1:
+        right.legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_memory(timeline: Timeline, path: Path) -> Path:
+    """Draw who owned the pages over time, stacked."""
+    figure, (axes,) = _figure(SIZE)
+    owners = {
+        "KV of running requests": "num_kv_pages",
+        "idle prefixes": "num_prefix_pages",
+        "adapters": "num_adapter_pages",
+        "free": "num_free_pages",
+    }
+    rows = [np.asarray(timeline.gauges[name]) for name in owners.values()]
+    colors = ("#4477aa", "#66ccee", "#ccbb44", "#eeeeee")
+    axes.stackplot(np.asarray(timeline.at), rows, labels=list(owners), colors=colors, step="post")
+    axes.set(xlabel="seconds", ylabel="pages", title="memory by owner")
+    axes.margins(0)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, frameon=False)
+    return _save(figure, path)
+
+
+def plot_queues(timeline: Timeline, path: Path) -> Path:
+    """Draw how many requests ran, and how many waited in each of the policy's queues, over time."""
+    figure, (axes,) = _figure(SIZE)
+    at = np.asarray(timeline.at)
+    axes.plot(at, np.asarray(timeline.gauges["num_running"]), color="#888888", label="running")
+    num_queues = max((len(row) for row in timeline.queues), default=0)
+    for queue in range(num_queues):
+        waiting = [row[queue] if queue < len(row) else np.nan for row in timeline.queues]
+        axes.plot(at, waiting, label="waiting" if num_queues == 1 else f"waiting in queue {queue + 1}")
+    axes.set(xlabel="seconds", ylabel="requests", title="running and waiting")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_load(
+    curves: Mapping[str, Seq[tuple[float, float]]],
+    path: Path,
+    *,
+    what: str,
+    unit: str = "seconds",
+    limit: float | None = None,
+) -> Path:
+    """Draw a figure against the load that it was measured at, a curve for each system.
+
+    Args:
+        curves: Pairs of requests per second and the figure, by system.
+        path: Where to.
+        what: What the figure is.
+        unit: Its unit.
+        limit: What was promised: drawn as a line, the axis cut a little above it.
+    """
+    figure, (axes,) = _figure(SIZE)
+    for label, points in curves.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
+    if limit is not None:
+        axes.axhline(limit, color="#888888", linestyle="--", label="promised")
+        axes.set_ylim(top=min(axes.get_ylim()[1], 2 * limit))
+    axes.set(xlabel="requests per second", ylabel=f"{what}, {unit}" if unit else what)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def _cdf(axes: Any, values: np.ndarray[Any, np.dtype[np.float64]], label: str) -> None:
+    if not len(values):
+        return
+    shares = np.linspace(0.0, 1.0, min(MAX_POINTS, max(2, len(values))))
+    axes.plot(np.quantile(values, shares), shares, label=label)
+
+
+def _figure(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
+    """Return a figure and its axes, without a window or a global state.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if not can_plot():
+        raise ConfigError("Plots need matplotlib: pip install 'manylora[plots]'")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(alpha=0.3)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, dpi=110)
+    return path

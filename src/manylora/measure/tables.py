@@ -1,0 +1,151 @@
+"""Summaries as tables: the same rows for a terminal and for a document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table as RichTable
+
+from manylora.measure.statistics import Percentiles
+from manylora.measure.summary import Summary
+
+__all__ = ["FigureTable", "compare", "figures", "groups", "latencies", "milliseconds"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureTable:
+    """A table of text; its first column says what a row is, the others are numbers.
+
+    Args:
+        title: Above it; may be empty.
+        columns: Heads.
+        rows: As wide as the heads.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        """Return it for a document, its title as bold text."""
+        lines = [f"**{self.title}**", ""] if self.title else []
+        lines += [
+            f"| {' | '.join(self.columns)} |",
+            f"|---|{'---:|' * (len(self.columns) - 1)}",
+            *(f"| {' | '.join(row)} |" for row in self.rows),
+        ]
+        return "\n".join(lines)
+
+    def rich(self) -> RichTable:
+        """Return it for a terminal."""
+        table = RichTable(
+            title=self.title or None,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            show_header=any(self.columns),
+        )
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left", style=None if index else "cyan")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def milliseconds(seconds: float) -> str:
+    """Return seconds as milliseconds with three digits that matter."""
+    value = seconds * 1e3
+    if value and abs(value) < 100:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
+
+
+def latencies(summary: Summary, title: str = "") -> FigureTable:
+    """Return every latency of a summary, in milliseconds."""
+    rows = {
+        "time to first token": summary.ttft,
+        "waiting for admission": summary.queueing,
+        "between tokens": summary.tbt,
+        "per token after the first": summary.tpot,
+        "in all": summary.e2e,
+        "in all, per token": summary.normalised,
+    }
+    columns = ("ms", "mean", "P50", "P90", "P99", "highest")
+    cells = ((name, *_percentile_cells(one)) for name, one in rows.items() if one is not None)
+    return FigureTable(title=title, columns=columns, rows=tuple(cells))
+
+
+def figures(summary: Summary, title: str = "") -> FigureTable:
+    """Return the figures of a summary that are no latencies; those that say nothing are left out."""
+    rows: list[tuple[str, str]] = [
+        ("requests", f"{summary.num_requests:,}"),
+        ("requests per second", f"{summary.requests_per_s:.3g}"),
+        ("answer tokens per second", f"{summary.output_tokens_per_s:,.0f}"),
+        ("tokens per second, prompts too", f"{summary.total_tokens_per_s:,.0f}"),
+        ("within the promise", f"{summary.slo_attainment:.1%}"),
+        ("requests per second within it", f"{summary.goodput_per_s:.3g}"),
+    ]
+    if summary.num_errors:
+        rows.insert(1, ("refused, failed or cancelled", f"{summary.num_errors:,}"))
+    if summary.hit_rate is not None:
+        rows += [
+            ("adapter found on the device", f"{summary.hit_rate:.1%}"),
+            ("share of TTFT spent on nothing but loading", f"{summary.adapter_wait_share:.2%}"),
+        ]
+    if summary.adapter_spread is not None and summary.adapter_spread.p50 > 0:
+        worst = summary.adapter_spread.highest / summary.adapter_spread.p50
+        rows.append(("mean TTFT of the worst adapter over the median one's", f"{worst:.2f}"))
+    for name, share in (
+        ("prompt tokens from the prefix cache", summary.cached_share),
+        ("requests pre-empted", summary.preempted_share),
+        ("requests squashed", summary.squashed_share),
+    ):
+        if share:
+            rows.append((name, f"{share:.1%}"))
+    return FigureTable(title=title, columns=("", ""), rows=tuple(rows))
+
+
+def groups(summary: Summary, title: str = "") -> FigureTable:
+    """Return a summary's groups, times in milliseconds."""
+    rows = tuple(
+        (
+            label,
+            f"{group.num_requests:,}",
+            *(milliseconds(group.ttft.p50) if group.ttft else "", milliseconds(group.ttft.p99) if group.ttft else ""),
+            milliseconds(group.tbt.p99) if group.tbt else "",
+            milliseconds(group.e2e.p50) if group.e2e else "",
+            f"{group.queueing_share:.1%}",
+            f"{group.slo_attainment:.1%}",
+        )
+        for label, group in summary.groups.items()
+    )
+    columns = ("", "requests", "TTFT P50", "TTFT P99", "TBT P99", "in all P50", "of it waiting", "within the promise")
+    return FigureTable(title=title, columns=columns, rows=rows)
+
+
+def compare(summaries: Mapping[str, Summary], title: str = "") -> FigureTable:
+    """Return several runs in a row each, times in milliseconds."""
+    rows = tuple(
+        (
+            label,
+            f"{one.requests_per_s:.3g}",
+            f"{one.output_tokens_per_s:,.0f}",
+            *(milliseconds(one.ttft.p50) if one.ttft else "", milliseconds(one.ttft.p99) if one.ttft else ""),
+            *(milliseconds(one.tbt.p50) if one.tbt else "", milliseconds(one.tbt.p99) if one.tbt else ""),
+            f"{one.slo_attainment:.1%}",
+            "" if one.hit_rate is None else f"{one.hit_rate:.1%}",
+            f"{one.adapter_wait_share:.2%}",
+        )
+        for label, one in summaries.items()
+    )
+    columns = (
+        *("", "requests/s", "tokens/s", "TTFT P50", "TTFT P99", "TBT P50", "TBT P99"),
+        *("within the promise", "hits", "TTFT on loading"),
+    )
+    return FigureTable(title=title, columns=columns, rows=rows)
+
+
+def _percentile_cells(one: Percentiles) -> tuple[str, ...]:
+    return tuple(milliseconds(value) for value in (one.mean, one.p50, one.p90, one.p99, one.highest))
