@@ -14,6 +14,7 @@ from manylora.cli.demo import demo
 from manylora.cli.generate import generate
 from manylora.cli.predictor import predictor_app
 from manylora.cli.serve import ServeCommand, serve
+from manylora.cli.simulate import simulate_command
 from manylora.cli.terminal import fail
 from manylora.cli.top import top
 from manylora.errors import ManyloraError
@@ -35,6 +36,7 @@ app.command(cls=ServeCommand)(serve)
 app.command()(generate)
 app.add_typer(adapters_app, name="adapters")
 app.command()(top)
+app.command(name="simulate")(simulate_command)
 app.add_typer(predictor_app, name="predictor")
 app.command()(demo)
 

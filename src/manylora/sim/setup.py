@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -54,6 +54,7 @@ class Setup:
         scheduler_time_s: What deciding a step takes, in seconds.
         block_size: Tokens of KV in a page.
         prefix_caching: Keep the KV of finished prompts in idle pages.
+        max_model_len: Longest context in tokens; the model's own when ``None``.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
         scheduler: What a step may hold, and who goes first.
         adapters: The adapter cache.
@@ -73,6 +74,7 @@ class Setup:
     scheduler_time_s: float = 0.0
     block_size: int = 16
     prefix_caching: bool = False
+    max_model_len: int | None = None
     max_tokens: int | None = None
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
@@ -82,6 +84,8 @@ class Setup:
             raise ConfigError(f"Got utilization = {self.utilization!r}, expected a share in (0, 1]")
         if self.host_s < 0:
             raise ConfigError(f"Got host_s = {self.host_s!r}, expected 0 or more seconds")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"Got max_model_len = {self.max_model_len!r}, expected at least 2 tokens")
 
 
 def read_dims(model: str) -> ModelDims:
@@ -118,6 +122,8 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         ConfigError: A name is unknown, a file is not usable, or the model does not fit.
     """
     base, cost, num_pages = _measured(setup, seed) if setup.profile is not None else _from_data_sheets(setup, targets)
+    if setup.max_model_len is not None:
+        base = replace(base, max_model_len=setup.max_model_len)
     return SimulationConfig(
         base=base,
         cost=cost,

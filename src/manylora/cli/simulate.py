@@ -1,0 +1,200 @@
+"""`manylora simulate`: a scenario from a file, from options or from both, served in virtual time."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from manylora.cli.simulate_report import Report, print_report, write_report
+from manylora.cli.terminal import note, notes, out
+from manylora.errors import ConfigError
+from manylora.memory import EVICTION_POLICIES
+from manylora.routing import ROUTERS
+from manylora.scheduling import POLICIES, PREDICTORS
+from manylora.sim.hardware import HARDWARE
+from manylora.sim.models import MODELS
+from manylora.sim.scenario import read_scenario, read_table
+from manylora.sim.simulation import Run, SimulationConfig, simulate
+from manylora.workloads import Workload
+
+__all__ = ["simulate_command"]
+
+MADE_UP: dict[str, Any] = {
+    "warm_up_s": 30,
+    "workload": {
+        "name": "made up",
+        "num_requests": 1000,
+        "arrivals": {"kind": "poisson", "rate": 2.0},
+        "lengths": {
+            "kind": "parametric",
+            "prompt": {"kind": "gamma", "shape": 1.338, "scale": 863.0},
+            "output": {"kind": "gamma", "shape": 1.646, "scale": 128.0},
+            "bounds": {"max_prompt": 3072, "max_output": 1000},
+        },
+        "popularity": {"kind": "zipf"},
+    },
+    "setup": {"model": "llama-3-8b", "adapters": {"host_bytes": 64_000_000_000}},
+    "slo": {"ttft_s": 5.0},
+}
+"""What is simulated without a file: lengths as in the Azure conversation trace, a hundred adapters, one A40."""
+
+
+def _panel(name: str, help: str, **settings: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=name, show_default=False, **settings)
+
+
+def _names(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def simulate_command(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="A scenario in TOML; without one, a made-up service.", show_default=False),
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the traces that the scenario names.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write results.json, table.md and plots there; made if it is not there."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Anything a scenario can say, such as workload.lengths.scale=0.5. Repeatable.",
+        ),
+    ] = None,
+    rate: Annotated[float | None, _panel("Workload", "Requests per second.")] = None,
+    requests: Annotated[int | None, _panel("Workload", "How many requests at most.")] = None,
+    duration: Annotated[float | None, _panel("Workload", "For how many seconds at most.")] = None,
+    adapters: Annotated[int | None, _panel("Workload", "How many adapters.")] = None,
+    seed: Annotated[int | None, _panel("Workload", "Another seed, another workload of the same kind.")] = None,
+    model: Annotated[
+        str | None, _panel("Setup", f"{_names(MODELS)}, or the path of a config.json.", metavar="NAME")
+    ] = None,
+    hardware: Annotated[
+        str | None, _panel("Setup", f"{_names(HARDWARE)}, or the path of a TOML data sheet.", metavar="NAME")
+    ] = None,
+    tensor_parallel: Annotated[int | None, _panel("Setup", "Devices that share each layer.")] = None,
+    profile: Annotated[
+        str | None,
+        _panel("Setup", "A measured profile, instead of model and hardware.", metavar="FILE"),
+    ] = None,
+    replicas: Annotated[int | None, _panel("Setup", "How many replicas share the requests.")] = None,
+    router: Annotated[
+        str | None, _panel("Setup", f"Which replica gets a request: {_names(ROUTERS)}.", metavar="NAME")
+    ] = None,
+    policy: Annotated[
+        str | None, _panel("Scheduling", f"Which waiting request goes first: {_names(POLICIES)}.", metavar="NAME")
+    ] = None,
+    predictor: Annotated[
+        str | None, _panel("Scheduling", f"What guesses answer lengths: {_names(PREDICTORS)}.", metavar="NAME")
+    ] = None,
+    eviction: Annotated[
+        str | None,
+        _panel("Scheduling", f"Which idle adapter or prefix makes room: {_names(EVICTION_POLICIES)}.", metavar="NAME"),
+    ] = None,
+    slo_ttft: Annotated[float | None, _panel("Promise", "Longest time to first token, in seconds.")] = None,
+    slo_tbt: Annotated[float | None, _panel("Promise", "Longest time between two tokens, in seconds.")] = None,
+    warm_up: Annotated[
+        float | None, _panel("Promise", "Requests of these first seconds are served and not counted.")
+    ] = None,
+) -> None:
+    """Serve a workload in virtual time, without a model or a GPU, and say how it went.
+
+    The scheduler, the cache and the memory are those of the server; what a step and a copy take is modelled. The same
+    command gives the same figures on any machine.
+    """
+    table = read_table(file) if file is not None else dict(MADE_UP)
+    given: dict[str, Any] = {
+        "workload.arrivals.rate": rate,
+        "workload.num_requests": requests,
+        "workload.duration_s": duration,
+        "workload.adapters.count": adapters,
+        "seed": seed,
+        "setup.model": model,
+        "setup.hardware": hardware,
+        "setup.profile": profile,
+        "setup.tensor_parallel": tensor_parallel,
+        "setup.num_replicas": replicas,
+        "setup.router": router,
+        "setup.scheduler.policy": policy,
+        "setup.scheduler.predictor": predictor,
+        "setup.adapters.eviction": eviction,
+        "slo.ttft_s": slo_ttft,
+        "slo.tbt_s": slo_tbt,
+        "warm_up_s": warm_up,
+    }
+    changes = {key: value for key, value in given.items() if value is not None}
+    changes |= dict(_read_set(text) for text in sets or ())
+    for key, value in changes.items():
+        table = _with(table, key.split("."), value, key)
+    folders = ([file.parent] if file is not None else []) + ([traces] if traces is not None else [])
+    scenario = read_scenario(table, folders=tuple(folders))
+    workload, config = scenario.make_workload(), scenario.make_config()
+    if not workload.requests:
+        raise ConfigError("The workload has no requests")
+    began = perf_counter()
+    run = _simulate(workload, config)
+    report = Report(
+        scenario=scenario,
+        table=table,
+        workload=workload,
+        config=config,
+        run=run,
+        summary=run.summary(slo=scenario.slo, warm_up_s=scenario.warm_up_s, group=_rank),
+        wall_s=perf_counter() - began,
+    )
+    print_report(report, out)
+    if output is not None:
+        for path in write_report(report, output):
+            note(f"wrote {path}")
+
+
+def _simulate(workload: Workload, config: SimulationConfig) -> Run:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as progress:
+        task = progress.add_task("requests", total=len(workload.requests))
+        return simulate(workload, config, on_progress=lambda num, now: progress.update(task, completed=num))
+
+
+def _rank(record: Any) -> str:
+    return f"rank {record.rank:>3}" if record.rank else "base"
+
+
+def _read_set(text: str) -> tuple[str, Any]:
+    """Read `KEY=VALUE`; the value is TOML, or a bare word.
+
+    Raises:
+        ConfigError: There is no `=`.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"Got --set {text!r}, expected KEY=VALUE such as setup.scheduler.max_num_seqs=64")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _with(table: dict[str, Any], path: list[str], value: Any, key: str) -> dict[str, Any]:
+    """Return a table with one value changed, however deep; the one given stays as it is.
+
+    Raises:
+        ConfigError: Something on the way is no table.
+    """
+    name, *rest = path
+    if not rest:
+        return table | {name: value}
+    inner = table.get(name, {})
+    if not isinstance(inner, dict):
+        raise ConfigError(f"Got {key} = {value!r}, and {name} is {inner!r}, no table")
+    return table | {name: _with(inner, rest, value, key)}

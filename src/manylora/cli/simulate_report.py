@@ -1,0 +1,136 @@
+"""What `manylora simulate` says: tables for a terminal, and files to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from manylora.config import GIB
+from manylora.measure import Summary
+from manylora.measure.plots import can_plot, plot_latencies, plot_memory, plot_queues
+from manylora.measure.tables import FigureTable, figures, groups, latencies
+from manylora.sim.scenario import Scenario
+from manylora.sim.simulation import Run, SimulationConfig
+from manylora.types import Tier
+from manylora.workloads import Workload
+
+__all__ = ["Report", "print_report", "write_report"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One simulation.
+
+    Args:
+        scenario: What was simulated.
+        table: The same as TOML has it, options included.
+        workload: Who asked.
+        config: What it ran on.
+        run: What came of it.
+        summary: In figures.
+        wall_s: Seconds it took to simulate.
+    """
+
+    scenario: Scenario
+    table: dict[str, Any]
+    workload: Workload
+    config: SimulationConfig
+    run: Run
+    summary: Summary
+    wall_s: float
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print it."""
+    console.print(_headline(report), soft_wrap=True)
+    for table in _tables(report):
+        console.print(table.rich())
+
+
+def write_report(report: Report, folder: Path) -> Iterator[Path]:
+    """Write it into a folder; yield each path that was written.
+
+    `results.json` has the scenario, the summary and every replica's counters; `requests.jsonl` a line for each request;
+    `table.md` the tables. Pictures are drawn where matplotlib is installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "scenario": report.table,
+        "num_pages": report.config.num_pages,
+        "page_bytes": report.config.base.page.num_bytes,
+        "virtual_s": report.run.duration_s,
+        "summary": asdict(report.summary),
+        "replicas": [asdict(stats) for stats in report.run.stats],
+    }
+    results = folder / "results.json"
+    results.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    yield results
+    requests = folder / "requests.jsonl"
+    with requests.open("w", encoding="utf-8") as file:
+        for record in report.run.records:
+            fields = asdict(record)
+            del fields["gaps_s"]
+            file.write(json.dumps(fields) + "\n")
+    yield requests
+    markdown = folder / "table.md"
+    parts = [f"# {report.scenario.workload.name}", _headline(report), *(one.markdown() for one in _tables(report))]
+    markdown.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    yield markdown
+    if can_plot():
+        yield plot_latencies({report.scenario.workload.name: report.run.records}, folder / "latency.png")
+        for replica, timeline in enumerate(report.run.timelines):
+            ending = f"-{replica}.png" if len(report.run.timelines) > 1 else ".png"
+            yield plot_memory(timeline, folder / f"memory{ending}")
+            yield plot_queues(timeline, folder / f"queues{ending}")
+
+
+def _headline(report: Report) -> str:
+    setup = report.scenario.setup
+    devices = f"{setup.tensor_parallel} of {setup.hardware}" if setup.tensor_parallel > 1 else setup.hardware
+    where = f"as {setup.profile} has it" if setup.profile else f"on {devices}"
+    replicas = f", {setup.num_replicas} replicas behind {setup.router}" if setup.num_replicas > 1 else ""
+    pool_gib = report.config.num_pages * report.config.base.page.num_bytes / GIB
+    num_requests, num_adapters = len(report.workload.requests), len(report.workload.adapters)
+    return (
+        f"{report.config.base.name} {where}{replicas}: {num_requests:,} requests at {report.workload.rate:.3g}/s "
+        f"over {num_adapters:,} adapters, policy {setup.scheduler.policy}, eviction {setup.adapters.eviction}, "
+        f"a pool of {pool_gib:.1f} GiB. {report.run.duration_s:,.0f} s of virtual time took {report.wall_s:.1f} s."
+    )
+
+
+def _tables(report: Report) -> list[FigureTable]:
+    tables = [figures(report.summary), latencies(report.summary)]
+    if len(report.summary.groups) > 1:
+        tables.append(groups(report.summary))
+    return [*tables, _replicas(report)]
+
+
+def _replicas(report: Report) -> FigureTable:
+    """Return what each replica did: the engine's side of it."""
+    rows = []
+    for replica, (stats, timeline) in enumerate(zip(report.run.stats, report.run.timelines, strict=True)):
+        device = timeline.loads[Tier.DEVICE]
+        steps_s = sum(timeline.steps.took_s)
+        rows.append(
+            (
+                str(replica),
+                f"{stats.num_steps:,}",
+                f"{steps_s / report.run.duration_s:.1%}",
+                f"{sum(timeline.steps.num_sequences) / max(1, stats.num_steps):.1f}",
+                f"{stats.num_loads:,}",
+                f"{stats.num_disk_loads:,}",
+                f"{stats.num_evictions:,}",
+                f"{sum(device.busy_s) / report.run.duration_s:.1%}",
+                f"{sum(device.num_bytes) / 1e9:,.1f}",
+            )
+        )
+    columns = (
+        *("replica", "steps", "device busy", "sequences a step"),
+        *("copies", "reads from disk", "evictions", "link busy", "GB copied"),
+    )
+    return FigureTable(title="", columns=columns, rows=tuple(rows))

@@ -1,0 +1,106 @@
+"""A scenario: who asks, who serves and what was promised, as one TOML file says it.
+
+::
+
+    seed = 0
+    warm_up_s = 60
+
+    [workload]            # workloads/spec.py
+    [setup]               # sim/setup.py: model, hardware, replicas, scheduler, adapter cache
+    [slo]                 # measure.Slo
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from manylora.errors import ConfigError
+from manylora.measure import Slo
+from manylora.sim.setup import Setup, make_config
+from manylora.sim.simulation import SimulationConfig
+from manylora.workloads import Workload, WorkloadSpec, make_workload
+from manylora.workloads.spec import KINDS
+from manylora.workloads.tables import TableReader, nearest
+
+__all__ = ["Scenario", "read_scenario", "read_table"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Who asks, who serves, and what was promised.
+
+    Args:
+        workload: Who asks for what, when.
+        setup: What serves it.
+        slo: What was promised.
+        seed: Of the workload, the router and the noisy predictor.
+        warm_up_s: Requests of these first seconds are served and not counted.
+    """
+
+    workload: WorkloadSpec
+    setup: Setup = field(default_factory=Setup)
+    slo: Slo = field(default_factory=Slo)
+    seed: int = 0
+    warm_up_s: float = 0.0
+
+    def make_workload(self) -> Workload:
+        """Make the workload.
+
+        Raises:
+            ConfigError: A trace cannot be read, or the parts do not fit together.
+        """
+        return make_workload(self.workload, self.seed)
+
+    def make_config(self) -> SimulationConfig:
+        """Return what the simulator runs on.
+
+        Raises:
+            ConfigError: A name is unknown, a file is not usable, or the model does not fit.
+        """
+        return make_config(self.setup, targets=self.workload.adapters.targets, seed=self.seed)
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: It cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from None
+
+
+def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -> Scenario:
+    """Make a scenario of what a TOML file holds.
+
+    Args:
+        table: Its content.
+        folders: Where traces with relative paths are looked for, first to last.
+
+    Raises:
+        ConfigError: A key is unknown or a value wrong; the message says where it stands.
+    """
+    reader = TableReader(KINDS, folders)
+    sections: dict[str, type] = {"workload": WorkloadSpec, "setup": Setup, "slo": Slo}
+    known = [one.name for one in fields(Scenario)]
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"Got {key!r}, which nothing reads: {nearest(key, known)}")
+        if key in sections:
+            values[key] = reader.read(sections[key], value, key)
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"Got {key} = {value!r}, expected a number")
+        else:
+            values[key] = int(value) if key == "seed" else float(value)
+    if "workload" not in values:
+        raise ConfigError("There is no [workload]: who asks for what?")
+    return Scenario(**values)

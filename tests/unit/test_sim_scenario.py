@@ -1,0 +1,175 @@
+"""Scenarios from files and options: what they become, and what a person sees who gets one wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manylora.cli.app import main
+from manylora.config import GIB
+from manylora.errors import ConfigError
+from manylora.measure import summarise
+from manylora.measure.plots import can_plot, plot_load
+from manylora.measure.tables import compare, figures, latencies, milliseconds
+from manylora.sim.scenario import read_scenario, read_table
+from manylora.sim.setup import Setup, make_config, read_dims
+from manylora.sim.simulation import simulate
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """Return a folder with a small trace in the format of the large one."""
+    rng = random.Random(0)
+    rows = [f"2023-11-16 18:15:{i:02}.0,{rng.randint(10, 3000)},{rng.randint(5, 400)}" for i in range(60)]
+    path = tmp_path / "AzureLLMInferenceTrace_conv.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return tmp_path
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    """Run the program as the shell would; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["manylora", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_runs(path: Path, traces: Path):
+    scenario = read_scenario(read_table(path), folders=(traces,))
+    scenario = replace(scenario, workload=replace(scenario.workload, num_requests=40, duration_s=None))
+    run = simulate(scenario.make_workload(), scenario.make_config())
+    assert all(record.error is None for record in run.records)
+
+
+def test_names_become_sizes():
+    whole, cut = make_config(Setup(model="llama-2-7b")), make_config(Setup(num_pages=100, max_model_len=99))
+    assert whole.num_pages * whole.base.page.num_bytes == pytest.approx(27 * GIB, rel=0.1)
+    assert (cut.num_pages, cut.base.max_model_len) == (100, 99)
+
+
+def test_a_config_json_is_a_model(tmp_path: Path):
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 300,
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert read_dims(str(path)).num_layers == 2
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json is not JSON"):
+        read_dims(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"stup": {}}, "did you mean 'setup'"),
+        ({}, "no .workload."),
+        ({"seed": "one"}, "seed = 'one'"),
+        ({"setup": {"modle": "x"}}, r"setup.modle.*did you mean 'model'"),
+        ({"setup": {"scheduler": {"max_num_seqs": "many"}}}, r"setup.scheduler.max_num_seqs = 'many'"),
+        ({"slo": {"ttft_s": [1]}}, r"slo.ttft_s"),
+    ],
+)
+def test_what_is_wrong_is_named_by_where_it_stands(table: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        read_scenario(table)
+
+
+def test_a_made_up_service_needs_no_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    assert run_main(monkeypatch, "simulate", "--requests", "30", "--warm-up", "0", "--adapters", "7") == 0
+    printed = capsys.readouterr().out
+    assert "30 requests" in printed
+    assert "7 adapters" in printed
+    assert "time to first token" in printed
+
+
+def test_options_win_over_the_file_and_results_are_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], traces: Path, tmp_path: Path
+):
+    folder = tmp_path / "out"
+    file = str(EXAMPLES / "chameleon.toml")
+    options = [
+        "--traces",
+        str(traces),
+        "--output",
+        str(folder),
+        "--policy",
+        "fifo",
+        "--replicas",
+        "2",
+        "--warm-up",
+        "0",
+    ]
+    options += ["--set", "workload.num_requests=50", "--set", "setup.scheduler.predictor=quantile", "--slo-ttft", "9"]
+    assert run_main(monkeypatch, "simulate", file, *options) == 0
+    results = json.loads((folder / "results.json").read_text())
+    assert results["scenario"]["setup"]["scheduler"]["policy"] == "fifo"
+    assert results["scenario"]["setup"]["scheduler"]["predictor"] == "quantile"
+    assert results["scenario"]["slo"]["ttft_s"] == 9.0
+    assert results["summary"]["num_requests"] == 50
+    assert len(results["replicas"]) == 2
+    records = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert [record["request_id"] for record in records] == [str(index) for index in range(50)]
+    assert "| time to first token |" in (folder / "table.md").read_text()
+    if can_plot():
+        pictures = {"latency.png", "memory-0.png", "memory-1.png", "queues-0.png", "queues-1.png"}
+        assert pictures <= {path.name for path in folder.iterdir()}
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["--policy", "lifo"], "'lifo'"),
+        (["--model", "llama-9"], "'llama-9'"),
+        (["--hardware", "abacus"], "'abacus'"),
+        (["--model", "llama-2-70b"], "needs"),
+        (["--router", "nearest"], "'nearest'"),
+        (["--set", "workload"], "KEY=VALUE"),
+        (["--set", "workload.lenghts.scale=2"], "did you mean 'lengths'"),
+        (["--set", "seed.x=2"], "no table"),
+        (["--requests", "0"], "num_requests"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert run_main(monkeypatch, "simulate", "--seed", "0", *args) == 2
+    error = capsys.readouterr().err
+    assert error.strip().startswith("error: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_tables_leave_out_what_says_nothing(traces: Path, tmp_path: Path):
+    scenario = read_scenario(read_table(EXAMPLES / "made-up.toml"))
+    scenario = replace(scenario, workload=replace(scenario.workload, num_requests=20))
+    records = simulate(scenario.make_workload(), scenario.make_config()).records
+    summary = summarise(records)
+    assert "prefix cache" not in figures(summary).markdown()
+    assert "refused" not in figures(summary).markdown()
+    assert compare({"this": summary, "that": summary}).markdown().count("\n") == 3
+    assert latencies(summary).markdown().startswith("| ms | mean |")
+    assert [milliseconds(value) for value in (0.0, 0.00123, 0.0999, 12.3456)] == ["0", "1.23", "99.9", "12,346"]
+
+
+@pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
+def test_a_curve_over_load_is_drawn(tmp_path: Path):
+    path = plot_load({"a": [(2.0, 1.0), (1.0, 0.5)], "b": [(1.0, 0.1)]}, tmp_path / "c.png", what="P99 TTFT", limit=5.0)
+    assert path.read_bytes().startswith(b"\x89PNG")
