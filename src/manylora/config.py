@@ -43,6 +43,7 @@ class ModelConfig:
         max_model_len: Longest prompt plus answer in tokens; the model's own limit when ``None``.
         lora_kernel: LoRA implementation: ``auto`` is ``ragged`` on a GPU and ``grouped`` elsewhere; ``naive``,
             ``padded`` and ``reference`` are for comparison.
+        attention_kernel: ``auto`` is ``triton`` on a GPU and ``torch`` elsewhere.
         revision: Hub revision.
         trust_remote_code: Never by default: a checkpoint must not run code.
     """
@@ -54,6 +55,7 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     lora_kernel: str = "auto"
+    attention_kernel: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -68,6 +70,8 @@ class ModelConfig:
         _check(self.max_model_len is None or self.max_model_len >= 1, "max_model_len", self.max_model_len, "at least 1")
         kernels = ("auto", "grouped", "naive", "padded", "ragged", "reference")
         _check(self.lora_kernel in kernels, "lora_kernel", self.lora_kernel, f"one of {', '.join(kernels)}")
+        attention = ("auto", "torch", "triton")
+        _check(self.attention_kernel in attention, "attention_kernel", self.attention_kernel, "auto, torch or triton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

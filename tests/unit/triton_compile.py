@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from manylora.execution import triton_lora
+from manylora.execution import triton_attention, triton_lora
 
 CAPABILITIES = (80, 90)
 WIDE_LOAD = re.compile(r"(?:ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*0x10)")
@@ -26,7 +26,11 @@ SIGNATURE = {
     **dict.fromkeys(("x", "out", "pool"), "*bf16"),
     **dict.fromkeys(("step", "columns"), "*i64"),
     **dict.fromkeys(("work", "sizes"), "*i32"),
-    "partials": "*fp32",
+    **dict.fromkeys(("partials", "sums"), "*fp32"),
+    **dict.fromkeys(("query", "key", "value", "rows"), "*bf16"),
+    **dict.fromkeys(("slots", "blocks"), "*i64"),
+    "tables": "*i32",
+    **dict.fromkeys(("scaling", "softcap"), "fp32"),
 }
 
 # (kernel, its constants, warps, whether it reads enough to need wide loads)
@@ -38,6 +42,14 @@ for rows, depth, width, splits in ((16, 256, 256, 8), (64, 64, 128, 1)):
     shared = {"SPLITS": splits, "BLOCK_M": rows, "ALIGN": 32}
     CASES.append((triton_lora.shrink, {**shared, "BLOCK_K": depth}, 4, True))
     CASES.append((triton_lora.expand, {**shared, "BLOCK_N": width}, 4, True))
+HEADS = {"HEADS": 32, "DIM": 128, "BLOCK_D": 128}
+SEEN = {"GROUP": 4, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "BLOCK_SIZE": 16}
+CASES.append((triton_attention.store, {**HEADS, "HEADS": 8, "BLOCK_SIZE": 16, "BLOCK_H": 8}, 4, True))
+CASES.append((triton_attention.attend, {**HEADS, **SEEN, "SPLITS": 1, "BLOCK_M": 64, "BLOCK_N": 32}, 4, True))
+CASES.append((triton_attention.attend, {**HEADS, **SEEN, "SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64}, 4, True))
+LIMITED = {**SEEN, "HAS_WINDOW": True, "HAS_SOFTCAP": True}
+CASES.append((triton_attention.attend, {**HEADS, **LIMITED, "SPLITS": 1, "BLOCK_M": 64, "BLOCK_N": 32}, 4, True))
+CASES.append((triton_attention.combine, {**HEADS, "SPLITS": 4}, 4, False))
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -52,7 +64,10 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def compile_case(kernel: Any, constants: dict[str, Any], warps: int, capability: int) -> dict[str, Any]:
     names = kernel.arg_names
+    is_split = constants.get("SPLITS", 1) > 1 and kernel is triton_attention.attend
     signature = {name: "constexpr" if name in constants else SIGNATURE.get(name, "i32") for name in names}
+    if is_split:
+        signature["out"] = "*fp32"
     # What a launch finds out by itself: pointers and strides that are multiples of 16.
     attributes = {
         (index,): [["tt.divisibility", 16]]

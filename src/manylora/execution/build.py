@@ -13,6 +13,7 @@ from manylora.clock import Clock
 from manylora.config import GIB, EngineConfig, MemoryConfig
 from manylora.engine.ports import EngineParts
 from manylora.errors import ConfigError
+from manylora.execution.device_ops import make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fused import adapt_modules
 from manylora.execution.host_store import HostStore
@@ -29,6 +30,12 @@ from manylora.execution.runner import ModelRunner, TokenSampler
 from manylora.execution.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
 from manylora.execution.shape import describe_model
+from manylora.execution.step_attention import (
+    AttentionKernel,
+    TorchAttentionKernel,
+    TritonAttentionKernel,
+    choose_attention,
+)
 from manylora.types import AdapterKey
 
 __all__ = ["build_parts"]
@@ -73,7 +80,13 @@ def build_parts(
     resident: dict[AdapterKey, ResidentAdapter] = {}
     directory = GroupDirectory.of(base) if kernel in TABLE_KERNELS else None
     space = LoraSpace(directory, storage.flat) if directory is not None else None
-    runner = ModelRunner(loaded.model, step, storage, sampler, resident, space)
+    ops = make_device_ops(loaded.device)
+    attention: AttentionKernel = TorchAttentionKernel(storage)
+    if choose_attention(config.model.attention_kernel, loaded.device) == "triton":
+        attention = TritonAttentionKernel(
+            ops, storage, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=base.max_model_len
+        )
+    runner = ModelRunner(loaded.model, step, storage, sampler, resident, space, attention, ops)
     check_sequences_are_separate(runner, base, num_pages)
     store = HostStore(loaded.dtype, is_pinned=loaded.device.type == "cuda", directory=directory)
     reader = HostReader(base, store, max_bytes=config.adapters.max_adapter_bytes)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
 from manylora.engine.ports import PlannedSequence, StepPlan, StepResult
+from manylora.execution.device_ops import DeviceOps, make_device_ops
 from manylora.execution.lora import LoraBatch, LoraSegment, StepContext
 from manylora.execution.lora_ragged import LoraSpace
-from manylora.execution.paged_attention import PagedBatch
 from manylora.execution.pages import PageStorage
 from manylora.execution.resident import ResidentAdapter
+from manylora.execution.step_attention import AttentionKernel, TorchAttentionKernel
 from manylora.types import AdapterKey, SampledToken
 
 __all__ = ["LogitsHook", "ModelRunner", "TokenSampler"]
@@ -44,6 +46,8 @@ class ModelRunner:
         sampler: Chooses tokens.
         resident: Adapters on the device by key; changed by the executor, read here.
         space: Where the LoRA kernel's tables are made, if it goes by tables.
+        attention: What steps attend with; torch when ``None``.
+        ops: The device.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class ModelRunner:
         sampler: TokenSampler,
         resident: Mapping[AdapterKey, ResidentAdapter],
         space: LoraSpace | None = None,
+        attention: AttentionKernel | None = None,
+        ops: DeviceOps | None = None,
     ) -> None:
         self._model = model
         self._step = step
@@ -61,6 +67,8 @@ class ModelRunner:
         self._sampler = sampler
         self._resident = resident
         self._space = space
+        self._attention: AttentionKernel = attention or TorchAttentionKernel(pool)
+        self._ops = ops or make_device_ops(pool.flat.device)
         self._last_lora: LoraBatch | None = None
         self.logits_hook: LogitsHook | None = None
 
@@ -68,15 +76,14 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Run the step and return its tokens."""
         self._sampler.release(plan.released)
+        self._attention.release(plan.released)
         if not plan.sequences:
             return StepResult()
         sequences = _by_adapter(plan.sequences)
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
-        batch = PagedBatch(self._pool, sequences)
-        device = self._pool.flat.device
-        token_ids = torch.tensor(
-            [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]], device=device
-        )
+        batch = self._attention.prepare(sequences)
+        ids = [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]]
+        token_ids = self._ops.upload(np.asarray(ids, dtype=np.int64))
         self._step.lora, self._step.token_ids = self._lora_batch(sequences), token_ids
         try:
             logits = (
@@ -84,7 +91,7 @@ class ModelRunner:
                     input_ids=token_ids[None],
                     position_ids=batch.positions[None],
                     use_cache=False,
-                    logits_to_keep=torch.tensor(_sampled_rows(sequences), dtype=torch.int64, device=device),
+                    logits_to_keep=self._ops.upload(np.asarray(_sampled_rows(sequences), dtype=np.int64)),
                     paged=batch,
                 )
                 .logits[0]
@@ -97,6 +104,8 @@ class ModelRunner:
             order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
             self.logits_hook(plan, logits[order])
         if not sampled:
+            # Nothing is read back that would wait for the device, and pages may change hands once we return.
+            self._ops.wait()
             return StepResult()
         tokens = self._sampler.sample(logits, sampled)
         return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)})
