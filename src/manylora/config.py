@@ -180,6 +180,8 @@ class AdapterConfig:
         max_cpu_loras: Limit of the host tier in adapters.
         max_registered: Most adapters registered at once.
         max_adapter_bytes: Largest weight file accepted.
+        adapter_dtype: Type adapters are kept in. On a CPU ``auto`` is, for each, the narrowest that holds its weights
+            exactly, and ``bfloat16`` or ``float16`` round where they must; elsewhere it is the base's own type.
         look_ahead: Waiting requests whose adapters are brought to the device before their turn; 0 for none.
         forecast: Bring adapters as well that nobody waits for but whose usual gap between requests is over.
     """
@@ -189,6 +191,7 @@ class AdapterConfig:
     max_cpu_loras: int | None = None
     max_registered: int = 100_000
     max_adapter_bytes: int = 16 * GIB
+    adapter_dtype: str = "auto"
     look_ahead: int = 10
     forecast: bool = False
 
@@ -197,6 +200,8 @@ class AdapterConfig:
         _check(self.max_cpu_loras is None or self.max_cpu_loras >= 1, "max_cpu_loras", self.max_cpu_loras, "at least 1")
         _check(self.max_registered >= 1, "max_registered", self.max_registered, "at least 1")
         _check(self.max_adapter_bytes > 0, "max_adapter_bytes", self.max_adapter_bytes, "above 0")
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        _check(self.adapter_dtype in dtypes, "adapter_dtype", self.adapter_dtype, f"one of {', '.join(dtypes)}")
         _check(self.look_ahead >= 0, "look_ahead", self.look_ahead, "0 (none) or more requests")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -47,6 +48,7 @@ from manylora.types import AdapterKey, Output, Request, SamplingParams
 
 VOCAB = 320
 NUM_TOKENS = 64
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
 BASE_NAME = "base"
 
 _COMMON: dict[str, Any] = {
@@ -117,6 +119,7 @@ class OracleResult:
     num_cached_tokens: int = 0
     num_chunked_prompts: int = 0
     num_mixed_steps: int = 0
+    num_narrow: int = 0
     smallest_effect: float = float("inf")
 
 
@@ -187,6 +190,9 @@ def make_adapters(architecture: str, model_path: Path, path: Path) -> dict[str, 
             for parameter_name, parameter in peft_model.named_parameters():
                 if "lora_embedding" in parameter_name:
                     parameter.data.mul_(0.2)
+                if "lora_" in parameter_name:
+                    # A third each as 16-bit checkpoints have them: those are kept in 16 bits, beside float32 ones.
+                    parameter.data = parameter.data.to(_STORED[seed % len(_STORED)]).float()
             peft_model.save_pretrained(path / name, save_embedding_layers=False)
         folders[name] = path / name
     return folders
@@ -232,6 +238,7 @@ def _serve(
     parts = build_parts(engine, clock)
     assert isinstance(parts.executor, TorchExecutor)
     versions = {name: parts.reader.read(name, str(folder)) for name, folder in folders.items()}
+    result.num_narrow = sum(version.weight_bytes < 4 * _num_weights(folders[n]) for n, version in versions.items())
     # All adapters fit, the KV of all requests does not: some must be pre-empted.
     kv_pages = sum(-(-(len(case.prompt) + NUM_TOKENS) // engine.memory.block_size) for case in cases)
     num_pages = sum(version.num_pages for version in versions.values()) + kv_pages // 2
@@ -322,6 +329,10 @@ def _compare(
         assert len(answers[case.request_id]) == NUM_TOKENS
         spreads.append(float(expected[list(rows)].std()))
     result.logit_std = min(spreads)
+
+
+def _num_weights(folder: Path) -> int:
+    return sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
 
 
 def _load(path: Path) -> PreTrainedModel:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from manylora.adapters.shape import BaseShape, PageShape, TargetModule
+from manylora.adapters.shape import ELEMENT_BYTES, BaseShape, PageShape, TargetModule
 
 __all__ = ["ALIGN_BYTES", "MAX_TILE_ROWS", "AdapterLayout", "GroupLayout", "ModuleLayout", "Tile", "lay_out"]
 
@@ -100,11 +100,18 @@ class AdapterLayout:
         groups: By group name.
         num_pages: Pages.
         used_elements: Elements that hold weights; the rest of the pages is internal waste.
+        dtype: Type of the elements: the page's own, or a narrower one, of which more fit in a page.
     """
 
     groups: dict[str, GroupLayout]
     num_pages: int
     used_elements: int
+    dtype: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that hold weights."""
+        return self.used_elements * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +201,14 @@ def _cut(matrix: int, num_rows: int, num_cols: int, page_elements: int) -> list[
     return runs
 
 
-def _alignment(page: PageShape) -> int:
+def _alignment(page: PageShape, dtype: str) -> int:
     # A tiny page (a test model's) would lose a visible share to alignment: there runs are packed tight.
-    align = max(1, ALIGN_BYTES // page.element_bytes)
-    return align if page.num_elements % align == 0 and page.num_elements >= 64 * align else 1
+    align = max(1, ALIGN_BYTES // ELEMENT_BYTES[dtype])
+    num_elements = page.elements_of(dtype)
+    return align if num_elements % align == 0 and num_elements >= 64 * align else 1
 
 
-def lay_out(ranks: Mapping[str, int], base: BaseShape) -> AdapterLayout:
+def lay_out(ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None) -> AdapterLayout:
     """Decide where every row of an adapter lies.
 
     A pure function of its arguments: the same adapter lies alike everywhere, so a host copy made once can be
@@ -209,6 +217,7 @@ def lay_out(ranks: Mapping[str, int], base: BaseShape) -> AdapterLayout:
     Args:
         ranks: Rank of each module that has weights, by module name; every name is in ``base.modules``.
         base: The base model.
+        dtype: Type the weights are kept in; the page's own when ``None``.
 
     Returns:
         The layout; its tiles cover each matrix exactly once, never overlap and never cross a page.
@@ -225,8 +234,9 @@ def lay_out(ranks: Mapping[str, int], base: BaseShape) -> AdapterLayout:
     for modules in members.values():
         sizes.append((sum(ranks[m.name] for m in modules), modules[0].in_features))
         sizes.extend((ranks[m.name], m.out_features) for m in modules)
-    page_elements = base.page.num_elements
-    packer = _Packer(page_elements, _alignment(base.page))
+    dtype = base.page.dtype if dtype is None else dtype
+    page_elements = base.page.elements_of(dtype)
+    packer = _Packer(page_elements, _alignment(base.page, dtype))
     packer.place_all([run for i, (rows, cols) in enumerate(sizes) for run in _cut(i, rows, cols, page_elements)])
 
     placed = [tuple(sorted(packer.tiles[i], key=lambda t: (t.col, t.row))) for i in range(len(sizes))]
@@ -243,4 +253,4 @@ def lay_out(ranks: Mapping[str, int], base: BaseShape) -> AdapterLayout:
         groups[group] = GroupLayout(group, rank, in_features, a, tuple(parts))
         index += 1 + len(modules)
     used = sum(rows * cols for rows, cols in sizes)
-    return AdapterLayout(groups=groups, num_pages=packer.num_pages, used_elements=used)
+    return AdapterLayout(groups=groups, num_pages=packer.num_pages, used_elements=used, dtype=dtype)

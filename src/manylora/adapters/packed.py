@@ -1,6 +1,6 @@
 """An adapter as page images: what the host tier keeps and what is copied to the device, page by page.
 
-The image is the layout filled in: B is transposed and carries the scale, numbers have the page's type. Nothing
+The image is the layout filled in: B is transposed and carries the scale, numbers have the layout's type. Nothing
 is computed after this; a load is a copy.
 """
 
@@ -20,7 +20,7 @@ from manylora.adapters.weights import ModuleWeights
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
 
-__all__ = ["PackedAdapter", "pack", "unpack"]
+__all__ = ["PackedAdapter", "pack", "scaled_b", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class PackedAdapter:
     Args:
         version: Identity and sizes.
         layout: Where in the image each matrix lies.
-        image: ``[num_pages, page_elements]``: float32, float16, or uint16 holding the bits of bfloat16, by
-            ``base.page.dtype``. Elements that hold no weight are 0.
+        image: ``[num_pages, elements]``, as many of the layout's type as fit in a page: float32, float16, or
+            uint16 holding the bits of bfloat16. Elements that hold no weight are 0.
     """
 
     version: AdapterVersion
@@ -42,7 +42,7 @@ class PackedAdapter:
 def pack(name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
     """Fill a layout in.
 
-    The scale goes into B in float32, before the one rounding to the page's type.
+    The scale goes into B in float32, before the one rounding to the layout's type.
 
     Args:
         name: The adapter, for messages.
@@ -54,29 +54,34 @@ def pack(name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, pag
         The image, as in ``PackedAdapter``.
 
     Raises:
-        AdapterError: A number is too large for the page's type.
+        AdapterError: A number is too large for the layout's type.
     """
     by_module = {w.module.name: w for w in weights}
-    image = _empty_image(layout.num_pages, page)
+    dtype = layout.dtype
+    image = _empty_image(layout, page)
     for group in layout.groups.values():
         members = [by_module[part.module.name] for part in group.modules]
         a_stack = np.concatenate([w.a.as_float32() for w in members])
-        _write(image, group.a, _encode(name, group.group, a_stack, page.dtype))
+        _write(image, group.a, _encode(name, group.group, a_stack, dtype))
         for part, w in zip(group.modules, members, strict=True):
-            with np.errstate(over="ignore"):
-                b_rows = w.b.as_float32().T * np.float32(w.scale)
-            _write(image, part.b, _encode(name, part.module.name, b_rows, page.dtype))
+            _write(image, part.b, _encode(name, part.module.name, scaled_b(w).T, dtype))
     return image
 
 
-def _empty_image(num_pages: int, page: PageShape) -> NDArray[Any]:
+def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
+    """Return B ``[out_features, rank]`` times its scale, as it is kept."""
+    with np.errstate(over="ignore"):
+        return weights.b.as_float32() * np.float32(weights.scale)
+
+
+def _empty_image(layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
     """Return zeros in memory mapped for this image alone.
 
     What malloc is given back it may keep, scattered over its heap; a mapping goes back to the system when the last
     reference does, and images are most of what a server holds.
     """
-    memory = mmap.mmap(-1, num_pages * page.num_bytes)
-    return np.frombuffer(memory, _STORAGE[page.dtype]).reshape(num_pages, page.num_elements)
+    memory = mmap.mmap(-1, layout.num_pages * page.num_bytes)
+    return np.frombuffer(memory, _STORAGE[layout.dtype]).reshape(layout.num_pages, page.elements_of(layout.dtype))
 
 
 def unpack(packed: PackedAdapter, module_name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

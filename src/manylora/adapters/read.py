@@ -14,6 +14,7 @@ from pathlib import Path
 from manylora.adapters.config import read_settings
 from manylora.adapters.layout import lay_out
 from manylora.adapters.packed import PackedAdapter, pack
+from manylora.adapters.precision import choose_dtype
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import StoredTensor, TensorFileReader, read_safetensors
 from manylora.adapters.weights import ModuleWeights, match_weights
@@ -36,6 +37,7 @@ def read_adapter(
     *,
     max_bytes: int,
     tensor_readers: Mapping[str, TensorFileReader] = SAFETENSORS,
+    dtype: str | None = None,
 ) -> PackedAdapter:
     """Read and check a PEFT directory, and pack its weights for a base.
 
@@ -47,6 +49,8 @@ def read_adapter(
         base: The base model.
         max_bytes: Largest weight file.
         tensor_readers: Readers by file suffix; those for formats that need torch come from ``execution``.
+        dtype: Type to keep the weights in; ``auto`` for the narrowest that holds them exactly (``precision``), the
+            page's own when ``None``.
 
     Raises:
         AdapterError: It cannot be served on this base; says why.
@@ -55,7 +59,7 @@ def read_adapter(
     settings = read_settings(name, directory)
     tensors, disk_bytes = read_tensors(name, directory, max_bytes, tensor_readers)
     weights = match_weights(name, settings, tensors, base)
-    layout = lay_out({w.module.name: w.rank for w in weights}, base)
+    layout = lay_out({w.module.name: w.rank for w in weights}, base, choose_dtype(weights, dtype or base.page.dtype))
     image = pack(name, weights, layout, base.page)
     version = AdapterVersion(
         key=_content_key(weights, base),
@@ -65,7 +69,7 @@ def read_adapter(
         num_modules=len(weights),
         target_modules=tuple(sorted({w.module.name.rpartition(".")[2] for w in weights})),
         num_pages=layout.num_pages,
-        weight_bytes=layout.used_elements * base.page.element_bytes,
+        weight_bytes=layout.weight_bytes,
         host_bytes=image.nbytes,
         disk_bytes=disk_bytes,
     )

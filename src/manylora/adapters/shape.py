@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["BaseShape", "ModuleKind", "PageShape", "TargetModule"]
+__all__ = ["ELEMENT_BYTES", "BaseShape", "ModuleKind", "PageShape", "TargetModule"]
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by the names that types have here."""
 
 
 class ModuleKind(Enum):
@@ -76,6 +79,10 @@ class PageShape:
     def num_bytes(self) -> int:
         """Bytes in a page."""
         return self.num_elements * self.element_bytes
+
+    def elements_of(self, dtype: str) -> int:
+        """Numbers of another type that fit in a page."""
+        return self.num_bytes // ELEMENT_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from manylora.cli import options
-from manylora.cli.options import MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.options import ADAPTER_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
 from manylora.cli.terminal import fail, note, out
 from manylora.cli.values import collect_adapters
 from manylora.errors import AdapterNotFound
@@ -58,6 +58,7 @@ def generate(
     device: options.Device = MODEL_DEFAULTS.device,
     max_model_len: options.MaxModelLen = None,
     lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
+    adapter_dtype: options.AdapterDtype = ADAPTER_DEFAULTS.adapter_dtype,
     memory: options.Memory = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
@@ -93,6 +94,7 @@ def generate(
         device=device,
         max_model_len=max_model_len,
         lora_kernel=lora_kernel,
+        adapter_dtype=adapter_dtype,
         memory_bytes=parse_memory(memory),
         seed=seed,
         trust_remote_code=trust_remote_code,

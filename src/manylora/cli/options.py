@@ -11,14 +11,16 @@ from typing import Annotated
 import typer
 
 from manylora.cli.values import parse_size
-from manylora.config import MemoryConfig, ModelConfig
+from manylora.config import AdapterConfig, MemoryConfig, ModelConfig
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.errors import ConfigError
 
 __all__ = [
+    "ADAPTER_DEFAULTS",
     "DEMO",
     "MEMORY_DEFAULTS",
     "MODEL_DEFAULTS",
+    "AdapterDtype",
     "Device",
     "Dtype",
     "LoraDirs",
@@ -77,6 +79,14 @@ LoraKernel = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+AdapterDtype = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|float32|bfloat16|float16",
+        help="Type adapters are kept in on a CPU: auto is the narrowest that holds each exactly.",
+        rich_help_panel=_ADAPTERS,
+    ),
+]
 LoraModules = Annotated[
     list[str] | None,
     typer.Option(
@@ -111,6 +121,7 @@ TrustRemoteCode = Annotated[
     typer.Option("--trust-remote-code", help="Let the checkpoint run code of its own.", rich_help_panel=_MODEL),
 ]
 
+ADAPTER_DEFAULTS = AdapterConfig()
 MODEL_DEFAULTS = ModelConfig(model=DEMO)
 MEMORY_DEFAULTS = MemoryConfig()
 

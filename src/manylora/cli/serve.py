@@ -88,6 +88,7 @@ def serve(
     host_memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Host memory for adapters.", rich_help_panel="Adapters")
     ] = f"{_ADAPTERS.host_bytes // 2**30}GiB",
+    adapter_dtype: options.AdapterDtype = _ADAPTERS.adapter_dtype,
     eviction: Annotated[
         str,
         typer.Option(
@@ -315,6 +316,7 @@ def serve(
             eviction=eviction,
             host_bytes=parse_size(host_memory),
             max_cpu_loras=max_cpu_loras,
+            adapter_dtype=adapter_dtype,
             look_ahead=look_ahead,
             forecast=forecast,
         ),

@@ -36,7 +36,7 @@ _ONE_DEVICE = "one engine runs on one device"
 VLLM_FLAGS: dict[str, VllmFlag] = {
     "--enable-lora": VllmFlag(why="adapters are always enabled"),
     "--max-lora-rank": VllmFlag(why="every adapter is kept at its own rank, there is no largest one", has_value=True),
-    "--lora-dtype": VllmFlag(why="adapters are kept in the type of the base", has_value=True, fine=("auto",)),
+    "--lora-dtype": VllmFlag(why="--adapter-dtype chooses", has_value=True, fine=("auto",)),
     "--fully-sharded-loras": VllmFlag(why=_ONE_DEVICE),
     "--enable-prefix-caching": VllmFlag(why="it is on unless --no-prefix-caching is given"),
     "--enable-chunked-prefill": VllmFlag(why="it is on unless --no-chunked-prefill is given"),

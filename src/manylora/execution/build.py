@@ -88,8 +88,9 @@ def build_parts(
         )
     runner = ModelRunner(loaded.model, step, storage, sampler, resident, space, attention, ops)
     check_sequences_are_separate(runner, base, num_pages)
-    store = HostStore(loaded.dtype, is_pinned=loaded.device.type == "cuda", directory=directory)
-    reader = HostReader(base, store, max_bytes=config.adapters.max_adapter_bytes)
+    store = HostStore(is_pinned=loaded.device.type == "cuda", directory=directory)
+    dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
+    reader = HostReader(base, store, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype)
     executor = TorchExecutor(runner=runner, pool=storage, store=store, reader=reader, resident=resident, clock=clock)
     logger.info(
         "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
@@ -109,6 +110,19 @@ def build_parts(
         close=executor.close,
         machine=describe_machine(loaded.device),
     )
+
+
+def _adapter_dtype(asked: str, page_dtype: str, kernel: str) -> str:
+    """Return the type to keep adapters in, ``auto`` where each may have its own.
+
+    Raises:
+        ConfigError: The kernels here read weights of the base's type only.
+    """
+    if page_dtype == "float32" and kernel not in TABLE_KERNELS:
+        return asked
+    if asked not in ("auto", page_dtype):
+        raise ConfigError(f"Got adapter_dtype = {asked!r}, but here adapters have the base's type, {page_dtype}")
+    return page_dtype
 
 
 def _plain_sampler(base: BaseShape, device: torch.device) -> TokenSampler:

@@ -1,32 +1,47 @@
 """LoRA for rows that decode, compiled: all adapters of a step in one call per group, straight from the pages.
 
 With a row or two per adapter the arithmetic is nothing and reading the weights is everything. A loop of
-torch products reads them with one core; here every thread takes its own part of every matrix::
+torch products reads them with one core; here all threads do. The work of all adapters is laid end to end and cut
+into equal shares, so that each thread reads one long run of memory, the load is even however ranks differ, and no
+two threads write the same number::
 
-    shrink   thread t computes rank rows  [R t/n, R (t+1)/n)  of each adapter's A stack
+    shrink   | A rows of adapter 0     | 1 | A rows of adapter 2       |      thread t computes rank rows
+             |----- thread 0 -----|----- thread 1 -----|
     barrier
-    expand   thread t adds output columns [N t/n, N (t+1)/n)  of each module
+    expand   | q  | k | v of adapter 0 | 1 | q     | k | v of 2        |      thread t adds output columns
+             |----- thread 0 -----|----- thread 1 -----|
 
-so the load is even however ranks differ, and no two threads write the same number.
+Four rows of a matrix are read at a time: four streams keep more of the memory busy than one, and what they meet
+(x, or the output) is touched a quarter as often. Weights of 16 bits are widened in registers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numba import carray, njit
+from numpy.typing import NDArray
 
+from manylora.execution.compiled_numbers import as_float32
 from manylora.execution.compiled_team import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
-from manylora.execution.resident import GroupWeights
+from manylora.execution.resident import GroupWeights, Piece
 
 __all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
 
-# Columns of a table's rows: which rows of the batch, where the piece lies, what it is a piece of.
-FIRST_ROW, NUM_ROWS, OFFSET, PIECE_ROWS, PIECE_COLS, RANK_ROW, COLUMN, WHOLE, WHOLE_START, NUM_FIELDS = range(10)
+# Columns of a table's rows: which rows of the batch; where the piece lies, how large it is and of what type; what it
+# is a piece of; where that begins on the line of all work, and how much a rank row (or 16 output columns) adds to it.
+FIRST_ROW, NUM_ROWS, OFFSET, PIECE_ROWS, PIECE_COLS, DTYPE, RANK_ROW, COLUMN, BEGIN, START, COST, NUM_FIELDS = range(12)
+
+# Output columns are shared out by cache lines.
+UNIT = 16
+
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+Table = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,35 +49,80 @@ class LoraTables:
     """A group's pieces over a step, as the kernel reads them.
 
     Args:
-        shrink: Pieces of A stacks ``[n, NUM_FIELDS]``; WHOLE is the stack's rank.
-        expand: Pieces of B^T ``[n, NUM_FIELDS]``; WHOLE columns from WHOLE_START on are the module's.
+        shrink: Pieces of A stacks ``[n, NUM_FIELDS]``.
+        expand: Pieces of B^T ``[n, NUM_FIELDS]``; the module's columns begin at BEGIN.
+        shrink_cost: Length of the line that the stacks make.
+        expand_cost: Length of the line that the modules make.
         max_rank: Largest rank of a stack.
     """
 
-    shrink: np.ndarray
-    expand: np.ndarray
+    shrink: Table
+    expand: Table
+    shrink_cost: int
+    expand_cost: int
     max_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupTable:
+    """One adapter's part of both tables, for one row at a cost of one; kept with its weights."""
+
+    shrink: Table
+    expand: Table
+    expand_cost: int
+    element_bytes: int
 
 
 def make_tables(parts: list[tuple[int, int, GroupWeights]]) -> LoraTables:
     """Write the pieces of ``parts`` (``(start, stop, weights)``) down."""
-    shrink: list[tuple[int, ...]] = []
-    expand: list[tuple[int, ...]] = []
-    for start, stop, weights in parts:
-        rows = (start, stop - start)
-        # By column: the first piece of a row starts its sum, the others add to it.
-        for piece in sorted(weights.a, key=lambda piece: piece.col):
-            place = (piece.weight.storage_offset(), *piece.weight.shape, piece.row, piece.col)
-            shrink.append((*rows, *place, weights.rank, 0))
-        for module in weights.modules:
-            width = max(piece.col + piece.weight.shape[1] for piece in module.b)
-            for piece in module.b:
-                place = (piece.weight.storage_offset(), *piece.weight.shape, module.row + piece.row)
-                expand.append((*rows, *place, module.offset + piece.col, width, module.offset))
+    tables = [_group_table(weights) for _, _, weights in parts]
+    first_row = np.array([start for start, _, _ in parts])
+    num_rows = np.array([stop - start for start, stop, _ in parts])
+    # Reading is what counts; a row's arithmetic is about what reading a byte per weight would be.
+    cost = np.array([table.element_bytes for table in tables]) + num_rows
+    shrink_costs = cost * np.array([weights.rank for _, _, weights in parts])
+    expand_costs = cost * np.array([table.expand_cost for table in tables])
+
+    def join(pieces: list[Table], costs: Table) -> Table:
+        table = np.concatenate(pieces)
+        counts = [len(piece) for piece in pieces]
+        table[:, FIRST_ROW] = np.repeat(first_row, counts)
+        table[:, NUM_ROWS] = np.repeat(num_rows, counts)
+        table[:, START:NUM_FIELDS] *= np.repeat(cost, counts)[:, None]
+        table[:, START] += np.repeat(np.cumsum(costs) - costs, counts)
+        return table
+
     return LoraTables(
-        np.array(shrink, dtype=np.int64),
-        np.array(expand, dtype=np.int64),
+        join([table.shrink for table in tables], shrink_costs),
+        join([table.expand for table in tables], expand_costs),
+        int(shrink_costs.sum()),
+        int(expand_costs.sum()),
         max(weights.rank for _, _, weights in parts),
+    )
+
+
+def _group_table(weights: GroupWeights) -> _GroupTable:
+    if "compiled" not in weights.prepared:
+        weights.prepared["compiled"] = _make_group_table(weights)
+    return cast(_GroupTable, weights.prepared["compiled"])
+
+
+def _make_group_table(weights: GroupWeights) -> _GroupTable:
+    def line(piece: Piece, row: int, begin: int, start: int, cost: int) -> tuple[int, ...]:
+        weight = piece.weight
+        place = (weight.storage_offset(), *weight.shape, _CODES[weight.dtype])
+        return (0, 1, *place, row + piece.row, begin + piece.col, begin, start, cost)
+
+    # By column: the first piece of a row starts its sum, the others add to it.
+    shrink = [line(piece, 0, 0, 0, 1) for piece in sorted(weights.a, key=lambda piece: piece.col)]
+    expand: list[tuple[int, ...]] = []
+    total = 0
+    for module in weights.modules:
+        expand.extend(line(piece, module.row, module.offset, total, module.rank) for piece in module.b)
+        width = max(piece.col + piece.weight.shape[1] for piece in module.b)
+        total += -(-width // UNIT) * module.rank
+    return _GroupTable(
+        np.array(shrink, dtype=np.int64), np.array(expand, dtype=np.int64), total, weights.a[0].weight.itemsize
     )
 
 
@@ -73,70 +133,144 @@ def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.
         team: The threads.
         x: Inputs ``[rows, in]``, float32, contiguous.
         out: Outputs ``[rows, out]``, float32, contiguous, added into.
-        pages: The storage the offsets count in, float32.
+        pages: The whole storage the offsets count in (each in elements of its piece's type).
         tables: The pieces.
     """
     scratch = torch.empty(x.shape[0], tables.max_rank)
-    sizes = np.array(
-        [len(tables.shrink), len(tables.expand), x.shape[0], x.shape[1], out.shape[1], tables.max_rank, pages.numel()],
-        dtype=np.int64,
-    )
+    lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
+    sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, pages.nbytes], dtype=np.int64)
     team.run(lora_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
 
 
-def _shrink(thread: Any, num_threads: Any, table: Any, x: Any, pages: Any, scratch: Any) -> None:
-    for n in range(table.shape[0]):
-        rank = table[n, WHOLE]
-        row, num_cols, col = table[n, RANK_ROW], table[n, PIECE_COLS], table[n, COLUMN]
-        first = max(rank * thread // num_threads - row, 0)
-        last = min(rank * (thread + 1) // num_threads - row, table[n, PIECE_ROWS])
-        for r in range(first, last):
-            offset = table[n, OFFSET] + r * num_cols
-            weight = pages[offset : offset + num_cols]
-            for i in range(table[n, FIRST_ROW], table[n, FIRST_ROW] + table[n, NUM_ROWS]):
-                vector = x[i, col : col + num_cols]
-                total = np.float32(0.0)
-                for c in range(num_cols):
-                    total += weight[c] * vector[c]
-                if col == 0:
-                    scratch[i, row + r] = total
-                else:
-                    scratch[i, row + r] += total
+def _share(thread: int, num_threads: int, total: int, start: int, cost: int) -> tuple[int, int]:
+    """Return which units of a thing that begins at ``start`` begin in the thread's share of ``[0, total)``."""
+    first = (total * thread // num_threads - start + cost - 1) // cost
+    last = (total * (thread + 1) // num_threads - start + cost - 1) // cost
+    return max(first, 0), max(last, 0)
 
 
-def _expand(thread: Any, num_threads: Any, table: Any, out: Any, pages: Any, scratch: Any) -> None:
-    for n in range(table.shape[0]):
-        whole, start, num_cols = table[n, WHOLE], table[n, WHOLE_START], table[n, PIECE_COLS]
-        column = table[n, COLUMN]
-        first = max(start + whole * thread // num_threads - column, 0)
-        last = min(start + whole * (thread + 1) // num_threads - column, num_cols)
-        if first >= last:
-            continue
-        for r in range(table[n, PIECE_ROWS]):
-            offset = table[n, OFFSET] + r * num_cols
-            weight = pages[offset + first : offset + last]
-            for i in range(table[n, FIRST_ROW], table[n, FIRST_ROW] + table[n, NUM_ROWS]):
-                target = out[i, column + first : column + last]
-                factor = scratch[i, table[n, RANK_ROW] + r]
-                for c in range(last - first):
-                    target[c] += factor * weight[c]
+def _dot(weights: Any, vector: Any) -> Any:
+    total = np.float32(0.0)
+    for c in range(vector.shape[0]):
+        total += as_float32(weights[c]) * vector[c]
+    return total
+
+
+def _dot4(weights: Any, vector: Any, sums: Any, is_first: bool) -> None:
+    num_cols = vector.shape[0]
+    w0, w1 = weights[:num_cols], weights[num_cols : 2 * num_cols]
+    w2, w3 = weights[2 * num_cols : 3 * num_cols], weights[3 * num_cols : 4 * num_cols]
+    t0 = t1 = t2 = t3 = np.float32(0.0)
+    for c in range(num_cols):
+        value = vector[c]
+        t0 += as_float32(w0[c]) * value
+        t1 += as_float32(w1[c]) * value
+        t2 += as_float32(w2[c]) * value
+        t3 += as_float32(w3[c]) * value
+    if is_first:
+        sums[0], sums[1], sums[2], sums[3] = t0, t1, t2, t3
+    else:
+        sums[0] += t0
+        sums[1] += t1
+        sums[2] += t2
+        sums[3] += t3
+
+
+def _add(weights: Any, factor: Any, target: Any) -> None:
+    for c in range(target.shape[0]):
+        target[c] += factor * as_float32(weights[c])
+
+
+def _add4(weights: Any, stride: int, factors: Any, target: Any) -> None:
+    num_cols = target.shape[0]
+    w0, w1 = weights[:num_cols], weights[stride : stride + num_cols]
+    w2, w3 = weights[2 * stride : 2 * stride + num_cols], weights[3 * stride : 3 * stride + num_cols]
+    f0, f1, f2, f3 = factors[0], factors[1], factors[2], factors[3]
+    for c in range(num_cols):
+        target[c] += f0 * as_float32(w0[c]) + f1 * as_float32(w1[c]) + (f2 * as_float32(w2[c]) + f3 * as_float32(w3[c]))
+
+
+def _shrink_piece(entry: Any, first: int, last: int, x: Any, pages: Any, scratch: Any) -> None:
+    num_cols, col, row = entry[PIECE_COLS], entry[COLUMN], entry[RANK_ROW]
+    r = first
+    while r < last:
+        step = 4 if r + 4 <= last else 1
+        offset = entry[OFFSET] + r * num_cols
+        weights = pages[offset : offset + step * num_cols]
+        for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
+            vector = x[i, col : col + num_cols]
+            if step == 4:
+                dot4(weights, vector, scratch[i, row + r : row + r + 4], col == 0)
+            elif col == 0:
+                scratch[i, row + r] = dot(weights, vector)
+            else:
+                scratch[i, row + r] += dot(weights, vector)
+        r += step
+
+
+def _expand_piece(entry: Any, first: int, last: int, out: Any, pages: Any, scratch: Any) -> None:
+    num_rows, num_cols, column = entry[PIECE_ROWS], entry[PIECE_COLS], entry[COLUMN]
+    r = 0
+    while r < num_rows:
+        step = 4 if r + 4 <= num_rows else 1
+        offset = entry[OFFSET] + r * num_cols + first
+        weights = pages[offset : offset + (step - 1) * num_cols + last - first]
+        for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
+            target = out[i, column + first : column + last]
+            factors = scratch[i, entry[RANK_ROW] + r : entry[RANK_ROW] + r + step]
+            if step == 4:
+                add4(weights, num_cols, factors, target)
+            else:
+                add(weights, factors[0], target)
+        r += step
 
 
 def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
-    sizes = carray(pointers[0], 7, np.int64)
-    x = carray(pointers[1], (sizes[2], sizes[3]), np.float32)
-    out = carray(pointers[2], (sizes[2], sizes[4]), np.float32)
-    pages = carray(pointers[3], sizes[6], np.float32)
-    shrink_table = carray(pointers[4], (sizes[0], NUM_FIELDS), np.int64)
-    expand_table = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
-    scratch = carray(pointers[6], (sizes[2], sizes[5]), np.float32)
-    shrink(thread, num_threads, shrink_table, x, pages, scratch)
+    sizes = carray(pointers[0], 9, np.int64)
+    x = carray(pointers[1], (sizes[4], sizes[5]), np.float32)
+    out = carray(pointers[2], (sizes[4], sizes[6]), np.float32)
+    # The same memory three times: the type says how a number is widened (int16 holds the bits of float16).
+    float32, bfloat16, float16 = (
+        carray(pointers[3], sizes[8] // 4, np.float32),
+        carray(pointers[3], sizes[8] // 2, np.uint16),
+        carray(pointers[3], sizes[8] // 2, np.int16),
+    )
+    shrink = carray(pointers[4], (sizes[0], NUM_FIELDS), np.int64)
+    expand = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
+    scratch = carray(pointers[6], (sizes[4], sizes[7]), np.float32)
+    for n in range(sizes[0]):
+        entry = shrink[n]
+        first, last = share(thread, num_threads, sizes[2], entry[START], entry[COST])
+        first, last = max(first - entry[RANK_ROW], 0), min(last - entry[RANK_ROW], entry[PIECE_ROWS])
+        if first < last:
+            if entry[DTYPE] == 0:
+                shrink_piece(entry, first, last, x, float32, scratch)
+            elif entry[DTYPE] == 1:
+                shrink_piece(entry, first, last, x, bfloat16, scratch)
+            else:
+                shrink_piece(entry, first, last, x, float16, scratch)
     barrier()
-    expand(thread, num_threads, expand_table, out, pages, scratch)
+    for n in range(sizes[1]):
+        entry = expand[n]
+        first, last = share(thread, num_threads, sizes[3], entry[START], entry[COST])
+        before = entry[COLUMN] - entry[BEGIN]
+        first, last = max(first * UNIT - before, 0), min(last * UNIT - before, entry[PIECE_COLS])
+        if first < last:
+            if entry[DTYPE] == 0:
+                expand_piece(entry, first, last, out, float32, scratch)
+            elif entry[DTYPE] == 1:
+                expand_piece(entry, first, last, out, bfloat16, scratch)
+            else:
+                expand_piece(entry, first, last, out, float16, scratch)
 
 
-shrink = njit(cache=True, fastmath=FAST_MATH)(_shrink)
-expand = njit(cache=True, fastmath=FAST_MATH)(_expand)
+share = njit(cache=True)(_share)
+dot = njit(cache=True, fastmath=FAST_MATH)(_dot)
+dot4 = njit(cache=True, fastmath=FAST_MATH)(_dot4)
+add = njit(cache=True, fastmath=FAST_MATH)(_add)
+add4 = njit(cache=True, fastmath=FAST_MATH)(_add4)
+shrink_piece = njit(cache=True)(_shrink_piece)
+expand_piece = njit(cache=True)(_expand_piece)
 lora = njit(cache=True)(_lora)
 
 

@@ -22,7 +22,7 @@ __all__ = ["HostAdapter", "HostStore"]
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter ready to be copied: its pages ``[num_pages, page_elements]`` and where what lies in them.
+    """An adapter ready to be copied: its pages ``[num_pages, elements]`` and where what lies in them.
 
     ``template`` says the same to kernels that find weights by table; ``None`` where no such kernel is in use.
     """
@@ -36,13 +36,11 @@ class HostStore:
     """Packed adapters by key.
 
     Args:
-        dtype: Of the images.
         is_pinned: Keep them page-locked, so that copies to a GPU run beside its work.
         directory: The base's groups, for kernels that find weights by table.
     """
 
-    def __init__(self, dtype: torch.dtype, *, is_pinned: bool, directory: GroupDirectory | None = None) -> None:
-        self._dtype = dtype
+    def __init__(self, *, is_pinned: bool, directory: GroupDirectory | None = None) -> None:
         self._directory = directory
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
@@ -54,7 +52,7 @@ class HostStore:
         with self._lock:
             if key in self._adapters:
                 return self._adapters[key]
-        image = image_tensor(packed.image, self._dtype)
+        image = image_tensor(packed.image)
         template = make_template(packed.layout, self._directory) if self._directory is not None else None
         adapter = HostAdapter(packed.layout, image.pin_memory() if self._is_pinned else image, template)
         with self._lock:

@@ -175,7 +175,7 @@ def add_embedding(
             num_rows, num_cols = piece.weight.shape
             column = tokens - piece.col
             inside = (column >= 0) & (column < num_cols)
-            gathered = piece.weight[:, column.clamp(0, num_cols - 1)].t()
+            gathered = piece.weight[:, column.clamp(0, num_cols - 1)].t().to(out.dtype)
             shrunk[:, piece.row : piece.row + num_rows] += torch.where(inside[:, None], gathered, 0)
         if scale is not None:
             shrunk = shrunk * scale
@@ -184,4 +184,4 @@ def add_embedding(
                 num_rows, num_cols = piece.weight.shape
                 first = module.row + piece.row
                 start = module.offset + piece.col
-                rows[:, start : start + num_cols] += shrunk[:, first : first + num_rows] @ piece.weight
+                rows[:, start : start + num_cols] += shrunk[:, first : first + num_rows] @ piece.weight.to(out.dtype)

@@ -25,10 +25,6 @@ __all__ = ["apply_grouped"]
 # Up to here a part's rows are read beside its weights; from here products are quicker.
 MAX_COMPILED_ROWS = 8
 
-# From here a product of its own, added afterwards, is quicker than one that adds in place.
-MIN_ROWS_TO_ADD = 32
-MIN_RANK_TO_ADD = 32
-
 
 def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
     """Add ``(x A^T) B^T`` of every part into its rows of ``out``.
@@ -68,17 +64,15 @@ def _apply(x: torch.Tensor, out: torch.Tensor, weights: GroupWeights) -> None:
             num_rows, num_cols = piece.weight.shape
             first = module.row + piece.row
             target = out[:, module.offset + piece.col : module.offset + piece.col + num_cols]
-            if x.shape[0] >= MIN_ROWS_TO_ADD and num_rows >= MIN_RANK_TO_ADD:
-                target += linear(shrunk[:, first : first + num_rows], piece.weight.t())
-            else:
-                target.addmm_(shrunk[:, first : first + num_rows], piece.weight)
+            target.addmm_(shrunk[:, first : first + num_rows], piece.weight.to(x.dtype))
 
 
 def _shrink(x: torch.Tensor, weights: GroupWeights) -> torch.Tensor:
     if len(weights.a) == 1:
-        return linear(x, weights.a[0].weight)
+        return linear(x, weights.a[0].weight.to(x.dtype))
     shrunk = x.new_zeros(x.shape[0], weights.rank)
     for piece in weights.a:
         num_rows, num_cols = piece.weight.shape
-        shrunk[:, piece.row : piece.row + num_rows] += linear(x[:, piece.col : piece.col + num_cols], piece.weight)
+        product = linear(x[:, piece.col : piece.col + num_cols], piece.weight.to(x.dtype))
+        shrunk[:, piece.row : piece.row + num_rows] += product
     return shrunk

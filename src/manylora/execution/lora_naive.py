@@ -32,8 +32,9 @@ def apply_naive(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
                 if first < last:
                     weight = piece.weight[first - piece.row : last - piece.row]
                     columns = rows[:, piece.col : piece.col + weight.shape[1]]
-                    shrunk[:, first - module.row : last - module.row] += columns @ weight.t()
+                    shrunk[:, first - module.row : last - module.row] += columns @ weight.t().to(x.dtype)
             for piece in module.b:
                 num_rows, num_cols = piece.weight.shape
                 column = module.offset + piece.col
-                target[:, column : column + num_cols] += shrunk[:, piece.row : piece.row + num_rows] @ piece.weight
+                weight = piece.weight.to(x.dtype)
+                target[:, column : column + num_cols] += shrunk[:, piece.row : piece.row + num_rows] @ weight

@@ -26,10 +26,11 @@ def apply_reference(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> No
             shrunk = x.new_zeros(weights.rank)
             for piece in weights.a:
                 num_rows, num_cols = piece.weight.shape
-                shrunk[piece.row : piece.row + num_rows] += piece.weight @ x[row, piece.col : piece.col + num_cols]
+                weight = piece.weight.to(x.dtype)
+                shrunk[piece.row : piece.row + num_rows] += weight @ x[row, piece.col : piece.col + num_cols]
             for module in weights.modules:
                 for piece in module.b:
                     num_rows, num_cols = piece.weight.shape
                     first = module.row + piece.row
                     column = module.offset + piece.col
-                    out[row, column : column + num_cols] += shrunk[first : first + num_rows] @ piece.weight
+                    out[row, column : column + num_cols] += shrunk[first : first + num_rows] @ piece.weight.to(x.dtype)

@@ -22,16 +22,14 @@ __all__ = ["PageStorage", "image_tensor"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def image_tensor(image: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Return packed adapter pages as a tensor of ``dtype`` that shares their memory.
+def image_tensor(image: np.ndarray) -> torch.Tensor:
+    """Return packed adapter pages as a tensor that shares their memory.
 
     numpy has no bfloat16, so such images hold its bits as ``uint16``.
     """
-    if dtype == torch.bfloat16 and image.dtype == np.uint16:
+    if image.dtype == np.uint16:
         return torch.from_numpy(image.view(np.int16)).view(torch.bfloat16)
-    tensor = torch.from_numpy(image)
-    assert tensor.dtype == dtype, f"image is {tensor.dtype}, the pool is {dtype}"
-    return tensor
+    return torch.from_numpy(image)
 
 
 class PageStorage:
@@ -56,21 +54,23 @@ class PageStorage:
         )
         self.flat = self.blocks.view(num_pages, shape.num_elements)
         self.rows = self.blocks.view(-1, shape.num_kv_heads, shape.head_dim)
-        self._bits = None if device.type != "cpu" else self._numpy_bits()
+        self._bytes = self.flat.view(torch.uint8)
+
+    def flat_as(self, dtype: str) -> torch.Tensor:
+        """Return ``flat`` as elements of a type that an adapter is kept in."""
+        return self.flat.view(_DTYPES[dtype])
 
     def write(self, pages: Sequence[int], image: torch.Tensor) -> None:
-        """Fill ``pages`` with the rows of ``image`` ``[len(pages), page_elements]``.
+        """Fill ``pages`` with the rows of ``image`` ``[len(pages), elements]``, whatever type they have.
 
         On the CPU numpy copies: one thread, without the interpreter lock, so that a load neither stops a step
         nor takes part in its thread team.
         """
-        if self._bits is not None:
-            source = image.view(torch.int16).numpy() if self.dtype != torch.float32 else image.numpy()
+        source = image.view(torch.uint8)
+        if self._bytes.device.type == "cpu":
+            target, rows = self._bytes.numpy(), source.numpy()
             for row, page in enumerate(pages):
-                self._bits[page] = source[row]
+                target[page] = rows[row]
             return
         for row, page in enumerate(pages):
-            self.flat[page].copy_(image[row], non_blocking=True)
-
-    def _numpy_bits(self) -> np.ndarray:
-        return self.flat.numpy() if self.dtype == torch.float32 else self.flat.view(torch.int16).numpy()
+            self._bytes[page].copy_(source[row], non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from manylora.adapters.packed import PackedAdapter
 from manylora.adapters.read import read_adapter
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import TensorFileReader, read_safetensors
@@ -24,12 +25,14 @@ class HostReader:
         base: The base they must fit.
         store: Where the packed weights go.
         max_bytes: Largest weight file accepted.
+        dtype: Type to keep weights in, as in ``read_adapter``.
     """
 
-    def __init__(self, base: BaseShape, store: HostStore, *, max_bytes: int) -> None:
+    def __init__(self, base: BaseShape, store: HostStore, *, max_bytes: int, dtype: str | None = None) -> None:
         self._base = base
         self._store = store
         self._max_bytes = max_bytes
+        self._dtype = dtype
 
     def read(self, name: str, path: str) -> AdapterVersion:
         """Read an adapter and keep it in the host tier.
@@ -37,7 +40,7 @@ class HostReader:
         Raises:
             AdapterError: It cannot be served on this base; says why.
         """
-        packed = read_adapter(name, path, self._base, max_bytes=self._max_bytes, tensor_readers=_TENSOR_READERS)
+        packed = self._read(name, path)
         self._store.put(packed)
         return packed.version
 
@@ -47,9 +50,7 @@ class HostReader:
         Raises:
             AdapterError: Its directory is gone, broken, or holds other weights by now.
         """
-        packed = read_adapter(
-            version.source, version.source, self._base, max_bytes=self._max_bytes, tensor_readers=_TENSOR_READERS
-        )
+        packed = self._read(version.source, version.source)
         if packed.version.key != version.key:
             raise AdapterError(
                 version.source,
@@ -57,3 +58,8 @@ class HostReader:
                 f"{packed.version.key[:12]} now); register it again",
             )
         return self._store.put(packed)
+
+    def _read(self, name: str, path: str) -> PackedAdapter:
+        return read_adapter(
+            name, path, self._base, max_bytes=self._max_bytes, tensor_readers=_TENSOR_READERS, dtype=self._dtype
+        )

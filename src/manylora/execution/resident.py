@@ -7,7 +7,7 @@ Tiles that lie directly behind one another in a page are seen as one matrix, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,11 +52,13 @@ class GroupWeights:
         rank: Rows of the A stack.
         a: Pieces of the A stack ``[rank, in_features]``.
         modules: Its modules.
+        prepared: What kernels keep with them, by the kernel's own key; as long-lived as the weights.
     """
 
     rank: int
     a: tuple[Piece, ...]
     modules: tuple[ModuleWeights, ...]
+    prepared: dict[str, object] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,23 +83,24 @@ def make_resident(
     table = None
     if template is not None:
         table = AdapterTable.put(template, pages, pool.shape.num_elements, pool.flat.device)
-    return ResidentAdapter({name: _group(group, pages, pool) for name, group in layout.groups.items()}, table)
+    flat = pool.flat_as(layout.dtype)
+    return ResidentAdapter({name: _group(group, pages, flat) for name, group in layout.groups.items()}, table)
 
 
-def _group(group: GroupLayout, pages: Sequence[int], pool: PageStorage) -> GroupWeights:
+def _group(group: GroupLayout, pages: Sequence[int], flat: torch.Tensor) -> GroupWeights:
     modules = tuple(
-        ModuleWeights(part.row, part.rank, part.module.offset, _pieces(part.b, pages, pool)) for part in group.modules
+        ModuleWeights(part.row, part.rank, part.module.offset, _pieces(part.b, pages, flat)) for part in group.modules
     )
-    return GroupWeights(group.rank, _pieces(group.a, pages, pool), modules)
+    return GroupWeights(group.rank, _pieces(group.a, pages, flat), modules)
 
 
-def _pieces(tiles: Sequence[Tile], pages: Sequence[int], pool: PageStorage) -> tuple[Piece, ...]:
+def _pieces(tiles: Sequence[Tile], pages: Sequence[int], flat: torch.Tensor) -> tuple[Piece, ...]:
     # One call per view and not three: there are hundreds in an adapter, and each holds the interpreter lock that the
     # step beside us needs.
-    page_elements = pool.shape.num_elements
+    page_elements = flat.shape[1]
     return tuple(
         Piece(
-            pool.flat.as_strided(
+            flat.as_strided(
                 (run.num_rows, run.num_cols), (run.num_cols, 1), pages[run.page] * page_elements + run.offset
             ),
             run.row,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manylora.adapters.shape import ELEMENT_BYTES
 from manylora.errors import ConfigError
-from manylora.sim.shapes import ELEMENT_BYTES
 
 __all__ = ["ATTENTION_TARGETS", "ModelDims"]
 

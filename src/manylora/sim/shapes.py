@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.adapters.shape import ELEMENT_BYTES, BaseShape, ModuleKind, PageShape, TargetModule
 
-__all__ = ["ELEMENT_BYTES", "decoder_shape", "llama_2_7b_shape", "llama_3_8b_shape"]
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+__all__ = ["decoder_shape", "llama_2_7b_shape", "llama_3_8b_shape"]
 
 
 def decoder_shape(

@@ -1,0 +1,55 @@
+"""The type an adapter's weights are kept in, where that may differ from the base's.
+
+On a CPU the base computes in float32, but what a decoding step does with an adapter is read it: half the bytes are
+half the time, and half the pages. Most checkpoints are 16-bit to begin with, and those lose nothing. So ``auto`` looks
+at the numbers: the narrowest type that holds every one of them exactly, scale included, else float32. A scale that is
+no power of two (rank-stabilised LoRA has one) rounds B and so keeps an adapter in float32; who accepts that rounding
+names the type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manylora.adapters.packed import scaled_b
+from manylora.adapters.weights import ModuleWeights
+
+__all__ = ["ADAPTER_DTYPES", "choose_dtype"]
+
+ADAPTER_DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""What one may ask for."""
+
+
+def choose_dtype(weights: Sequence[ModuleWeights], asked: str) -> str:
+    """Return the type to keep an adapter in.
+
+    Args:
+        weights: Its modules.
+        asked: One of ``ADAPTER_DTYPES``; anything but ``auto`` is the answer.
+    """
+    if asked != "auto":
+        return asked
+    return next(
+        (
+            dtype
+            for dtype, is_exact in _IS_EXACT.items()
+            # B first: a scale spoils it more often than A.
+            if all(is_exact(scaled_b(w)) for w in weights) and all(is_exact(w.a.as_float32()) for w in weights)
+        ),
+        "float32",
+    )
+
+
+def _is_bfloat16(values: NDArray[np.float32]) -> bool:
+    return not (np.ascontiguousarray(values).view(np.uint32) & 0xFFFF).any()
+
+
+def _is_float16(values: NDArray[np.float32]) -> bool:
+    with np.errstate(over="ignore", under="ignore"):
+        return bool((values.astype(np.float16).astype(np.float32) == values).all())
+
+
+_IS_EXACT: Mapping[str, Callable[[NDArray[np.float32]], bool]] = {"bfloat16": _is_bfloat16, "float16": _is_float16}
