@@ -11,6 +11,7 @@ import typer
 
 from manylora.cli.adapters import adapters_app
 from manylora.cli.demo import demo
+from manylora.cli.experiment import experiment_app
 from manylora.cli.generate import generate
 from manylora.cli.predictor import predictor_app
 from manylora.cli.serve import ServeCommand, serve
@@ -37,6 +38,7 @@ app.command()(generate)
 app.add_typer(adapters_app, name="adapters")
 app.command()(top)
 app.command(name="simulate")(simulate_command)
+app.add_typer(experiment_app, name="experiment")
 app.add_typer(predictor_app, name="predictor")
 app.command()(demo)
 

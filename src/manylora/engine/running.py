@@ -204,18 +204,19 @@ class RunningSet:
         planned: list[_Planned] = []
         is_loading = False
         self._policy.begin(now)
-        first = self._policy.first_in_line
         while budget > 0 and len(self._running) < self._num_seats:
             sequence = self._policy.offer()
             if sequence is None:
                 break
-            outcome = self._try_admit(sequence, now, Depth.WANTED if sequence is first else Depth.IDLE)
+            is_first = sequence is self._policy.first_in_line
+            outcome = self._try_admit(sequence, now, Depth.WANTED if is_first else Depth.IDLE)
             self._policy.report(sequence, outcome)
             if outcome is Outcome.ADMITTED:
                 num_tokens = self._prompt_tokens(sequence, budget)
                 planned.append((sequence, num_tokens))
                 budget -= num_tokens
             is_loading |= outcome is Outcome.ADAPTER_LOADING
+        first = self._policy.first_in_line
         is_waiting = first is not None and first.status is SequenceStatus.WAITING
         self._first_in_line = first if is_waiting else None
         return planned, is_loading
@@ -271,7 +272,7 @@ class RunningSet:
         load = self._cache.residency(adapter).num_loads
         if sequence.awaited_load == load:
             return
-        if num_blocks(len(sequence.tokens), self._memory.block_size) <= self._store.num_claimable(depth):
+        if num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) <= self._store.num_claimable(depth):
             sequence.awaited_load = load
             self._emit(AdapterAwaited(now, sequence.request.request_id, adapter))
 

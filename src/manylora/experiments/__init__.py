@@ -1,3 +1,45 @@
 """The published evaluations and ours, as data: what to run, what was published, and what came out."""
 
-__all__: list[str] = []
+from manylora.experiments.cases import Case, cases_of
+from manylora.experiments.findings import Comparison, Findings, Verdict, overall
+from manylora.experiments.pictures import draw
+from manylora.experiments.read import CATALOG, find_experiments, read_experiment
+from manylora.experiments.report import (
+    WORDS,
+    Picture,
+    as_html,
+    as_json,
+    as_markdown,
+    format_interval,
+    format_value,
+)
+from manylora.experiments.result import Curve, Result
+from manylora.experiments.running import Runner
+from manylora.experiments.spec import Claim, Experiment, Plot, Point
+
+__all__ = [
+    "CATALOG",
+    "WORDS",
+    "Case",
+    "Claim",
+    "Comparison",
+    "Curve",
+    "Experiment",
+    "Findings",
+    "Picture",
+    "Plot",
+    "Point",
+    "Result",
+    "Runner",
+    "Verdict",
+    "as_html",
+    "as_json",
+    "as_markdown",
+    "cases_of",
+    "draw",
+    "find_experiments",
+    "format_interval",
+    "format_value",
+    "overall",
+    "read_experiment",
+]

@@ -122,7 +122,10 @@ class Policy(Protocol):
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The sequence that is owed whatever running ones do not hold; fixed from ``begin`` to the next ``begin``."""
+        """The sequence that is owed whatever running ones do not hold.
+
+        Fixed from ``begin`` to the next ``begin``; once it is admitted, another may be named.
+        """
         ...
 
     def offer(self) -> Sequence | None:

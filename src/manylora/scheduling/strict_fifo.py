@@ -19,7 +19,6 @@ class StrictFifoPolicy:
 
     def __init__(self, context: PolicyContext) -> None:
         self._waiting = Line()
-        self._first: Sequence | None = None
         self._is_blocked = False
 
     def __len__(self) -> int:
@@ -39,13 +38,12 @@ class StrictFifoPolicy:
 
     def begin(self, now: float) -> None:
         """Let the oldest go first."""
-        self._first = self._waiting.head
         self._is_blocked = False
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The oldest."""
-        return self._first
+        """The oldest; after an admission, the next."""
+        return self._waiting.head
 
     def offer(self) -> Sequence | None:
         """Return the oldest, unless somebody was refused in this step."""

@@ -24,6 +24,7 @@ from random import Random
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.errors import ConfigError
+from manylora.sim.copies import CopyPath, find_copy_path
 from manylora.sim.cost import CostModel
 from manylora.sim.dims import ATTENTION_TARGETS, ModelDims
 from manylora.sim.fitted import FittedCost
@@ -46,6 +47,7 @@ class Setup:
         num_pages: Size of the pool in pages; as many as fit beside the weights when ``None``.
         lora_kernel: Family of kernels that compute adapters.
         copies: How adapters are copied; by default as goes with the kernels.
+        link_share: Part of the link that copies reach, instead of what ``copies`` says: to ask what if.
         tensor_parallel: Devices of a replica.
         num_replicas: Engines that share the workload.
         router: Which of them serves a request.
@@ -56,6 +58,7 @@ class Setup:
         prefix_caching: Keep the KV of finished prompts in idle pages.
         max_model_len: Longest context in tokens; the model's own when ``None``.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
+        exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask.
         scheduler: What a step may hold, and who goes first.
         adapters: The adapter cache.
     """
@@ -66,6 +69,7 @@ class Setup:
     num_pages: int | None = None
     lora_kernel: str = "ragged"
     copies: str | None = None
+    link_share: float | None = None
     tensor_parallel: int = 1
     num_replicas: int = 1
     router: str = "affinity"
@@ -76,6 +80,7 @@ class Setup:
     prefix_caching: bool = False
     max_model_len: int | None = None
     max_tokens: int | None = None
+    exact_caps: bool = False
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
@@ -135,6 +140,7 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         router=setup.router,
         scheduler_time_s=setup.scheduler_time_s,
         max_tokens=setup.max_tokens,
+        exact_caps=setup.exact_caps,
         seed=seed,
     )
 
@@ -145,6 +151,12 @@ def _measured(setup: Setup, seed: int) -> tuple[BaseShape, CostModel, int]:
     return profile.base, FittedCost(profile, Random(f"jitter/{seed}")), profile.num_pages
 
 
+def _copies(setup: Setup) -> str | CopyPath | None:
+    if setup.link_share is None:
+        return setup.copies
+    return replace(find_copy_path(setup.copies or "pages"), link_share=setup.link_share)
+
+
 def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, CostModel, int]:
     dims = read_dims(setup.model)
     cost = make_cost(
@@ -153,7 +165,7 @@ def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape
         lora_kernel=setup.lora_kernel,
         tensor_parallel=setup.tensor_parallel,
         targets=targets,
-        copies=setup.copies,
+        copies=_copies(setup),
         host_s=setup.host_s,
     )
     pool_bytes = memory_for_pool(

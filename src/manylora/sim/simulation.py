@@ -64,6 +64,8 @@ class SimulationConfig:
         router: Which of them serves a request, by name in ``routing.ROUTERS``.
         scheduler_time_s: What deciding a step takes, in seconds.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
+        exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask; for engines
+            that reserve it.
         sample_every_s: Virtual seconds between two samples of the timeline.
         seed: Of the router's draws and of the noisy predictor.
     """
@@ -78,6 +80,7 @@ class SimulationConfig:
     router: str = "affinity"
     scheduler_time_s: float = 0.0
     max_tokens: int | None = None
+    exact_caps: bool = False
     sample_every_s: float = 1.0
     seed: int = 0
 
@@ -247,6 +250,8 @@ def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[fl
 
 def _cap(spec: RequestSpec, config: SimulationConfig) -> int | None:
     """Return the cap a request comes with: what was chosen, less what the context leaves no room for."""
+    if config.exact_caps:
+        return spec.num_output_tokens
     if config.max_tokens is None:
         return None
     return max(1, min(config.max_tokens, config.base.max_model_len - spec.num_prompt_tokens))

@@ -1,0 +1,213 @@
+"""The engine as a queue with one server, beside what queueing theory says in closed form.
+
+The core and the loop are those that serve; the batch holds one sequence, a request is one step whose time is its
+size, arrivals are Poisson. Then requests wait as in M/G/1, where the mean is known exactly (Pollaczek, Khinchine):
+`rate * E[S^2] / (2 (1 - load))`, with `S` a request's service time. Two things are compared:
+
+* each request's wait against Lindley's recursion on the same arrivals and sizes: the engine must add nothing;
+* the mean over many requests against the formula, with the 95 % interval of the mean (over 40 batches, for
+  waits that follow each other are alike).
+
+Run it: `python bench/closed_forms.py` (`--quick` for a smoke test); it writes `results/closed_forms.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+from manylora.adapters.shape import BaseShape, PageShape
+from manylora.clock import VirtualClock
+from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.engine.core import EngineCore
+from manylora.engine.loop import EngineLoop
+from manylora.events import Event, RequestAdmitted
+from manylora.sim.cost import FixedCost
+from manylora.sim.executor import SimulatedExecutor
+from manylora.types import Request, SampledToken, SamplingParams
+
+RESULTS = Path(__file__).parent / "results"
+MEAN_TOKENS = 1000
+"""Mean size of a request in tokens, each a millisecond: sizes are whole numbers, and this many make them smooth."""
+TOKEN_S = 0.001
+MAX_TOKENS = 40 * MEAN_TOKENS
+NUM_BATCHES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How sizes are drawn, with mean 1.
+
+    Args:
+        draw: One size.
+        second_moment: Mean of its square.
+    """
+
+    draw: Callable[[random.Random], float]
+    second_moment: float
+
+
+LAWS = {
+    "exponential (M/M/1)": Law(lambda rng: rng.expovariate(1.0), 2.0),
+    "constant (M/D/1)": Law(lambda rng: 1.0, 1.0),
+    "nine in ten short, one ten times as long (M/G/1)": Law(
+        lambda rng: (10.0 if rng.random() < 0.1 else 1.0) / 1.9, (0.9 + 0.1 * 100.0) / 1.9**2
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request: when it comes, and how many tokens it is."""
+
+    at: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One law at one load; times in seconds.
+
+    Args:
+        largest_difference_s: Of any request's wait from Lindley's recursion.
+        interval_s: Half the width of the 95 % interval of the mean.
+    """
+
+    law: str
+    load: float
+    requests: int
+    expected_s: float
+    mean_s: float
+    interval_s: float
+    largest_difference_s: float
+
+    @property
+    def error(self) -> float:
+        return self.mean_s / self.expected_s - 1.0
+
+
+def make_jobs(law: Law, load: float, count: int, seed: int) -> list[Job]:
+    """Draw Poisson arrivals that keep one server busy for ``load`` of the time."""
+    rng, at = random.Random(seed), 0.0
+    jobs = []
+    for _ in range(count):
+        at += rng.expovariate(load / (MEAN_TOKENS * TOKEN_S))
+        jobs.append(Job(at, min(MAX_TOKENS, max(1, round(law.draw(rng) * MEAN_TOKENS)))))
+    return jobs
+
+
+def waits_of_engine(jobs: list[Job]) -> list[float]:
+    """Serve the jobs, one sequence at a time, and return how long each waited."""
+    waits: list[float] = []
+
+    def record(event: Event) -> None:
+        if isinstance(event, RequestAdmitted):
+            waits.append(event.waited_s)
+
+    def arrivals() -> Iterator[tuple[float, Request]]:
+        once = SamplingParams(max_tokens=1, ignore_eos=True)
+        for index, job in enumerate(jobs):
+            yield job.at, Request(request_id=str(index), prompt=(1,) * job.tokens, sampling=once, model="")
+
+    page = PageShape(block_size=1024, num_layers=1, num_kv_heads=1, head_dim=8, element_bytes=2, dtype="bfloat16")
+    base = BaseShape(
+        name="queue",
+        architecture="llama",
+        fingerprint="queue",
+        vocab_size=2,
+        hidden_size=8,
+        num_layers=1,
+        max_model_len=MAX_TOKENS + 1,
+        page=page,
+        modules=(),
+        all_linear=(),
+        eos_token_ids=(),
+    )
+    core = EngineCore(
+        base=base,
+        num_pages=MAX_TOKENS // page.block_size + 2,
+        executor=SimulatedExecutor(
+            FixedCost(step_s=0.0, token_s=TOKEN_S), vocab_size=2, choose=lambda part: SampledToken(token_id=0)
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=MAX_TOKENS, max_waiting=len(jobs)),
+        memory=MemoryConfig(block_size=page.block_size, prefix_caching=False),
+        adapters=AdapterConfig(),
+        served_name="queue",
+        sinks=[record],
+    )
+    EngineLoop(core, VirtualClock(), on_outputs=lambda outputs, now: None, arrivals=arrivals()).run()
+    return waits
+
+
+def waits_of_lindley(jobs: list[Job]) -> list[float]:
+    """Return each job's wait in a queue with one server, first come, first served."""
+    waits, free_at = [], 0.0
+    for job in jobs:
+        waits.append(max(0.0, free_at - job.at))
+        free_at = max(free_at, job.at) + job.tokens * TOKEN_S
+    return waits
+
+
+def expected_wait_s(law: Law, load: float) -> float:
+    """Return the mean wait by the formula, in seconds."""
+    return load * law.second_moment / (2.0 * (1.0 - load)) * MEAN_TOKENS * TOKEN_S
+
+
+def compare(name: str, load: float, count: int, seed: int) -> Row:
+    """Serve ``count`` requests and hold their waits against both."""
+    jobs = make_jobs(LAWS[name], load, count, seed)
+    waits = waits_of_engine(jobs)
+    size = count // NUM_BATCHES
+    means = [fmean(waits[start : start + size]) for start in range(0, size * NUM_BATCHES, size)]
+    return Row(
+        law=name,
+        load=load,
+        requests=count,
+        expected_s=expected_wait_s(LAWS[name], load),
+        mean_s=fmean(waits),
+        interval_s=2.02 * stdev(means) / sqrt(NUM_BATCHES),
+        largest_difference_s=max(abs(a - b) for a, b in zip(waits, waits_of_lindley(jobs), strict=True)),
+    )
+
+
+def report(rows: list[Row]) -> str:
+    lines = [
+        "# The engine against closed forms of queueing theory",
+        "",
+        "`python bench/closed_forms.py`: one sequence at a time, Poisson arrivals, mean service time "
+        f"{MEAN_TOKENS * TOKEN_S:g} s, no adapters. Virtual time and fixed seeds: the same digits on any machine.",
+        "",
+        "| sizes | load | requests | mean wait by formula | by the engine | 95 % | difference "
+        "| any request off Lindley by at most |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {row.law} | {row.load:g} | {row.requests:,} | {row.expected_s:.4f} s | {row.mean_s:.4f} s "
+        f"| ± {row.interval_s:.4f} | {row.error:+.2%} | {row.largest_difference_s:.0e} s |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a hundredth of the requests, nothing written")
+    options = parser.parse_args()
+    rows = []
+    for name in LAWS:
+        for load, count in ((0.5, 300_000), (0.7, 600_000)):
+            rows.append(compare(name, load, count // (100 if options.quick else 1), seed=1))
+            print(report(rows[-1:]).splitlines()[-1], flush=True)
+    if not options.quick:
+        (RESULTS / "closed_forms.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        (RESULTS / "closed_forms.md").write_text(report(rows))
+
+
+if __name__ == "__main__":
+    main()

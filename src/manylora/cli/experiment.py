@@ -1,0 +1,181 @@
+"""``manylora experiment``: list the published evaluations, run them again, and report what came out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from manylora.cli.terminal import note, notes, out
+from manylora.errors import ConfigError
+from manylora.experiments import (
+    WORDS,
+    Experiment,
+    Findings,
+    Picture,
+    Runner,
+    as_html,
+    as_json,
+    as_markdown,
+    cases_of,
+    draw,
+    find_experiments,
+    format_interval,
+    format_value,
+    overall,
+    read_experiment,
+)
+
+__all__ = ["experiment_app"]
+
+experiment_app = typer.Typer(
+    help="Run published evaluations again, and hold what comes out against what was published.",
+    no_args_is_help=True,
+)
+
+QUICK_S = 60.0
+OUTPUT = Path("experiments-results")
+
+Traces = Annotated[
+    Path | None, typer.Option(help="Folder of traces that workloads read.", exists=True, file_okay=False)
+]
+Output = Annotated[Path, typer.Option(help="Folder for results, plots and the report.", file_okay=False)]
+Seeds = Annotated[int | None, typer.Option(help="Runs of each case, each with draws of its own.", min=1)]
+Processes = Annotated[int, typer.Option(help="Runs at once.", min=1)]
+
+
+@experiment_app.command("list")
+def list_experiments() -> None:
+    """List what can be run."""
+    table = Table("name", "what", "where published", box=None, pad_edge=False)
+    for name in find_experiments():
+        experiment = read_experiment(name)
+        table.add_row(name, experiment.title, experiment.source)
+    out.print(table)
+
+
+@experiment_app.command()
+def run(
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Experiments, suites of them, or [bold]all[/bold].")
+    ],
+    traces: Traces = None,
+    output: Output = OUTPUT,
+    seeds: Seeds = None,
+    processes: Processes = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One minute of arrivals, one seed: whether it runs, not what comes out.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run again what has been run before.")] = False,
+) -> None:
+    """Run experiments; what has been run before, with the same description, is not run again."""
+    chosen = _choose(names)
+    runner = Runner(output / "runs", num_processes=processes, fresh=fresh)
+    found = _run(chosen, runner, traces=traces, seeds=1 if quick else seeds, duration_s=QUICK_S if quick else None)
+    for findings in found:
+        _keep(findings, output)
+        _show(findings)
+
+
+@experiment_app.command()
+def report(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME...]", help="Experiments or suites; all that can be run.")
+    ] = None,
+    traces: Traces = None,
+    output: Output = OUTPUT,
+    seeds: Seeds = None,
+    processes: Processes = 1,
+) -> None:
+    """Run what is missing, and write report.md with its pictures and report.html, one page that needs no other file."""
+    runner = Runner(output / "runs", num_processes=processes)
+    found = _run(_choose(names or ["all"]), runner, traces=traces, seeds=seeds, duration_s=None)
+    pages = [(findings, _keep(findings, output)) for findings in found]
+    command = f"manylora experiment report {' '.join(names or [])}".strip() + (" --traces DIR" if traces else "")
+    (output / "report.md").write_text(as_markdown(pages, command))
+    (output / "report.html").write_text(as_html(pages, command))
+    out.print(output / "report.html", soft_wrap=True)
+
+
+def _choose(names: list[str]) -> list[Experiment]:
+    """Return the experiments that are meant.
+
+    Raises:
+        ConfigError: Nothing has that name.
+    """
+    known = find_experiments()
+    chosen: dict[str, None] = {}
+    for name in names:
+        of_suite = [one for one in known if name in ("all", one.partition("/")[0])]
+        chosen |= dict.fromkeys(of_suite or [name])
+    return [read_experiment(name) for name in chosen]
+
+
+def _run(
+    chosen: list[Experiment],
+    runner: Runner,
+    *,
+    traces: Path | None,
+    seeds: int | None,
+    duration_s: float | None,
+) -> list[Findings]:
+    cases = [cases_of(one, seeds=seeds or one.num_seeds, traces=traces, duration_s=duration_s) for one in chosen]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=notes) as progress:
+        task = progress.add_task("cases")
+        results = runner.run(
+            [case for of_one in cases for case in of_one.values()],
+            lambda done, of: progress.update(task, completed=done, total=of),
+        )
+    found = []
+    for experiment, of_one in zip(chosen, cases, strict=True):
+        by_place: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for (setup, point, seed), case in of_one.items():
+            by_place.setdefault((setup, point), []).append((seed, case.key))
+        found.append(
+            Findings(
+                experiment,
+                {place: [results[key] for _, key in sorted(runs)] for place, runs in by_place.items()},
+            )
+        )
+    return found
+
+
+def _keep(findings: Findings, output: Path) -> list[Picture]:
+    """Write an experiment's result and pictures; return the pictures."""
+    stem = findings.experiment.name.replace("/", "-")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{stem}.json").write_text(json.dumps(as_json(findings), separators=(",", ":")) + "\n")
+    pictures = []
+    try:
+        for place, plot in enumerate(findings.experiment.plots):
+            pictures.append(Picture(f"{stem}-{place + 1}" if place else stem, draw(findings, plot)))
+    except ConfigError as error:
+        note(str(error))
+        return []
+    for picture in pictures:
+        (output / f"{picture.name}.png").write_bytes(picture.png)
+    return pictures
+
+
+def _show(findings: Findings) -> None:
+    """Print what was published beside ours."""
+    comparisons = findings.compare()
+    experiment = findings.experiment
+    out.print(f"\n[bold]{experiment.name}[/bold]  {experiment.title}: {WORDS[overall(comparisons)]}")
+    if comparisons:
+        table = Table("", "published", "ours", "", box=None, pad_edge=False)
+        for one in comparisons:
+            published = format_value(one.claim.published, one.claim)
+            table.add_row(one.claim.text, published, format_interval(one.ours, one.claim), one.verdict.value)
+        out.print(table)
+    table = Table("setup", "point", *experiment.shown, box=None, pad_edge=False)
+    for setup in experiment.setups:
+        for point in experiment.points:
+            cells = (f"{findings.figure(setup, point.label, name).middle:.4g}" for name in experiment.shown)
+            table.add_row(setup, point.label, *cells)
+    out.print(table)

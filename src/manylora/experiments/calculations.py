@@ -1,0 +1,66 @@
+"""What needs no simulated run: requests that are alone, and one step priced with each family of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora.experiments.alone import plan_of, time_alone
+from manylora.experiments.cases import Case, read_setup, read_workload
+from manylora.experiments.result import Result, cdf
+from manylora.sim.adapters import adapter_versions
+from manylora.sim.setup import make_config
+from manylora.workloads import make_workload
+
+__all__ = ["CALCULATIONS", "alone", "kernels"]
+
+
+def alone(case: Case) -> Result:
+    """Time every request of a workload as if it were alone, and say what takes its time."""
+    setup = read_setup(case.setup)
+    spec = read_workload(case.workload, case.traces)
+    workload = make_workload(spec, case.seed)
+    config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
+    cost = config.cost
+    versions = adapter_versions(workload.adapters, config.base)
+    times = [time_alone(one, versions.get(one.adapter or ""), cost) for one in workload.requests]
+    count = len(times)
+    ttft = sum(one.ttft_s for one in times) / count
+    figures = {
+        "ttft_mean": ttft,
+        "e2e_mean": sum(one.e2e_s for one in times) / count,
+        "load_s": sum(one.load_s for one in times) / count,
+        "base_s": sum(one.base_s for one in times) / count,
+        "adapter_s": sum(one.adapter_s for one in times) / count,
+        "compute_s": sum(one.base_s + one.adapter_s for one in times) / count,
+    }
+    figures["load_share"] = figures["load_s"] / ttft
+    figures["adapter_share"] = (figures["load_s"] + figures["adapter_s"]) / ttft
+    for name, values in (("ttft", [one.ttft_s for one in times]), ("e2e", [one.e2e_s for one in times])):
+        values.sort()
+        figures[f"{name}_p50"] = values[count // 2]
+        figures[f"{name}_p99"] = values[int(0.99 * (count - 1))]
+    return Result(figures, {"ttft_cdf": cdf(one.ttft_s for one in times), "e2e_cdf": cdf(one.e2e_s for one in times)})
+
+
+def kernels(case: Case) -> Result:
+    """Price one decoding step: every request of the workload has its prompt behind it and generates one token."""
+    setup = read_setup(case.setup)
+    spec = read_workload(case.workload, case.traces)
+    workload = make_workload(spec, case.seed)
+    config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
+    cost = config.cost
+    versions = adapter_versions(workload.adapters, config.base)
+    step = [(one.num_prompt_tokens, 1, versions.get(one.adapter or "")) for one in workload.requests]
+    base_s = cost.step_time_s(plan_of((context, 1, None) for context, _, _ in step))
+    adapters_s = cost.step_time_s(plan_of(step)) - base_s
+    return Result(
+        {
+            "base_s": base_s,
+            "adapters_s": adapters_s,
+            "adapters_share": adapters_s / base_s,
+            "num_adapters": len({one.adapter for one in workload.requests} - {None}),
+        }
+    )
+
+
+CALCULATIONS: dict[str, Callable[[Case], Result]] = {"alone": alone, "kernels": kernels}

@@ -1,0 +1,160 @@
+"""What an experiment found, held against what was published.
+
+Seeds are paired: a change or a ratio is taken between runs of the same arrivals, lengths and adapters, then averaged,
+so that its interval is that of the difference and not of the weather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
+from itertools import combinations, pairwise
+from math import exp, isfinite, log
+
+from manylora.experiments.result import Result
+from manylora.experiments.spec import Claim, Experiment
+from manylora.measure import Interval, interval_of_runs
+
+__all__ = ["Comparison", "Findings", "Verdict", "overall"]
+
+
+class Verdict(Enum):
+    """How a published number and ours stand to each other."""
+
+    AGREES = "agrees"
+    DIRECTION = "agrees in direction"
+    """Better where it was published to be better, worse where worse; by another amount."""
+    DIFFERS = "differs"
+    NOT_REACHED = "not reached"
+    """Nothing to compare: the runs do not go that far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A claim beside ours.
+
+    Args:
+        claim: What was published.
+        ours: The same of our runs; ``None`` where they do not go that far.
+        verdict: How they stand to each other.
+    """
+
+    claim: Claim
+    ours: Interval | None
+    verdict: Verdict
+
+
+class Findings:
+    """The results of an experiment.
+
+    Args:
+        experiment: What was run.
+        results: By setup and label of the point: one for each seed.
+    """
+
+    def __init__(self, experiment: Experiment, results: Mapping[tuple[str, str], Seq[Result]]) -> None:
+        self.experiment = experiment
+        self._results = results
+
+    @property
+    def num_seeds(self) -> int:
+        """Runs of each case."""
+        return len(next(iter(self._results.values())))
+
+    def runs(self, setup: str, point: str) -> Seq[Result]:
+        """Return the results at a point, by seed."""
+        return self._results[setup, point]
+
+    def figure(self, setup: str, point: str, name: str) -> Interval:
+        """Return a figure at a point: its mean over seeds."""
+        return interval_of_runs([run.figures.get(name, 0.0) for run in self._results[setup, point]])
+
+    def compare(self) -> list[Comparison]:
+        """Hold every claim against ours."""
+        return [self._compare(claim) for claim in self.experiment.claims]
+
+    def _compare(self, claim: Claim) -> Comparison:
+        values = [self._evaluate(claim, seed) for seed in range(self.num_seeds)]
+        known = [value for value in values if value is not None and isfinite(value)]
+        if len(known) < len(values):
+            return Comparison(claim, None, Verdict.NOT_REACHED)
+        ours = interval_of_runs(known)
+        return Comparison(claim, ours, _judge(claim, ours.middle))
+
+    def _evaluate(self, claim: Claim, seed: int) -> float | None:
+        if claim.form == "order":
+            return self._order(claim, seed)
+        if claim.form.startswith("crossing"):
+            own = self._crossing(claim.setup, claim, seed)
+            if claim.form == "crossing" or own is None:
+                return own
+            other = self._crossing(claim.versus or claim.setup, claim, seed)
+            return None if other is None else own / other
+        if claim.relative is not None:
+            capacity = self._crossing(claim.versus or claim.setup, claim, seed)
+            if capacity is None:
+                return None
+            x = claim.relative * capacity
+            own, other = (self._at(name, claim.figure, x, seed) for name in (claim.setup, claim.versus or claim.setup))
+        else:
+            own = self._value(claim.setup, claim.point, claim.figure, seed)
+            other = self._value(claim.versus or claim.setup, claim.versus_point or claim.point, claim.figure, seed)
+        if claim.form == "value" or own is None or not other:
+            return own
+        return own / other - 1.0 if claim.form == "change" else own / other
+
+    def _value(self, setup: str, point: str, figure: str, seed: int) -> float:
+        label = point if (setup, point) in self._results else self.experiment.points[0].label
+        return self._results[setup, label][seed].figures.get(figure, 0.0)
+
+    def _order(self, claim: Claim, seed: int) -> float:
+        values = [self._value(setup, claim.point, claim.figure, seed) for setup in claim.order]
+        pairs = list(combinations(values, 2))
+        return sum(first < second for first, second in pairs) / len(pairs)
+
+    def _crossing(self, setup: str, claim: Claim, seed: int) -> float | None:
+        """Return where the figure first exceeds the limit; ``None`` if it does nowhere, or from the first point on."""
+        assert claim.limit is not None, f"{claim.text}: a crossing needs a limit"
+        places = [(point.x, self._value(setup, point.label, claim.figure, seed)) for point in self.experiment.points]
+        for (x, y), (next_x, next_y) in pairwise(places):
+            if y <= claim.limit < next_y:
+                return x + (next_x - x) * _share(y, next_y, claim.limit)
+        return None
+
+    def _at(self, setup: str, figure: str, x: float, seed: int) -> float | None:
+        """Return a figure between two points."""
+        points = self.experiment.points
+        for here, there in pairwise(points):
+            if here.x <= x <= there.x:
+                y, next_y = (self._value(setup, one.label, figure, seed) for one in (here, there))
+                part = (x - here.x) / (there.x - here.x)
+                return exp(log(y) + part * (log(next_y) - log(y))) if min(y, next_y) > 0 else y + part * (next_y - y)
+        return None
+
+
+def _share(low: float, high: float, at: float) -> float:
+    """Return how far ``at`` is from ``low`` to ``high``; latencies grow by factors, so in logarithms."""
+    if min(low, at) > 0:
+        low, high, at = log(low), log(high), log(at)
+    return (at - low) / (high - low)
+
+
+def _judge(claim: Claim, ours: float) -> Verdict:
+    if abs(ours - claim.published) <= claim.tolerance:
+        return Verdict.AGREES
+    nothing = 0.0 if claim.form == "change" else 1.0
+    is_relative = claim.form in ("change", "ratio", "crossing-ratio")
+    if is_relative and (ours - nothing) * (claim.published - nothing) > 0:
+        return Verdict.DIRECTION
+    return Verdict.DIFFERS
+
+
+def overall(comparisons: Seq[Comparison]) -> Verdict | None:
+    """Return an experiment's verdict: that of its worst claim, ``None`` without claims."""
+    verdicts = [one.verdict for one in comparisons]
+    for verdict in (Verdict.DIFFERS, Verdict.NOT_REACHED, Verdict.DIRECTION):
+        if verdict in verdicts:
+            return verdict
+    return Verdict.AGREES if verdicts else None

@@ -1,0 +1,147 @@
+"""Read suites and experiments from their TOML files, and say by name what is wrong with one."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from manylora.errors import ConfigError
+from manylora.experiments.spec import Claim, Experiment, Plot, Point, Table, merge, setup_table
+from manylora.workloads.tables import TableReader, nearest
+
+__all__ = ["CATALOG", "find_experiments", "read_experiment"]
+
+CATALOG = Path(__file__).parent / "catalog"
+"""Suites that come with manylora."""
+
+SUITE = "suite.toml"
+_OF_SUITE = ("title", "slo_s", "warm_up_s", "num_seeds", "workload", "setups")
+_OF_EXPERIMENT = (
+    *("title", "source", "calculation", "setups", "use", "workload", "sweep", "points", "num_seeds", "slo_s"),
+    *("warm_up_s", "plots", "claims", "shown", "why", "notes"),
+)
+
+
+def find_experiments(folder: Path = CATALOG) -> list[str]:
+    """Return the names of the experiments in a folder of suites, in the order they were published in."""
+    found = [path for path in folder.glob("*/*.toml") if path.name != SUITE]
+    return [f"{path.parent.name}/{path.stem}" for path in sorted(found)]
+
+
+def read_experiment(name: str, folder: Path = CATALOG) -> Experiment:
+    """Read an experiment and the suite it belongs to.
+
+    Args:
+        name: ``suite/file``.
+        folder: Folder of suites.
+
+    Raises:
+        ConfigError: There is no such experiment, or a file is wrong.
+    """
+    names = find_experiments(folder)
+    if name not in names:
+        raise ConfigError(f"Got experiment {name!r}, {nearest(name, names)}")
+    path = folder / f"{name}.toml"
+    try:
+        suite = _read(path.with_name(SUITE), _OF_SUITE)
+        return _make(name, suite, _read(path, _OF_EXPERIMENT))
+    except ConfigError as error:
+        raise ConfigError(f"experiment {name}: {error}") from None
+
+
+def _read(path: Path, known: tuple[str, ...]) -> Table:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path.name}: cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path.name}: not TOML: {error}") from None
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{path.name}: got {key!r}, which nothing reads: {nearest(key, known)}")
+    return table
+
+
+def _make(name: str, suite: Table, own: Table) -> Experiment:
+    reader = TableReader({})
+    setups = merge(_table(suite, "setups"), _table(own, "setups"))
+    every = {key: setup for key, setup in setups.items() if isinstance(setup, dict)}
+    used = _texts(own, "use") or list(_table(own, "setups"))
+    get = {**suite, **own}.get
+    claims = tuple(reader.read(Claim, one, "claims") for one in _tables(own, "claims"))
+    plots = tuple(reader.read(Plot, one, "plots") for one in _tables(own, "plots"))
+    return Experiment(
+        name=name,
+        title=str(own["title"]) if "title" in own else name,
+        source=str(own.get("source", "")),
+        calculation=str(own["calculation"]) if "calculation" in own else None,
+        setups={one: setup_table(every, one) for one in used},
+        workload=merge(_table(suite, "workload"), _table(own, "workload")),
+        points=_points(own),
+        num_seeds=_whole(get("num_seeds", 3), "num_seeds"),
+        slo_s=_number(get("slo_s", 5.0), "slo_s"),
+        warm_up_s=_number(get("warm_up_s", 0.0), "warm_up_s"),
+        plots=plots,
+        claims=claims,
+        shown=tuple(_texts(own, "shown")) or ("ttft_p50", "ttft_p99"),
+        why=str(own.get("why", "")).strip(),
+        notes=str(own.get("notes", "")).strip(),
+    )
+
+
+def _points(own: Table) -> tuple[Point, ...]:
+    """Return the axis: the points that are given, or those of a sweep over one key; one that changes nothing else."""
+    if "sweep" in own:
+        sweep = _table(own, "sweep")
+        key, values = str(sweep.get("key", "")), sweep.get("values")
+        if not key or not isinstance(values, list) or not values:
+            raise ConfigError(f"Got sweep = {sweep!r}, expected a key and values")
+        return tuple(
+            Point(f"{value:g}" if isinstance(value, int | float) else str(value), _x(value, place), {key: value})
+            for place, value in enumerate(values)
+        )
+    points = []
+    for place, table in enumerate(_tables(own, "points")):
+        label, changes = str(table.get("label", place)), table.get("set", {})
+        if not isinstance(changes, dict) or not all(key.startswith(("workload.", "setup.")) for key in changes):
+            raise ConfigError(f"Got point {label!r} that sets {changes!r}, expected keys of workload. and setup.")
+        points.append(Point(label, _x(table.get("x", place), place), dict(changes)))
+    return tuple(points) or (Point("", 0.0, {}),)
+
+
+def _x(value: object, place: int) -> float:
+    return float(value) if isinstance(value, int | float) else float(place)
+
+
+def _table(table: Table, key: str) -> Table:
+    value = table.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"Got {key} = {value!r}, expected a table")
+    return dict(value)
+
+
+def _tables(table: Table, key: str) -> list[Table]:
+    values = table.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise ConfigError(f"Got {key} = {values!r}, expected tables")
+    return values
+
+
+def _texts(table: Table, key: str) -> list[str]:
+    values = table.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ConfigError(f"Got {key} = {values!r}, expected texts")
+    return values
+
+
+def _number(value: object, key: str) -> float:
+    if not isinstance(value, int | float) or value < 0:
+        raise ConfigError(f"Got {key} = {value!r}, expected a number of at least 0")
+    return float(value)
+
+
+def _whole(value: object, key: str) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"Got {key} = {value!r}, expected a whole number above 0")
+    return value

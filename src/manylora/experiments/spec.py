@@ -1,0 +1,177 @@
+"""An experiment as data: what is run, what was published about it, and when the two agree.
+
+A *suite* is a folder with a ``suite.toml`` (the set-up that its experiments share) and a file for each experiment::
+
+    suite.toml     title, slo_s, warm_up_s, [workload], [setups.NAME]
+    fig11.toml     title, source, use (names of setups), [sweep] or [[points]], [[plots]], [[claims]], why
+
+An experiment runs every setup at every point, with every seed. A *point* changes keys of the workload and of the setups
+by their dotted names; a table that brings a ``kind`` replaces the one it changes, any other is merged into it. A setup
+may be ``like`` another. All of it ends as a list of cases (``cases.py``); nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal
+
+from manylora.errors import ConfigError
+
+__all__ = ["Claim", "Experiment", "Plot", "Point", "Table", "merge", "setup_table"]
+
+Table = dict[str, object]
+"""A table as TOML gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One place on the horizontal axis.
+
+    Args:
+        label: For people, and for claims to refer to.
+        x: Where it is plotted.
+        changes: What it sets, by dotted names that begin with ``workload.`` or ``setup.``.
+    """
+
+    label: str
+    x: float
+    changes: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A picture.
+
+    Args:
+        kind: ``lines`` of a figure over the points, ``bars`` by point, or ``curves`` that each run kept.
+        show: Name of the figure or of the curve.
+        at: Points to draw; all by default.
+        setups: Setups to draw; all by default.
+        versus: Divide by this setup at the same point.
+        title: Above it.
+        x_label: Below it.
+        y_label: Beside it.
+        log: Whether the vertical axis is logarithmic.
+        limit: A horizontal line.
+    """
+
+    kind: Literal["lines", "bars", "curves"] = "lines"
+    show: str
+    at: tuple[str, ...] = ()
+    setups: tuple[str, ...] = ()
+    versus: str | None = None
+    title: str = ""
+    x_label: str = ""
+    y_label: str = ""
+    log: bool = False
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Something that was published, how ours is made, and how near is near.
+
+    Args:
+        text: What it says.
+        figure: Name of the figure it is about.
+        form: What is made of it:
+
+            * ``value``: the figure itself;
+            * ``change``: relative to another setup, less 1;
+            * ``ratio``: relative to another setup;
+            * ``crossing``: where on the axis the figure first exceeds ``limit``;
+            * ``crossing-ratio``: that, relative to another setup;
+            * ``order``: setups in rising order of the figure; published is 1, ours the share of pairs in order.
+        setup: Whose figure.
+        point: Where, by label; ``relative`` instead gives a share of the place where ``versus`` crosses ``limit``.
+        relative: See ``point``; the figures are interpolated between points.
+        versus: Relative to whom.
+        versus_point: Relative to which point, where that is another one.
+        limit: See ``form``.
+        order: Setups in the published order.
+        published: The published number.
+        tolerance: How far ours may be off for the two to agree, in the claim's unit.
+        unit: How numbers are written.
+    """
+
+    text: str
+    figure: str
+    form: Literal["value", "change", "ratio", "crossing", "crossing-ratio", "order"] = "value"
+    setup: str = ""
+    point: str = ""
+    relative: float | None = None
+    versus: str | None = None
+    versus_point: str | None = None
+    limit: float | None = None
+    order: tuple[str, ...] = ()
+    published: float
+    tolerance: float
+    unit: Literal["", "%", "x", "s", "ms", "req/s", "tok/s", "1/s"] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One published figure or table, ready to be run.
+
+    Args:
+        name: ``suite/file``.
+        title: What it shows.
+        source: Where it was published.
+        calculation: Name of a calculation (``calculations.py``) where nothing has to be simulated.
+        setups: Tables of what is compared, by name, complete.
+        workload: Table of the workload, complete.
+        points: The axis.
+        num_seeds: How often each case is run.
+        slo_s: Promised time to first token, in seconds.
+        warm_up_s: Requests that arrive this early are not counted, in seconds.
+        plots: Pictures.
+        claims: What was published.
+        shown: Figures of the table of results.
+        why: Why ours differs, where it does, and what shows that.
+        notes: What a reader should know about how it was done.
+    """
+
+    name: str
+    title: str
+    source: str
+    calculation: str | None
+    setups: Mapping[str, Table]
+    workload: Table
+    points: tuple[Point, ...]
+    num_seeds: int
+    slo_s: float
+    warm_up_s: float
+    plots: tuple[Plot, ...]
+    claims: tuple[Claim, ...]
+    shown: tuple[str, ...]
+    why: str
+    notes: str
+
+
+def merge(table: Mapping[str, object], changes: Mapping[str, object]) -> Table:
+    """Return a table with changes merged in, deeply; a table that brings a ``kind`` replaces its like."""
+    merged: Table = deepcopy(dict(table))
+    for key, value in changes.items():
+        old = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping) and "kind" not in value:
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = deepcopy(value)
+    return merged
+
+
+def setup_table(setups: Mapping[str, Table], name: str, seen: tuple[str, ...] = ()) -> Table:
+    """Return a setup's table with those that it is ``like`` merged in.
+
+    Raises:
+        ConfigError: There is no such setup, or setups are like each other in a circle.
+    """
+    if name not in setups:
+        raise ConfigError(f"Got setup {name!r}, expected one of {', '.join(sorted(setups))}")
+    if name in seen:
+        raise ConfigError(f"Got setups that are like each other in a circle: {', '.join((*seen, name))}")
+    table = dict(setups[name])
+    like = table.pop("like", None)
+    return merge(setup_table(setups, str(like), (*seen, name)), table) if like is not None else table
