@@ -8,40 +8,18 @@ from pathlib import Path
 
 import pytest
 from harness import version
-from sim_profiles import ROWS, TRUTH, make_profile
+from sim_profiles import ROWS, TRUTH, make_profile, sweep
 
-from manylora.bench.sweep import draw_burst, run_sweep
-from manylora.clock import VirtualClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.bench.sweep import draw_burst
 from manylora.engine.features import StepFeatures, step_features
 from manylora.engine.ports import AdapterLoad, PlannedSequence, StepPlan
 from manylora.engine.step_log import LoadRecord, LogHeader, LogLine, StepRecord
 from manylora.errors import ConfigError
-from manylora.sim.build import build_simulated_parts
 from manylora.sim.calibrate import fit_profile, split_log
 from manylora.sim.fitted import FittedCost
-from manylora.sim.profile import CostProfile, Noise, StepCost, read_profile
+from manylora.sim.profile import Noise, StepCost, read_profile
 from manylora.sim.shapes import llama_3_8b_shape
 from manylora.types import AdapterKey, SamplingParams, Tier
-
-
-def sweep(profile: CostProfile, *, seconds: float = 4.0, rng: random.Random | None = None) -> list[LogLine]:
-    """Log a sweep over an engine that costs what the profile says, in virtual time."""
-    config = EngineConfig(
-        model=ModelConfig(model="none"),
-        memory=MemoryConfig(num_pages=profile.num_pages, prefix_caching=False),
-        scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
-        adapters=AdapterConfig(eviction="none", max_cpu_loras=6),
-    )
-    clock = VirtualClock()
-    parts = build_simulated_parts(config, clock, cost=FittedCost(profile, rng), shape=profile.base)  # type: ignore[arg-type]
-    adapters = [version(f"key-{index}", num_pages=4 + index % 4 * 8, rank=8 << index % 4) for index in range(12)]
-    lines: list[LogLine] = [LogHeader(base=parts.base, num_pages=parts.num_pages, machine="a machine")]
-    num_steps = run_sweep(
-        parts, config, adapters, clock=clock, rng=random.Random(0), seconds=seconds, write=lines.append
-    )
-    assert num_steps == sum(isinstance(line, StepRecord) for line in lines)
-    return lines
 
 
 def steps_of(lines: list[LogLine]) -> list[StepRecord]:

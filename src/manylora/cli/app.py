@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from manylora.cli.adapters import adapters_app
+from manylora.cli.calibrate import calibrate
 from manylora.cli.demo import demo
 from manylora.cli.experiment import experiment_app
 from manylora.cli.generate import generate
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command(cls=ServeCommand)(serve)
 app.command()(generate)
 app.add_typer(adapters_app, name="adapters")
+app.command()(calibrate)
 app.command()(top)
 app.command(name="simulate")(simulate_command)
 app.add_typer(experiment_app, name="experiment")

@@ -15,7 +15,7 @@ also replays a run exactly (``sim/replay.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
@@ -39,6 +39,7 @@ __all__ = [
     "StepRecord",
     "open_step_log",
     "read_step_log",
+    "write_step_log",
 ]
 
 
@@ -217,6 +218,19 @@ def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> I
         except OSError as error:
             raise ConfigError(f"Got step_log = {str(path)!r}, which cannot be written: {error.strerror}") from error
         yield StepLog(file, header)
+
+
+def write_step_log(path: str | Path, lines: Iterable[LogLine]) -> None:
+    """Write a log that is in memory.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    encode = msgspec.json.Encoder().encode
+    try:
+        Path(path).write_bytes(b"".join(encode(line) + b"\n" for line in lines))
+    except OSError as error:
+        raise ConfigError(f"Cannot write the step log {path}: {error.strerror}") from error
 
 
 def read_step_log(path: str | Path) -> Iterator[LogLine]:

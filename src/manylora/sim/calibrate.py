@@ -22,7 +22,7 @@ from manylora.errors import ConfigError
 from manylora.sim.least_squares import Array, fit_nonnegative, fit_robustly
 from manylora.sim.profile import TERMS, CostProfile, FitError, LoadCost, Noise, RowCost, StepCost, term_units
 
-__all__ = ["LEAST_STEPS", "fit_profile", "regime_of", "split_log"]
+__all__ = ["LEAST_STEPS", "fit_profile", "regime_of", "split_log", "step_shares"]
 
 LEAST_STEPS = 40
 """Steps below which a fit would be a guess."""
@@ -110,6 +110,18 @@ def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
         errors=errors,
         num_steps=len(steps),
     )
+
+
+def step_shares(profile: CostProfile, features: Sequence[StepFeatures]) -> dict[str, float]:
+    """Return which share of steps' fitted time each term has; ``rows`` and ``turn`` beside the names in ``TERMS``."""
+    units = np.array([term_units(one) for one in features], dtype=np.float64).sum(axis=0).tolist()
+    seconds = {name: profile.terms.get(name, 0.0) * amount for name, amount in zip(TERMS, units, strict=True)}
+    rows = StepCost({}, profile.rows)
+    seconds["rows"] = sum(rows.seconds(one) for one in features)
+    num_sequences = sum(one.num_sequences for one in features)
+    seconds["turn"] = profile.turn_s * len(features) + profile.turn_sequence_s * num_sequences
+    total = sum(seconds.values())
+    return {name: amount / total for name, amount in seconds.items()}
 
 
 class _StepFit:

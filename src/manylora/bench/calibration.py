@@ -1,0 +1,90 @@
+"""Calibrate a live engine: build it, sweep over it with made-up adapters, and hand out the log."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from manylora.bench.made_up import write_made_up_adapter
+from manylora.bench.sweep import run_sweep
+from manylora.clock import WallClock
+from manylora.config import AdapterConfig, EngineConfig
+from manylora.engine.step_log import LogHeader, LogLine
+
+__all__ = ["RANKS", "sweep_live"]
+
+RANKS = (8, 16, 32, 64)
+"""Ranks of made-up adapters, in turn."""
+
+
+def sweep_live(
+    config: EngineConfig,
+    *,
+    num_adapters: int,
+    ranks: Sequence[int] = RANKS,
+    targets: Sequence[str] | None = None,
+    seconds: float,
+    seed: int = 0,
+    write: Callable[[LogLine], None],
+    on_progress: Callable[[float], None] = lambda elapsed_s: None,
+) -> int:
+    """Run the calibration sweep on an engine that is built for it; return how many steps were logged.
+
+    No adapter idles on the device and a fourth of them finds no place in host memory, so that loads of both kinds
+    happen all the time; prompts are never remembered.
+
+    Args:
+        config: The engine; what it says of prefixes and adapters is put aside.
+        num_adapters: Made-up adapters to serve.
+        ranks: Their ranks, in turn.
+        targets: Last names of the modules they change; every linear when ``None``.
+        seconds: How long to sweep, beside building and warming up.
+        seed: Of the bursts and the weights.
+        write: Takes the log, header first.
+        on_progress: Told how many seconds of the sweep have gone.
+
+    Raises:
+        ConfigError: The model cannot be served.
+    """
+    from manylora.execution.build import build_parts  # torch is wanted only here
+
+    config = replace(
+        config,
+        memory=replace(config.memory, prefix_caching=False),
+        adapters=AdapterConfig(eviction="none", max_cpu_loras=max(1, num_adapters * 3 // 4)),
+    )
+    clock = WallClock()
+    parts = build_parts(config, clock)
+    try:
+        write(
+            LogHeader(
+                base=parts.base,
+                num_pages=parts.num_pages,
+                machine=parts.machine,
+                lora_kernel=config.model.lora_kernel,
+            )
+        )
+        with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
+            rng = np.random.default_rng(seed)
+            versions = []
+            for index in range(num_adapters):
+                place = Path(folder) / f"adapter-{index}"
+                write_made_up_adapter(place, parts.base, ranks[index % len(ranks)], rng, targets=targets)
+                versions.append(parts.reader.read(place.name, str(place)))
+            return run_sweep(
+                parts,
+                config,
+                versions,
+                clock=clock,
+                rng=random.Random(seed),
+                seconds=seconds,
+                write=write,
+                on_progress=on_progress,
+            )
+    finally:
+        parts.close()

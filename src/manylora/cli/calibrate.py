@@ -1,0 +1,178 @@
+"""`manylora calibrate`: from what steps took on a live engine to a profile that simulations charge by."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from manylora.bench.calibration import sweep_live
+from manylora.cli import options
+from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.terminal import note, notes, out
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.engine.step_log import LogLine, StepRecord, read_step_log, write_step_log
+from manylora.errors import ConfigError
+from manylora.sim.calibrate import fit_profile, step_shares
+from manylora.sim.profile import TERMS, CostProfile
+
+__all__ = ["calibrate"]
+
+_SCHEDULER = SchedulerConfig()
+_RUN = "With --run"
+
+
+def calibrate(
+    logs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="LOG...", help="Step logs of one engine, as serve --step-log writes them."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the profile goes, as JSON.")
+    ] = Path("profile.json"),
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="MODEL",
+            help="Build this model's engine and sweep over it, instead of reading logs: random bursts of requests, "
+            "few and many, short and long, over made-up adapters.",
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to sweep.", rich_help_panel=_RUN, min=1.0)] = 120.0,
+    num_adapters: Annotated[int, typer.Option("--adapters", help="How many adapters.", rich_help_panel=_RUN)] = 24,
+    ranks: Annotated[
+        str, typer.Option(metavar="R,R...", help="Their ranks, in turn.", rich_help_panel=_RUN)
+    ] = "8,16,32,64",
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Most requests running at once.", rich_help_panel=_RUN)
+    ] = _SCHEDULER.max_num_seqs,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Most tokens in one step.", rich_help_panel=_RUN)
+    ] = _SCHEDULER.max_num_batched_tokens,
+    step_log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the sweep's log.", rich_help_panel=_RUN)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Another seed, other bursts.", rich_help_panel=_RUN)] = 0,
+    memory: options.Memory = None,
+    num_pages: options.NumPages = None,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens of KV in a page.", rich_help_panel="Memory")
+    ] = MEMORY_DEFAULTS.block_size,
+    dtype: options.Dtype = MODEL_DEFAULTS.dtype,
+    device: options.Device = MODEL_DEFAULTS.device,
+    max_model_len: options.MaxModelLen = None,
+    lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
+) -> None:
+    """Fit a cost profile to what steps and loads took, and say how well it foretells steps it has not seen.
+
+    Simulate with it by [bold]manylora simulate --profile FILE[/bold], serve without the model by [bold]manylora serve
+    MODEL --simulate FILE[/bold]. Measure on a machine that does nothing else.
+
+    [bold]manylora calibrate --run demo --seconds 60 -o demo.json[/bold]
+    """
+    if bool(logs) == (model is not None):
+        raise ConfigError("Got both logs and --run, or neither: expected step logs, or --run MODEL to make one")
+    lines: list[LogLine]
+    if model is not None:
+        engine = EngineConfig(
+            model=ModelConfig(
+                model=resolve_model(model, None, {})[0],
+                dtype=dtype,
+                device=device,
+                max_model_len=max_model_len,
+                lora_kernel=lora_kernel,
+            ),
+            memory=MemoryConfig(block_size=block_size, num_pages=num_pages, memory_bytes=parse_memory(memory)),
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+        )
+        lines = _sweep(engine, _parse_ranks(ranks), num_adapters, seconds, seed, step_log)
+    else:
+        lines = list(itertools.chain.from_iterable(map(read_step_log, logs or ())))
+    profile = fit_profile(lines, command=shlex.join(["manylora", *sys.argv[1:]]))
+    profile.write(output)
+    _print_terms(profile, lines)
+    _print_errors(profile)
+    note(f"{profile.num_steps} steps on {profile.machine or 'a machine without a name'}; the profile is in {output}")
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    try:
+        ranks = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        ranks = ()
+    if not ranks or min(ranks) < 1:
+        raise ConfigError(f"Got ranks = {text!r}, expected numbers with commas between them, as 8,16,32")
+    return ranks
+
+
+def _sweep(
+    engine: EngineConfig, ranks: tuple[int, ...], num_adapters: int, seconds: float, seed: int, step_log: Path | None
+) -> list[LogLine]:
+    lines: list[LogLine] = []
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=notes, transient=True
+    ) as progress:
+        task = progress.add_task("building the engine", total=seconds)
+
+        def advance(elapsed_s: float) -> None:
+            progress.update(task, completed=min(elapsed_s, seconds), description=f"{len(lines)} steps and loads")
+
+        sweep_live(
+            engine,
+            num_adapters=num_adapters,
+            ranks=ranks,
+            seconds=seconds,
+            seed=seed,
+            write=lines.append,
+            on_progress=advance,
+        )
+    if step_log is not None:
+        write_step_log(step_log, lines)
+    return lines
+
+
+def _print_terms(profile: CostProfile, lines: list[LogLine]) -> None:
+    shares = step_shares(profile, [line.features for line in lines if isinstance(line, StepRecord)])
+    table = Table("what", "costs", "share of all steps", title="What a step is made of")
+    units = {**TERMS, "turn": "turn of the loop"}
+    costs = {**profile.terms, "turn": profile.turn_s}
+    for name in sorted(units, key=lambda one: -shares[one]):
+        if costs[name] > 0:
+            table.add_row(f"a {units[name]}", _time(costs[name]), f"{shares[name]:.1%}")
+    rows = profile.rows
+    for index, (knot, row_s) in enumerate(zip(rows.knots, rows.row_s, strict=True)):
+        end = f"up to {rows.knots[index + 1]}" if index + 1 < len(rows.knots) else "on"
+        table.add_row(f"a row, from {knot + 1} {end}", _time(row_s), f"{shares['rows']:.1%}" if index == 0 else "")
+    for tier, load in profile.loads.items():
+        source = "disk" if tier == "host" else "the host"
+        measured = f"{load.num_measured} loads" if load.num_measured else "a guess: the log has no such load"
+        table.add_row(f"a load from {source}", f"{_time(load.fixed_s)} + {_time(load.byte_s * 1e6)} per MB", measured)
+    out.print(table)
+
+
+def _print_errors(profile: CostProfile) -> None:
+    table = Table("steps", "held out", "mean", "R²", "median error", "P90", title="Steps the fit has not seen")
+    for error in profile.errors:
+        table.add_row(
+            error.regime,
+            str(error.num_steps),
+            _time(error.mean_s),
+            f"{error.r2:.3f}",
+            f"{error.median_error:.1%}",
+            f"{error.p90_error:.1%}",
+        )
+    out.print(table)
+
+
+def _time(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
