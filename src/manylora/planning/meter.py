@@ -1,0 +1,68 @@
+"""What a device spends its time on: a cost model that adds up what it is asked.
+
+Layers and attention take the longer of computing and reading, so their time is one or the other's. A fitted model knows
+the sum alone.
+"""
+
+from __future__ import annotations
+
+from manylora.engine.features import StepFeatures, step_features
+from manylora.engine.ports import AdapterLoad, StepPlan
+from manylora.sim.cost import CostModel
+from manylora.sim.roofline import RooflineCost
+
+__all__ = ["PARTS", "Meter"]
+
+PARTS = ("compute", "bandwidth", "adapters", "network", "host")
+"""What a step's time goes to: arithmetic of the base, reading its weights and the KV, adapters' arithmetic, all-reduces
+between devices, and the host (launches and the gap between two steps)."""
+
+
+class Meter:
+    """Prices work as another cost model does, and keeps count.
+
+    Args:
+        cost: The other one.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.parts_s = dict.fromkeys(PARTS, 0.0)
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Return how long a step takes, in seconds."""
+        self.num_steps += 1
+        if isinstance(self.cost, RooflineCost):
+            seconds = self._split(self.cost, step_features(plan))
+        else:
+            seconds = self.cost.step_time_s(plan)
+        self.busy_s += seconds
+        return seconds
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        """Return how long a load takes on an idle link, in seconds."""
+        return self.cost.load_time_s(load)
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each part in all the time of steps; empty where nobody can tell."""
+        total = sum(self.parts_s.values())
+        return {name: seconds / total for name, seconds in self.parts_s.items()} if total else {}
+
+    def _split(self, cost: RooflineCost, step: StepFeatures) -> float:
+        priced = cost.price(step)
+        dims, rates = cost.dims, cost.rates
+        scores = step.context_tokens + step.prompt_pairs
+        computing_s = (
+            (priced.layers_s, 2 * dims.active_weights * step.num_tokens / rates.flops_per_s),
+            (priced.attention_s, 4 * dims.num_layers * dims.q_size * scores / rates.flops_per_s),
+            (priced.head_s, 2 * dims.head_weights * step.num_sampled / rates.flops_per_s),
+        )
+        parts = self.parts_s
+        for seconds, least_s in computing_s:
+            parts["compute" if least_s > 0.5 * seconds else "bandwidth"] += seconds
+        parts["adapters"] += priced.adapters_s
+        parts["network"] += priced.network_s
+        parts["host"] += priced.launches_s + priced.host_s
+        return sum(priced)
