@@ -14,6 +14,7 @@ from manylora.cli.calibrate import calibrate
 from manylora.cli.demo import demo
 from manylora.cli.experiment import experiment_app
 from manylora.cli.generate import generate
+from manylora.cli.plan import plan_command
 from manylora.cli.predictor import predictor_app
 from manylora.cli.serve import ServeCommand, serve
 from manylora.cli.simulate import simulate_command
@@ -40,6 +41,7 @@ app.add_typer(adapters_app, name="adapters")
 app.command()(calibrate)
 app.command()(top)
 app.command(name="simulate")(simulate_command)
+app.command(name="plan")(plan_command)
 app.add_typer(experiment_app, name="experiment")
 app.add_typer(predictor_app, name="predictor")
 app.command()(demo)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -18,11 +17,11 @@ from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS
 from manylora.sim.hardware import HARDWARE
 from manylora.sim.models import MODELS
-from manylora.sim.scenario import read_scenario, read_table
+from manylora.sim.scenario import read_scenario, read_setting, read_table, with_setting
 from manylora.sim.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import Workload
 
-__all__ = ["simulate_command"]
+__all__ = ["MADE_UP", "simulate_command"]
 
 MADE_UP: dict[str, Any] = {
     "warm_up_s": 30,
@@ -134,9 +133,9 @@ def simulate_command(
         "warm_up_s": warm_up,
     }
     changes = {key: value for key, value in given.items() if value is not None}
-    changes |= dict(_read_set(text) for text in sets or ())
+    changes |= dict(read_setting(text) for text in sets or ())
     for key, value in changes.items():
-        table = _with(table, key.split("."), value, key)
+        table = with_setting(table, key, value)
     folders = ([file.parent] if file is not None else []) + ([traces] if traces is not None else [])
     scenario = read_scenario(table, folders=tuple(folders))
     workload, config = scenario.make_workload(), scenario.make_config()
@@ -168,33 +167,3 @@ def _simulate(workload: Workload, config: SimulationConfig) -> Run:
 
 def _rank(record: Any) -> str:
     return f"rank {record.rank:>3}" if record.rank else "base"
-
-
-def _read_set(text: str) -> tuple[str, Any]:
-    """Read `KEY=VALUE`; the value is TOML, or a bare word.
-
-    Raises:
-        ConfigError: There is no `=`.
-    """
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"Got --set {text!r}, expected KEY=VALUE such as setup.scheduler.max_num_seqs=64")
-    try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value.strip()
-
-
-def _with(table: dict[str, Any], path: list[str], value: Any, key: str) -> dict[str, Any]:
-    """Return a table with one value changed, however deep; the one given stays as it is.
-
-    Raises:
-        ConfigError: Something on the way is no table.
-    """
-    name, *rest = path
-    if not rest:
-        return table | {name: value}
-    inner = table.get(name, {})
-    if not isinstance(inner, dict):
-        raise ConfigError(f"Got {key} = {value!r}, and {name} is {inner!r}, no table")
-    return table | {name: _with(inner, rest, value, key)}

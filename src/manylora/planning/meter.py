@@ -61,7 +61,7 @@ class Meter:
         )
         parts = self.parts_s
         for seconds, least_s in computing_s:
-            parts["compute" if least_s > 0.5 * seconds else "bandwidth"] += seconds
+            parts["compute" if least_s > 0.9 * seconds else "bandwidth"] += seconds
         parts["adapters"] += priced.adapters_s
         parts["network"] += priced.network_s
         parts["host"] += priced.launches_s + priced.host_s

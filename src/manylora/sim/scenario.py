@@ -26,7 +26,7 @@ from manylora.workloads import Workload, WorkloadSpec, make_workload
 from manylora.workloads.spec import KINDS
 from manylora.workloads.tables import TableReader, nearest
 
-__all__ = ["Scenario", "read_scenario", "read_table"]
+__all__ = ["Scenario", "read_scenario", "read_setting", "read_table", "with_setting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +104,38 @@ def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -
     if "workload" not in values:
         raise ConfigError("There is no [workload]: who asks for what?")
     return Scenario(**values)
+
+
+def read_setting(text: str) -> tuple[str, Any]:
+    """Read `KEY=VALUE`; the value is TOML, or a bare word.
+
+    Raises:
+        ConfigError: There is no `=`.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"Got {text!r}, expected KEY=VALUE such as setup.scheduler.max_num_seqs=64")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def with_setting(table: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return a scenario's table with one value changed, however deep; the one given stays as it is.
+
+    Args:
+        table: What a TOML file holds.
+        key: Where, such as ``setup.scheduler.policy``.
+        value: What is there from now on.
+
+    Raises:
+        ConfigError: Something on the way is no table.
+    """
+    name, _, rest = key.partition(".")
+    if not rest:
+        return {**table, name: value}
+    inner = table.get(name, {})
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"Got {key} = {value!r}, and {name} is {inner!r}, no table")
+    return {**table, name: with_setting(inner, rest, value)}

@@ -1,0 +1,218 @@
+"""`manylora plan`: how much hardware a service needs, by searching with the simulator for what it can promise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from manylora.cli.simulate import MADE_UP
+from manylora.cli.terminal import note, notes, out
+from manylora.errors import ConfigError
+from manylora.memory import EVICTION_POLICIES
+from manylora.planning import Demand, Effort, Plan, Promise, make_plan
+from manylora.planning.report import as_json, comparison_table, plan_tables
+from manylora.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
+from manylora.scheduling import POLICIES
+from manylora.sim.hardware import HARDWARE
+from manylora.sim.models import MODELS
+from manylora.sim.scenario import read_scenario, read_setting, read_table, with_setting
+from manylora.workloads.traces import read_requests
+
+__all__ = ["plan_command"]
+
+_WORKLOAD, _SERVICE, _PROMISE, _SEARCH = "Workload", "Service", "Promise and cost", "Search"
+
+
+def _panel(name: str, help: str, **settings: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=name, show_default=False, **settings)
+
+
+def _names(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    """Prices per device and hour: one for all, or one for each kind of hardware."""
+
+    by_hardware: dict[str, float]
+    common: float | None
+
+    def of(self, hardware: str) -> float | None:
+        return self.by_hardware.get(hardware, self.common)
+
+
+def plan_command(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FILE", help="A scenario in TOML, as simulate takes it; without one, a made-up service."
+        ),
+    ] = None,
+    traces: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the traces that the scenario names.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Anything a scenario can say, such as workload.lengths.scale=0.5. Repeatable.",
+        ),
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,VALUE",
+            help="Plan for each value, such as gpu=a40,l40s; several give each with each. "
+            f"{_names(SHORT)}, or any setting.",
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, trial by trial.")
+    ] = None,
+    rate: Annotated[
+        float | None, _panel(_WORKLOAD, "Traffic in requests per second: how many replicas does it need?")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        _panel(_WORKLOAD, "Replay this trace's times and lengths; its own rate is the traffic, if none is given."),
+    ] = None,
+    adapters: Annotated[
+        str | None, _panel(_WORKLOAD, "How many adapters, or a folder of them as PEFT saves them.", metavar="N or DIR")
+    ] = None,
+    model: Annotated[
+        str | None, _panel(_SERVICE, f"{_names(MODELS)}; or the path of a config.json.", metavar="NAME")
+    ] = None,
+    gpu: Annotated[
+        str | None, _panel(_SERVICE, f"{_names(HARDWARE)}; or a file of figures in TOML.", metavar="NAME")
+    ] = None,
+    profile: Annotated[
+        str | None, _panel(_SERVICE, "A measured cost profile, in place of model and gpu.", metavar="FILE")
+    ] = None,
+    tensor_parallel: Annotated[int | None, _panel(_SERVICE, "Devices that share each layer.")] = None,
+    policy: Annotated[str | None, _panel(_SERVICE, f"{_names(POLICIES)}.", metavar="NAME")] = None,
+    eviction: Annotated[str | None, _panel(_SERVICE, f"{_names(EVICTION_POLICIES)}.", metavar="NAME")] = None,
+    slo_ttft: Annotated[float | None, _panel(_PROMISE, "Longest time to first token, in seconds.")] = None,
+    slo_tbt: Annotated[float | None, _panel(_PROMISE, "Longest time between two tokens, in seconds.")] = None,
+    percentile: Annotated[float, _panel(_PROMISE, "How many of a hundred get that; 99 by default.")] = 99.0,
+    price: Annotated[
+        list[str] | None,
+        _panel(
+            _PROMISE,
+            "What a device costs per hour, as a number, or by kind as in a40=0.8. Repeatable.",
+            metavar="PRICE",
+        ),
+    ] = None,
+    requests: Annotated[int, _panel(_SEARCH, "Requests of each run, at least; 2000 by default.")] = 2000,
+    seeds: Annotated[int, _panel(_SEARCH, "Runs of each trial; 2 by default.")] = 2,
+    tolerance: Annotated[
+        float, _panel(_SEARCH, "How far the capacity found may lie below the true one; 0.02 by default.")
+    ] = 0.02,
+) -> None:
+    """Say how much hardware a service needs to keep its promise: capacity, replicas, memory, cost, and what binds.
+
+    The highest rate that keeps the promise is searched for with the simulator, which runs the scheduler, the cache and
+    the memory of the server.
+
+    [bold]manylora plan --gpu l40s --slo-ttft 1 --rate 20 --price 1.1[/bold]
+
+    [bold]manylora plan --compare gpu=a40,l40s,h100 --compare policy=fifo,chameleon --slo-ttft 1[/bold]
+    """
+    table = read_table(file) if file is not None else dict(MADE_UP)
+    if trace is not None:
+        replay = {"kind": "replay", "file": str(trace.resolve())}
+        table = with_setting(with_setting(table, "workload.arrivals", replay), "workload.lengths", replay)
+        rate = rate if rate is not None else _rate_of(trace)
+    given: dict[str, Any] = {
+        "setup.model": model,
+        "setup.hardware": gpu,
+        "setup.profile": profile,
+        "setup.tensor_parallel": tensor_parallel,
+        "setup.scheduler.policy": policy,
+        "setup.adapters.eviction": eviction,
+        "slo.ttft_s": slo_ttft,
+        "slo.tbt_s": slo_tbt,
+    }
+    if (slo_ttft is not None or slo_tbt is not None) and file is None:
+        table.pop("slo", None)  # what was promised replaces what was made up
+    changes = {key: value for key, value in given.items() if value is not None}
+    changes |= _adapters(adapters)
+    changes |= dict(read_setting(text) for text in sets or ())
+    for key, value in changes.items():
+        table = with_setting(table, key, value)
+    prices = _read_prices(price or ())
+    folders = tuple(([file.parent] if file is not None else []) + ([traces] if traces is not None else []))
+    effort = Effort(num_requests=requests, seeds=seeds)
+
+    def plan(variant: Variant, on_run: Callable[[str], None]) -> Plan:
+        scenario = read_scenario(variant.table, folders=folders)
+        demand = Demand(
+            rate=rate, price_per_hour=prices.of(scenario.setup.hardware), tolerance=tolerance, effort=effort
+        )
+        return make_plan(scenario, Promise(slo=scenario.slo, percentile=percentile), demand, on_run=on_run)
+
+    plans = _make(variants(table, [read_axis(text) for text in compare or ()]), plan)
+    if len(plans) == 1:
+        for shown in plan_tables(plans[0][1]):
+            out.print(shown.rich())
+    else:
+        out.print(comparison_table([(variant.settings, one) for variant, one in plans]).rich())
+    if json_file is not None:
+        content = [{"settings": one.settings, "scenario": one.table, "plan": as_json(made)} for one, made in plans]
+        json_file.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        note(f"wrote {json_file}")
+
+
+def _make(wanted: list[Variant], plan: Callable[[Variant, Callable[[str], None]], Plan]) -> list[tuple[Variant, Plan]]:
+    """Make all plans, saying on one line what is being simulated."""
+    plans = []
+    with notes.status("planning") as status:
+        for number, variant in enumerate(wanted, 1):
+            which = "".join(f"{name} {value}, " for name, value in variant.settings.items())
+            prefix = f"{number}/{len(wanted)} {which}" if len(wanted) > 1 else ""
+
+            def on_run(text: str, prefix: str = prefix) -> None:
+                status.update(f"{prefix}{text}")
+
+            plans.append((variant, plan(variant, on_run)))
+    return plans
+
+
+def _adapters(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    if text.isdigit():
+        return {"workload.adapters.count": int(text)}
+    folder = Path(text).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"Got --adapters {text!r}, expected a number or a folder")
+    return {"workload.adapters": adapters_in(folder)}
+
+
+def _rate_of(trace: Path) -> float:
+    times = read_requests(trace).arrival_s
+    if times is None or len(times) < 2 or times[-1] <= 0:
+        raise ConfigError(f"Got --trace {str(trace)!r}, which has no times: give lengths in the scenario instead")
+    return float((len(times) - 1) / times[-1])
+
+
+def _read_prices(texts: list[str] | tuple[str, ...]) -> _Prices:
+    by_hardware: dict[str, float] = {}
+    common = None
+    for text in texts:
+        name, equals, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            raise ConfigError(f"Got --price {text!r}, expected a number, or something like a40=0.8") from None
+        if equals:
+            by_hardware[name] = value
+        else:
+            common = value
+    return _Prices(by_hardware, common)

@@ -1,0 +1,163 @@
+"""Plans as tables for a terminal or a document, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from manylora.measure.tables import FigureTable
+from manylora.planning.plan import Plan
+from manylora.planning.trial import Trial
+
+__all__ = ["BINDS", "as_json", "comparison_table", "plan_tables"]
+
+BINDS = {
+    "seats": "seats: as many sequences run as may (max_num_seqs)",
+    "memory": "memory: pages for KV are not to be had",
+    "link": "the link: adapters on their way from the host",
+    "compute": "compute: the base model's arithmetic",
+    "bandwidth": "memory bandwidth: reading weights and KV",
+    "adapters": "adapters: their arithmetic",
+    "network": "network: all-reduces between devices",
+    "host": "host: launches and the time between steps",
+    "device": "the device: its steps",
+}
+"""What binds, in words."""
+
+
+def plan_tables(plan: Plan) -> list[FigureTable]:
+    """Return what a person wants to know of one plan."""
+    return [table for table in (_outcome(plan), _memory(plan), _device(plan)) if table is not None]
+
+
+def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureTable:
+    """Return several plans side by side, given what is special about each."""
+    labels = tuple(plans[0][0])
+    with_cost = any(plan.cost is not None for _, plan in plans)
+    columns = (*labels, "req/s per replica", "measured there", "replicas", "hit rate", "device busy", "binds")
+    rows = []
+    for settings, plan in plans:
+        row = [*settings.values(), f"{plan.capacity.rate:.2f}", _promised(plan, plan.capacity.kept)]
+        row += [_count(plan), _share(plan.usage.hit_rate if plan.usage else None)]
+        row += [_share(plan.usage.device_busy if plan.usage else None), plan.binds or "-"]
+        if with_cost:
+            row.append(f"{plan.cost.per_million_output_tokens:.2f}" if plan.cost else "-")
+        rows.append(tuple(row))
+    return FigureTable(
+        title="", columns=(*columns, "per million output tokens") if with_cost else columns, rows=tuple(rows)
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return everything that is known of a plan but the single requests; infinity is ``null``."""
+    capacity = plan.capacity
+    content: dict[str, Any] = _finite(
+        {
+            "promise": asdict(plan.promise),
+            "demand": asdict(plan.demand),
+            "never_idle_requests_per_s": plan.most_per_s,
+            "capacity_requests_per_s": capacity.rate,
+            "is_bounded": capacity.broken is not None,
+            "trials": [_trial(trial) for trial in capacity.trials],
+            "binds": plan.binds,
+            "num_replicas": plan.num_replicas,
+            "is_simulated": plan.is_simulated,
+            "served": _trial(plan.served) if plan.served else None,
+            "usage": asdict(plan.usage) if plan.usage else None,
+            "cost": asdict(plan.cost) if plan.cost else None,
+        }
+    )
+    return content
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "requests_per_s": trial.rate,
+        "num_replicas": trial.num_replicas,
+        "is_kept": trial.is_kept,
+        "measured_s": trial.measured,
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _outcome(plan: Plan) -> FigureTable:
+    capacity, usage = plan.capacity, plan.usage
+    rows = [("promise", _promise(plan))]
+    if capacity.kept is None:
+        lowest = capacity.broken
+        assert lowest is not None
+        tried = f"{_promised(plan, lowest)} at {lowest.rate:.3g} req/s" if lowest.runs else "given up at every rate"
+        rows.append(("capacity", f"none: {tried}"))
+        return FigureTable(title="", columns=("", ""), rows=tuple(rows))
+    assert usage is not None
+    bound = "" if capacity.broken is not None else "at least "
+    rows += [
+        ("capacity of a replica", f"{bound}{capacity.rate:.2f} req/s"),
+        ("  measured there", _promised(plan, capacity.kept)),
+        ("  if it were never idle", f"{plan.most_per_s:.2f} req/s"),
+        ("what binds", BINDS[plan.binds or "device"]),
+    ]
+    if plan.demand.rate is not None and plan.served is not None:
+        how = _promised(plan, plan.served) if plan.is_simulated else "by division: too many to simulate together"
+        rows.append((f"replicas for {plan.demand.rate:g} req/s", f"{_count(plan)} ({how})"))
+    rows += [
+        ("adapters found on the device", _share(usage.hit_rate)),
+        ("device busy", _share(usage.device_busy)),
+        ("link busy", _share(usage.link_busy)),
+        ("waiting for adapters alone", f"{_share(usage.adapter_wait)} of time to first token"),
+        ("requests pre-empted", _share(usage.preempted)),
+        ("sequences in a step", f"{usage.mean_running:.1f}"),
+    ]
+    if plan.cost is not None:
+        rows += [
+            ("cost per hour", f"{plan.cost.per_hour:.2f}"),
+            ("  per million output tokens", f"{plan.cost.per_million_output_tokens:.3f}"),
+            ("  per million tokens", f"{plan.cost.per_million_tokens:.3f}"),
+            ("  per million requests", f"{plan.cost.per_million_requests:.0f}"),
+        ]
+    return FigureTable(title="", columns=("", ""), rows=tuple(rows))
+
+
+def _memory(plan: Plan) -> FigureTable | None:
+    if plan.usage is None:
+        return None
+    memory = plan.usage.memory
+    rows = [] if memory.weights is None else [("weights", *[f"{memory.weights / 1e9:.2f}"] * 2)]
+    rows += [(owner, f"{memory.mean[owner] / 1e9:.2f}", f"{memory.highest[owner] / 1e9:.2f}") for owner in memory.mean]
+    return FigureTable(title="Memory of a replica, GB", columns=("", "mean", "highest"), rows=tuple(rows))
+
+
+def _device(plan: Plan) -> FigureTable | None:
+    if plan.usage is None or not plan.usage.step_parts:
+        return None
+    rows = tuple((BINDS[name], f"{share:.1%}") for name, share in plan.usage.step_parts.items())
+    return FigureTable(title="What steps take", columns=("", "share of time"), rows=rows)
+
+
+def _promise(plan: Plan) -> str:
+    percentile = f"{plan.promise.percentile:g}"
+    return ", ".join(f"P{percentile} {name.upper()} <= {limit:g} s" for name, limit in plan.promise.limits())
+
+
+def _promised(plan: Plan, trial: Trial | None) -> str:
+    if trial is None:
+        return "-"
+    percentile = f"{plan.promise.percentile:g}"
+    return ", ".join(f"P{percentile} {name.upper()} {seconds:.3g} s" for name, seconds in trial.measured.items())
+
+
+def _count(plan: Plan) -> str:
+    return "-" if plan.num_replicas is None else str(plan.num_replicas)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,113 @@
+"""What if: one scenario in several variants, each setting with each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from manylora.adapters.config import CONFIG_FILE, read_settings
+from manylora.errors import ConfigError
+from manylora.sim.scenario import read_setting, with_setting
+
+__all__ = ["SHORT", "Axis", "Variant", "adapters_in", "read_axis", "variants"]
+
+SHORT = {
+    "adapters": "workload.adapters.count",
+    "eviction": "setup.adapters.eviction",
+    "gpu": "setup.hardware",
+    "hardware": "setup.hardware",
+    "kernel": "setup.lora_kernel",
+    "model": "setup.model",
+    "policy": "setup.scheduler.policy",
+    "tp": "setup.tensor_parallel",
+}
+"""Short names of settings that are often compared."""
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One setting and the values it takes.
+
+    Args:
+        label: As it was asked for.
+        key: Where it stands in a scenario.
+        values: What stands there, in turn.
+    """
+
+    label: str
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One combination.
+
+    Args:
+        settings: Values by the axes' labels.
+        table: The scenario with these values.
+    """
+
+    settings: dict[str, str]
+    table: dict[str, Any]
+
+
+def read_axis(text: str) -> Axis:
+    """Read `gpu=a40,l40s`, or any setting of a scenario by its dotted name.
+
+    Raises:
+        ConfigError: There is no `=`, no value, or the name is no setting.
+    """
+    label, equals, values = text.partition("=")
+    label = label.strip()
+    words = [word.strip() for word in values.split(",")]
+    if not equals or not label or not all(words):
+        raise ConfigError(f"Got --compare {text!r}, expected something like gpu=a40,l40s")
+    if label not in SHORT and "." not in label:
+        raise ConfigError(f"Got --compare {text!r}, expected one of {', '.join(SHORT)}, or a dotted name of a setting")
+    return Axis(label, SHORT.get(label, label), tuple(read_setting(f"{label}={word}")[1] for word in words))
+
+
+def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
+    """Return every combination of the axes' values; the scenario as it is where there is no axis.
+
+    Raises:
+        ConfigError: A setting cannot be changed.
+    """
+    made = []
+    for values in product(*(axis.values for axis in axes)):
+        changed = dict(table)
+        for axis, value in zip(axes, values, strict=True):
+            changed = with_setting(changed, axis.key, value)
+        labels = {axis.label: str(value) for axis, value in zip(axes, values, strict=True)}
+        made.append(Variant(labels, changed))
+    return made
+
+
+def adapters_in(folder: Path) -> dict[str, Any]:
+    """Return the adapters below a folder as a scenario's `workload.adapters` has them.
+
+    Planning needs their number, ranks and modules alone; an adapter with several ranks counts with its largest.
+
+    Raises:
+        ConfigError: There is none, or the modules of one are known to its own model alone.
+        AdapterError: One cannot be read.
+    """
+    homes = sorted(config.parent for config in folder.glob(f"*/{CONFIG_FILE}"))
+    if not homes:
+        raise ConfigError(f"No adapter in {folder}: expected folders with an {CONFIG_FILE}")
+    ranks: list[int] = []
+    targets: dict[str, None] = {}  # in order of appearance
+    for home in homes:
+        settings = read_settings(home.name, home)
+        ranks.append(max([settings.r, *(rank for _, rank in settings.rank_pattern)]))
+        modules = ALL_LINEAR if settings.target_modules == "all-linear" else settings.target_modules
+        if isinstance(modules, str):
+            raise ConfigError(f"{home}: its modules are given by an expression ({modules}), expected names")
+        targets.update(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    return {"count": len(ranks), "ranks": ranks, "targets": list(targets)}

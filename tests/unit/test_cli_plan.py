@@ -1,0 +1,135 @@
+"""`manylora plan`: from options and files to tables and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from manylora.cli.app import app
+from manylora.errors import AdapterError, ConfigError
+from manylora.planning.variants import Axis, adapters_in, read_axis, variants
+
+SCENARIO = """
+[workload]
+[workload.arrivals]
+kind = "poisson"
+rate = 1.0
+[workload.lengths]
+kind = "parametric"
+prompt = { kind = "exponential", mean = 200 }
+output = { kind = "exponential", mean = 8 }
+[workload.adapters]
+count = 6
+[setup]
+model = "llama-3-8b"
+[slo]
+ttft_s = 0.5
+"""
+
+QUICK = ["--requests", "60", "--seeds", "1", "--tolerance", "0.3"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "service.toml"
+    path.write_text(SCENARIO)
+    return path
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *words, *QUICK], catch_exceptions=False, env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_plan_says_capacity_memory_cost_and_what_binds(file: Path, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    text = run(str(file), "--price", "1.5", "--json", str(written))
+    for words in (
+        "P99 TTFT <= 0.5 s",
+        "capacity of a replica",
+        "what binds",
+        "cost per hour",
+        "weights",
+        "share of time",
+    ):
+        assert words in text
+    (one,) = json.loads(written.read_text())
+    assert one["settings"] == {} and one["scenario"]["workload"]["adapters"]["count"] == 6
+    plan = one["plan"]
+    assert plan["capacity_requests_per_s"] > 1 and plan["cost"]["per_hour"] == 1.5
+    assert plan["trials"][0]["measured_s"].keys() == {"ttft"}
+    assert plan["usage"]["memory"]["over_time"].keys() == {"seconds", "kv", "prefixes", "adapters", "free"}
+
+
+def test_variants_are_planned_side_by_side(file: Path, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    text = run(str(file), "--compare", "gpu=a40,h100", "--price", "a40=1", "--rate", "8", "--json", str(written))
+    assert "a40" in text and "h100" in text and "replicas" in text
+    a40, h100 = json.loads(written.read_text())
+    assert a40["settings"] == {"gpu": "a40"} and h100["scenario"]["setup"]["hardware"] == "h100"
+    assert h100["plan"]["capacity_requests_per_s"] > 2 * a40["plan"]["capacity_requests_per_s"]
+    assert a40["plan"]["cost"] is not None and h100["plan"]["cost"] is None
+
+
+def test_a_trace_brings_times_lengths_and_its_rate(file: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"2023-11-16 18:15:{second:02d}.0000000,{100 + second},5\n" for second in range(40))
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    written = tmp_path / "plan.json"
+    run(str(file), "--trace", str(trace), "--json", str(written))
+    (one,) = json.loads(written.read_text())
+    assert one["plan"]["demand"]["rate"] == pytest.approx(1.0)
+    assert one["plan"]["num_replicas"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--compare", "gpu"], "Got --compare 'gpu'"),
+        (["--compare", "color=red"], "expected one of adapters, eviction"),
+        (["--price", "cheap"], "Got --price 'cheap'"),
+        (["--adapters", "nowhere"], "Got --adapters 'nowhere'"),
+        (["--gpu", "abacus"], "Got hardware = 'abacus'"),
+        (["--percentile", "100"], "percentile = 100"),
+        (["--set", "plan.x=1"], "Got 'plan', which nothing reads"),
+    ],
+)
+def test_what_is_wrong_is_named(file: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CliRunner().invoke(app, ["plan", str(file), *words, *QUICK], catch_exceptions=False)
+
+
+# -- variants ----------------------------------------------------------------------------------------------------------
+
+
+def test_axes_make_every_combination() -> None:
+    axes = [read_axis("gpu=a40,l40s"), read_axis("setup.scheduler.max_num_seqs=8,16")]
+    assert axes[0] == Axis("gpu", "setup.hardware", ("a40", "l40s"))
+    table = {"setup": {"model": "llama-3-8b"}}
+    made = variants(table, axes)
+    assert [list(one.settings.values()) for one in made] == [["a40", "8"], ["a40", "16"], ["l40s", "8"], ["l40s", "16"]]
+    assert made[3].table == {"setup": {"model": "llama-3-8b", "hardware": "l40s", "scheduler": {"max_num_seqs": 16}}}
+    assert table == {"setup": {"model": "llama-3-8b"}}
+    assert [one.settings for one in variants(table, [])] == [{}]
+
+
+def test_a_folder_of_adapters_is_counted(tmp_path: Path) -> None:
+    for name, fields in {
+        "a": {"r": 8, "target_modules": ["q_proj", "v_proj"]},
+        "b": {"r": 16, "target_modules": "all-linear", "rank_pattern": {"q_proj": 64}},
+    }.items():
+        (tmp_path / name).mkdir()
+        content = {"peft_type": "LORA", "lora_alpha": 16, **fields}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(content))
+    found = adapters_in(tmp_path)
+    assert found["count"] == 2 and found["ranks"] == [8, 64]
+    assert found["targets"] == ["q_proj", "v_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    (tmp_path / "a" / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterError):
+        adapters_in(tmp_path)
+    with pytest.raises(ConfigError, match="No adapter in"):
+        adapters_in(tmp_path / "a")
