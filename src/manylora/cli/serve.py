@@ -267,6 +267,7 @@ def serve(
             rich_help_panel="Simulation",
         ),
     ] = None,
+    builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, by OpenAI's API.
 
@@ -343,7 +344,7 @@ def serve(
     modules = [
         LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
     ]
-    sys.exit(run(engine, server, modules))
+    sys.exit(run(engine, server, modules, builder=builder))
 
 
 def _log_to_stderr(level: str) -> None:

@@ -19,7 +19,7 @@ from manylora.server.errors import error_body
 from manylora.server.fields import StreamOptions
 from manylora.server.generation import ClientGone, Generation, Piece, Usage
 
-__all__ = ["LEAST_LOGPROB", "AnswerFormat", "EventStream", "Whole", "usage_json"]
+__all__ = ["LEAST_LOGPROB", "NOTHING_ELSE", "AnswerFormat", "EventStream", "Whole", "usage_json"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,9 @@ HEADERS = [
 
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON cannot say; vLLM's number."""
+
+NOTHING_ELSE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+"""How a chunk's choice ends when it brings text alone, as nearly all do: those need no encoder."""
 
 encode = msgspec.json.encode
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import RequestError
-from manylora.server.answer import LEAST_LOGPROB
+from manylora.server.answer import LEAST_LOGPROB, NOTHING_ELSE
 from manylora.server.body import read_body
 from manylora.server.context import context_of
 from manylora.server.fields import ChatBody, Message, parse
@@ -46,6 +46,9 @@ class ChatFormat:
             delta["role"] = "assistant"
         elif not (piece.text or piece.logprobs or piece.finish_reason):
             return None
+        elif piece.finish_reason is None and not self._has_logprobs:
+            content = msgspec.json.encode(piece.text)
+            return b'{"index":%d,"delta":{"content":%b}%b' % (piece.index, content, NOTHING_ELSE)
         delta["content"] = piece.text
         return msgspec.json.encode(self._choice(piece, piece.logprobs, "delta", delta))
 

@@ -43,7 +43,7 @@ class OutputStream:
         self.request_ids = tuple(request_ids)
         self._waiting: list[Output] = []
         self._error: ManyloraError | None = None
-        self._has_news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # there while somebody waits
 
     async def next(self) -> list[Output]:
         """Wait for news, then return all of it: a slow reader gets more tokens at a time, not a longer queue.
@@ -51,12 +51,11 @@ class OutputStream:
         Raises:
             EngineDead: The engine is gone, and what it had not delivered is lost.
         """
-        await self._has_news.wait()
-        self._has_news.clear()
+        if not self._waiting and self._error is None:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
         if self._waiting:
             outputs, self._waiting = self._waiting, []
-            if self._error is not None:
-                self._has_news.set()
             return outputs
         assert self._error is not None, "woken without news"
         raise self._error
@@ -64,12 +63,18 @@ class OutputStream:
     def push(self, output: Output) -> None:
         """Add an output."""
         self._waiting.append(output)
-        self._has_news.set()
+        self._wake()
 
     def fail(self, error: ManyloraError) -> None:
         """End the stream: after what has arrived, ``next`` raises ``error``."""
         self._error = error
-        self._has_news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None:
+            if not self._news.done():
+                self._news.set_result(None)
+            self._news = None
 
 
 class EngineClient:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import RequestError
-from manylora.server.answer import LEAST_LOGPROB
+from manylora.server.answer import LEAST_LOGPROB, NOTHING_ELSE
 from manylora.server.body import read_body
 from manylora.server.context import Context, context_of
 from manylora.server.fields import CompletionBody, parse
@@ -23,6 +23,8 @@ from manylora.text import TokenLogprob
 __all__ = ["completion_routes"]
 
 DEFAULT_COMPLETION_TOKENS = 16
+
+encode = msgspec.json.encode
 
 
 class CompletionFormat:
@@ -45,7 +47,9 @@ class CompletionFormat:
         """Return a chunk's choice."""
         if not (piece.text or piece.logprobs or piece.finish_reason):
             return None
-        return msgspec.json.encode(self._choice(piece, piece.logprobs, self._begin(piece) + piece.text))
+        if piece.index in self._is_begun and piece.finish_reason is None and not self._has_logprobs:
+            return b'{"index":%d,"text":%b%b' % (piece.index, encode(piece.text), NOTHING_ELSE)
+        return encode(self._choice(piece, piece.logprobs, self._begin(piece) + piece.text))
 
     def choice(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return a whole answer's choice."""
@@ -113,10 +117,10 @@ async def _prompts(context: Context, body: CompletionBody) -> list[tuple[int, ..
         raise RequestError(
             "Got a list of different kinds, expected texts, token ids, or lists of token ids", param="prompt"
         )
-    encode = context.tokenizer.encode
+    tokenize = context.tokenizer.encode
     if sum(map(len, texts)) > LONG_TEXT:
-        return await asyncio.to_thread(lambda: [tuple(encode(text)) for text in texts])
-    return [tuple(encode(text)) for text in texts]
+        return await asyncio.to_thread(lambda: [tuple(tokenize(text)) for text in texts])
+    return [tuple(tokenize(text)) for text in texts]
 
 
 def _echoes(context: Context, body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[str]:

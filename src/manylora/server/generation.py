@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 from starlette.types import Receive
 
 from manylora.errors import EngineDead, ManyloraError
@@ -29,8 +30,7 @@ class ClientGone(ManyloraError):
     status = 499
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """What is new in one answer.
 
     Args:
@@ -64,7 +64,6 @@ class _Answer:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_finished: bool = False
-    arrived: list[SampledToken] = field(default_factory=list)
 
 
 class Generation:
@@ -113,7 +112,8 @@ class Generation:
         unfinished = len(self._answers)
         while unfinished:
             pieces = self._take(await self._stream.next())
-            unfinished -= sum(piece.finish_reason is not None for piece in pieces)
+            for piece in pieces:
+                unfinished -= piece.finish_reason is not None
             yield pieces
 
     @contextlib.asynccontextmanager
@@ -149,33 +149,36 @@ class Generation:
         self._engine.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
 
     def _take(self, outputs: Sequence[Output]) -> list[Piece]:
-        last: dict[str, Output] = {}
-        for output in outputs:
-            last[output.request_id] = output
-            self._answers[output.request_id].arrived.extend(output.tokens)
-        pieces = []
-        for request_id, output in last.items():
-            answer = self._answers[request_id]
-            if not answer.is_finished:
-                pieces.append(self._advance(request_id, answer, output))
-        return pieces
+        """Turn outputs into pieces, one per answer however many steps they come from."""
+        if len(outputs) == 1:  # one answer, one step: nearly always
+            pieces = [self._advance(outputs[0], outputs[0].tokens)]
+        else:
+            arrived: dict[str, list[SampledToken]] = {}
+            last: dict[str, Output] = {}
+            for output in outputs:
+                arrived.setdefault(output.request_id, []).extend(output.tokens)
+                last[output.request_id] = output
+            pieces = [self._advance(output, arrived[request_id]) for request_id, output in last.items()]
+        return [piece for piece in pieces if piece is not None]
 
-    def _advance(self, request_id: str, answer: _Answer, output: Output) -> Piece:
-        """Turn the tokens that arrived into text; ``output`` is the last one they came with."""
+    def _advance(self, output: Output, tokens: Sequence[SampledToken]) -> Piece | None:
+        """Turn tokens into text; ``output`` is the last one they came with. ``None``: the answer was over already."""
+        answer = self._answers[output.request_id]
+        if answer.is_finished:
+            return None
         if output.finish is FinishReason.ERROR:
             raise ManyloraError(output.error or "The engine gave this request up without a reason.")
         if output.finish is FinishReason.CANCELLED:
             raise EngineDead("The engine cancelled this request.")
         self.adapter = output.adapter
         answer.num_cached_tokens = max(answer.num_cached_tokens, output.num_cached_tokens)
-        tokens, answer.arrived = answer.arrived, []
         delta = answer.detokenizer.push(tokens, stop_token=output.stop_token)
         answer.num_tokens += delta.num_tokens
         text, stop_reason, finish_reason = delta.text, delta.stop_reason, None
         if delta.finished:
             finish_reason = "stop"
             if output.finish is None:
-                self._engine.cancel([request_id], stopped=True)
+                self._engine.cancel([output.request_id], stopped=True)
         elif output.finish is not None:
             rest = answer.detokenizer.finish()
             text += rest.text

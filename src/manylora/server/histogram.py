@@ -29,10 +29,10 @@ class LogHistogram:
     def __len__(self) -> int:
         return sum(self._counts.values())
 
-    def add(self, value_s: float) -> None:
-        """Count a duration; what is shorter than a microsecond counts as one."""
+    def add(self, value_s: float, count: int = 1) -> None:
+        """Count a duration ``count`` times; what is shorter than a microsecond counts as one."""
         bucket = math.floor(math.log(max(value_s, LEAST_S)) * _PER_LOG)
-        self._counts[bucket] = self._counts.get(bucket, 0) + 1
+        self._counts[bucket] = self._counts.get(bucket, 0) + count
 
     def update(self, others: Iterable[LogHistogram]) -> None:
         """Count everything that others hold as well."""

@@ -13,7 +13,7 @@ still count in the totals).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -67,9 +67,10 @@ class LatencyWindow:
                 for value in values:
                     durations.ttft_s.add(value)
         for name, values in observed.inter_token_s.items():
-            for durations in _places(current, name):
-                for value in values:
-                    durations.inter_token_s.add(value)
+            places = _places(current, name)
+            for value, count in Counter(values).items():  # those of one step are mostly equal
+                for durations in places:
+                    durations.inter_token_s.add(value, count)
         for request in observed.finished:
             for durations in _places(current, request.adapter):
                 durations.e2e_s.add(request.e2e_s)

@@ -20,6 +20,7 @@ from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.server.adapter_metrics import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, AdapterMetrics
 from manylora.server.protocol import Observations
 from manylora.server.supervisor import State, Supervisor
+from manylora.server.tally import TallyHistogram
 from manylora.types import Tier
 
 __all__ = ["Metrics"]
@@ -53,8 +54,9 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(served_name)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> TallyHistogram:
+            labels = {"model_name": served_name}
+            return TallyHistogram(name, text, labels, registry=self._registry, buckets=buckets)
 
         self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_S)
         self._inter_token = histogram("vllm:inter_token_latency_seconds", "Time between tokens.", TOKEN_S)
@@ -81,20 +83,22 @@ class Metrics(Collector):
 
     def observe(self, observed: Observations) -> None:
         """Take what the engine observed since its last message."""
-        durations: tuple[tuple[Histogram, Iterable[float]], ...] = (
+        durations: tuple[tuple[TallyHistogram, Iterable[float]], ...] = (
             (self._queue, observed.queue_s),
             (self._ttft, chain.from_iterable(observed.ttft_s.values())),
             (self._inter_token, chain.from_iterable(observed.inter_token_s.values())),
-            (self._loads.labels(self._served_name, LEVELS[Tier.DEVICE]), observed.device_loads_s),
-            (self._loads.labels(self._served_name, LEVELS[Tier.HOST]), observed.host_loads_s),
         )
         for histogram, values in durations:
+            for value, count in Tally(values).items():  # those of one step are mostly equal
+                histogram.add(value, count)
+        for tier, values in ((Tier.DEVICE, observed.device_loads_s), (Tier.HOST, observed.host_loads_s)):
+            loads = self._loads.labels(self._served_name, LEVELS[tier])
             for value in values:
-                histogram.observe(value)
+                loads.observe(value)
         for request in observed.finished:
-            self._e2e.observe(request.e2e_s)
-            self._prompt.observe(request.num_prompt_tokens)
-            self._generated.observe(request.num_output_tokens)
+            self._e2e.add(request.e2e_s)
+            self._prompt.add(request.num_prompt_tokens)
+            self._generated.add(request.num_output_tokens)
             self._finished.labels(self._served_name, request.reason).inc()
         if observed.num_failed_loads:
             self._failed_loads.inc(observed.num_failed_loads)

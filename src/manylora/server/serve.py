@@ -228,6 +228,15 @@ class Server:
         )
 
 
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's event loop where there is one: it writes to sockets at half the price."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
 def _bind(host: str, port: int) -> socket.socket:
     """Return a bound socket: a port that is taken should be known before a model is loaded.
 
@@ -261,6 +270,8 @@ def run(
     engine: EngineConfig,
     server: ServerConfig,
     lora_modules: Sequence[LoraModule] = (),
+    *,
+    builder: str | None = None,
 ) -> int:
     """Serve until told to stop; from the main thread, whose SIGTERM and SIGINT it takes.
 
@@ -268,6 +279,7 @@ def run(
         engine: The engine.
         server: The HTTP face.
         lora_modules: Adapters to load at start; a bad one is an error.
+        builder: What builds the engine's parts, as ``module:function``; by default what the configuration asks for.
 
     Returns:
         The exit code: 0 after a graceful stop.
@@ -277,7 +289,8 @@ def run(
     """
 
     async def serve() -> None:
-        life = Server(engine, server, lora_modules, builder=builder_for(engine), restarts=RestartPolicy())
+        parts = builder or builder_for(engine)
+        life = Server(engine, server, lora_modules, builder=parts, restarts=RestartPolicy())
 
         def stop() -> None:
             if life.is_stopping:
@@ -295,5 +308,6 @@ def run(
             loop.add_signal_handler(number, stop)
         await life.serve(say_ready)
 
-    asyncio.run(serve())
+    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+        runner.run(serve())
     return 0

@@ -9,7 +9,8 @@ both mended, at the same half microsecond per decode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from manylora.text.stop_strings import StopMatch, StopStrings
 from manylora.text.tokenizer import Tokenizer
@@ -29,8 +30,7 @@ MAX_SILENT_TOKENS = 32
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """What is reported about one token.
 
     Args:
@@ -50,8 +50,7 @@ class TokenLogprob:
     text_offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What new tokens add to an answer.
 
     Args:

@@ -104,10 +104,12 @@ class Tokenizer:
         Raises:
             RequestError: A number that can be no token id.
         """
-        for token_id in token_ids:
-            if not 0 <= token_id <= MAX_TOKEN_ID:
-                raise RequestError(f"Got token id {token_id}, expected 0 to {self._vocab_size - 1}", param="tokens")
-        return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        try:
+            text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= MAX_TOKEN_ID)
+            raise RequestError(f"Got token id {wrong}, expected 0 to {self._vocab_size - 1}", param="tokens") from None
+        return text
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_kwargs: Any
