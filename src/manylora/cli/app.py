@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from manylora.cli.adapters import adapters_app
+from manylora.cli.bench import bench_app
 from manylora.cli.calibrate import calibrate
 from manylora.cli.demo import demo
 from manylora.cli.experiment import experiment_app
@@ -44,6 +45,7 @@ app.command(name="simulate")(simulate_command)
 app.command(name="plan")(plan_command)
 app.add_typer(experiment_app, name="experiment")
 app.add_typer(predictor_app, name="predictor")
+app.add_typer(bench_app, name="bench")
 app.command()(demo)
 
 

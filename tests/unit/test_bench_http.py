@@ -1,0 +1,57 @@
+"""The HTTP benchmark: tokens that carry the time, and a client that reads it off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from manylora.bench.http import http_table, measure_http
+from manylora.bench.paced import NUM_TICKS, TICK_S, PacedExecutor, write_paced_tokenizer
+from manylora.engine.ports import PlannedSequence, StepPlan
+from manylora.text import Detokenizer, Tokenizer
+from manylora.types import SampledToken, SamplingParams
+
+
+def planned(seq_id: int, prompt: tuple[int, ...]) -> PlannedSequence:
+    return PlannedSequence(
+        seq_id=seq_id,
+        tokens=prompt,
+        num_prompt_tokens=len(prompt),
+        start=0,
+        num_tokens=len(prompt),
+        pages=(),
+        adapter=None,
+        rank=0,
+        sampling=SamplingParams(),
+        is_sampled=True,
+        seed=0,
+    )
+
+
+def test_a_step_takes_what_its_slowest_prompt_asks_for_and_stamps_when_it_is_found_done() -> None:
+    step = PacedExecutor().launch(StepPlan(step_id=0, sequences=(planned(1, (50, 9)), planned(2, (20, 9)))), now=1.0)
+    assert step.ready_at == pytest.approx(1.0 + 50 * TICK_S)
+    assert step.poll(1.004) is None
+    result = step.poll(1.0061)
+    assert result is not None
+    assert {seq: token.token_id for seq, token in result.tokens.items()} == dict.fromkeys((1, 2), 10061)
+
+
+def test_every_token_is_its_moment_in_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_paced_tokenizer(tmp_path))
+    assert tokenizer.vocab_size == NUM_TICKS
+    detokenizer = Detokenizer(tokenizer, (50, 3), SamplingParams())
+    stamps = [detokenizer.push((SampledToken(token_id=tick),)).text for tick in (0, 10061, NUM_TICKS - 1)]
+    assert stamps == ["~00000", "~10061", "~99999"]
+
+
+@pytest.mark.slow
+def test_a_small_run_counts_every_token_in_its_window() -> None:
+    """The whole thing, three processes: nothing is lost, and a token never arrives before it was made."""
+    (result,) = measure_http(num_streams=4, paces=(200.0,), seconds=1.0)
+    seen = result.seen
+    assert 0.7 * 800 <= seen.num_tokens <= 800
+    assert seen.num_events <= seen.num_tokens + 4 * 2
+    assert 0.0 <= seen.latency_ms["p50"] <= seen.latency_ms["p99"] <= seen.latency_ms["max"] < 5000.0
+    assert "| 200 |" in http_table([result], "manylora bench http")
