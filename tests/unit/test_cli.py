@@ -39,7 +39,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     """Instead of serving, keep what was to be served."""
     calls: list[Served] = []
 
-    def run(engine: EngineConfig, server: ServerConfig, modules: Sequence[Any]) -> int:
+    def run(engine: EngineConfig, server: ServerConfig, modules: Sequence[Any], *, builder: str | None) -> int:
+        assert builder is None
         adapters = {module.name: module.path for module in modules}
         required = {module.name for module in modules if module.is_required}
         calls.append(Served(engine, server, adapters, required))
