@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import simulator
 
 from manylora.cli.app import main
 from manylora.config import GIB
@@ -167,6 +168,17 @@ def test_tables_leave_out_what_says_nothing(traces: Path, tmp_path: Path):
     assert compare({"this": summary, "that": summary}).markdown().count("\n") == 3
     assert latencies(summary).markdown().startswith("| ms | mean |")
     assert [milliseconds(value) for value in (0.0, 0.00123, 0.0999, 12.3456)] == ["0", "1.23", "99.9", "12,346"]
+
+
+def test_the_speed_of_the_simulator_is_measured_on_a_run_that_ends(traces: Path):
+    workload = simulator.trace_workload(traces, rate=5.0)
+    speed, events = simulator.timed(workload)
+    assert speed.requests == events["RequestFinished"] == 60
+    assert speed.answer_tokens == sum(request.num_output_tokens for request in workload.requests)
+    shares = simulator.profiled(lambda: simulator.timed(simulator.trace_workload(traces, 5.0, 5)))
+    assert sum(share for _, share in shares) == pytest.approx(1.0)
+    assert {module for module, _ in shares} >= {"engine/core.py", "built-in functions"}
+    assert "| `engine/core.py` |" in simulator.report(speed, shares, "python ...")
 
 
 @pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")

@@ -194,15 +194,15 @@ def simulate(
 
 
 def _make_core(workload: Workload, config: SimulationConfig, sinks: tuple[EventSink, ...]) -> EngineCore:
-    requests = workload.requests
+    lengths = [request.num_output_tokens for request in workload.requests]
 
     def choose(part: PlannedSequence) -> SampledToken:
         # A request's seed is its number in the workload: the one thing about it that the device is told.
-        position = len(part.tokens) - part.num_prompt_tokens + 1
-        return END if position >= requests[part.seed].num_output_tokens else TOKEN
+        num_output = len(part.tokens) - part.num_prompt_tokens + 1
+        return END if num_output >= lengths[part.seed] else TOKEN
 
     def truth(sequence: Sequence) -> int:
-        return requests[sequence.seed].num_output_tokens
+        return lengths[sequence.seed]
 
     predictor: LengthPredictor | None = None  # the one that the configuration names
     if config.scheduler.predictor == "oracle":
