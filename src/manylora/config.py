@@ -44,6 +44,7 @@ class ModelConfig:
         lora_kernel: LoRA implementation: ``auto`` is ``ragged`` on a GPU and ``grouped`` elsewhere; ``naive``,
             ``padded`` and ``reference`` are for comparison.
         attention_kernel: ``auto`` is ``triton`` on a GPU and ``torch`` elsewhere.
+        decode_graphs: Replay captured graphs for steps that only decode: ``auto`` is on a GPU; they need ``triton``.
         revision: Hub revision.
         trust_remote_code: Never by default: a checkpoint must not run code.
     """
@@ -56,6 +57,7 @@ class ModelConfig:
     max_model_len: int | None = None
     lora_kernel: str = "auto"
     attention_kernel: str = "auto"
+    decode_graphs: str = "auto"
     revision: str | None = None
     trust_remote_code: bool = False
 
@@ -72,6 +74,7 @@ class ModelConfig:
         _check(self.lora_kernel in kernels, "lora_kernel", self.lora_kernel, f"one of {', '.join(kernels)}")
         attention = ("auto", "torch", "triton")
         _check(self.attention_kernel in attention, "attention_kernel", self.attention_kernel, "auto, torch or triton")
+        _check(self.decode_graphs in ("auto", "off", "on"), "decode_graphs", self.decode_graphs, "auto, off or on")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

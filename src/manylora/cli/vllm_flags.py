@@ -44,7 +44,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     "--pipeline-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--data-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--kv-cache-dtype": VllmFlag(why="KV is kept in the type of the base", has_value=True, fine=("auto",)),
-    "--enforce-eager": VllmFlag(why="there is nothing to compile or capture"),
+    "--enforce-eager": VllmFlag(why="what cannot be captured runs eagerly by itself"),
     "--swap-space": VllmFlag(why="pre-empted requests are computed again, not swapped", has_value=True),
     "--disable-log-requests": VllmFlag(why="requests are never logged"),
     "--disable-log-stats": VllmFlag(why="figures are at /metrics, not in the log"),

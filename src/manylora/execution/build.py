@@ -13,6 +13,7 @@ from manylora.clock import Clock
 from manylora.config import GIB, EngineConfig, MemoryConfig
 from manylora.engine.ports import EngineParts
 from manylora.errors import ConfigError
+from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device_ops import make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fused import adapt_modules
@@ -86,8 +87,23 @@ def build_parts(
         attention = TritonAttentionKernel(
             ops, storage, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=base.max_model_len
         )
-    runner = ModelRunner(loaded.model, step, storage, sampler, resident, space, attention, ops)
+    graphs = None
+    if isinstance(attention, TritonAttentionKernel) and _wants_graphs(config.model.decode_graphs, loaded.device):
+        graphs = DecodeGraphs(
+            ops=ops,
+            model=loaded.model,
+            step=step,
+            pool=storage,
+            tables=attention.tables,
+            vocab_size=base.vocab_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            space=space,
+            is_padded=kernel == "padded",
+        )
+    runner = ModelRunner(loaded.model, step, storage, sampler, resident, space, attention, ops, graphs)
     check_sequences_are_separate(runner, base, num_pages)
+    if graphs is not None and loaded.device.type == "cuda":
+        graphs.warm()
     store = HostStore(is_pinned=loaded.device.type == "cuda", directory=directory)
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
     reader = HostReader(base, store, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype)
@@ -123,6 +139,10 @@ def _adapter_dtype(asked: str, page_dtype: str, kernel: str) -> str:
     if asked not in ("auto", page_dtype):
         raise ConfigError(f"Got adapter_dtype = {asked!r}, but here adapters have the base's type, {page_dtype}")
     return page_dtype
+
+
+def _wants_graphs(choice: str, device: torch.device) -> bool:
+    return choice == "on" or (choice == "auto" and device.type == "cuda")
 
 
 def _plain_sampler(base: BaseShape, device: torch.device) -> TokenSampler:

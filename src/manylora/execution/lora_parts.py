@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from manylora.execution.resident import GroupWeights
 
 if TYPE_CHECKING:
-    from manylora.execution.lora_ragged import BatchTables
+    from manylora.execution.lora_ragged import StepTables
     from manylora.execution.lora_tables import GroupSpan
 
-__all__ = ["GroupParts", "Part"]
+__all__ = ["FamilyTables", "GroupParts", "Part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,20 @@ class Part:
     start: int
     stop: int
     weights: GroupWeights
+
+
+class FamilyTables(Protocol):
+    """The step's tables, by the family of kernels that goes by them."""
+
+    @property
+    def ragged(self) -> StepTables:
+        """Rows of one adapter together, true ranks."""
+        ...
+
+    @property
+    def padded(self) -> StepTables:
+        """Every row by itself, at the largest rank."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,5 +50,5 @@ class GroupParts:
 
     parts: tuple[Part, ...]
     prepared: dict[str, object] = field(default_factory=dict)
-    tables: BatchTables | None = None
+    tables: FamilyTables | None = None
     span: GroupSpan | None = None

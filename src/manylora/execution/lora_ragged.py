@@ -8,7 +8,7 @@ and goes to the library that is best at those.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +20,17 @@ from manylora.execution.lora_parts import GroupParts
 from manylora.execution.lora_tables import BLOCK_FIELDS, AdapterTable, GroupDirectory, GroupSpan
 from manylora.execution.triton_door import num_programs
 
-__all__ = ["BatchTables", "LoraSpace", "StepTables", "TableRows", "apply_padded", "apply_ragged"]
+__all__ = [
+    "DECODE_ROWS",
+    "BatchTables",
+    "LoraSpace",
+    "Room",
+    "StepTables",
+    "TableRows",
+    "apply_padded",
+    "apply_ragged",
+    "measure",
+]
 
 DECODE_ROWS, PROMPT_ROWS = 16, 64
 """Rows of a row block: the height of a matrix instruction, or what keeps the matrix units fed."""
@@ -67,7 +77,7 @@ class LoraSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
+class Room:
     """How large a step's tables must be.
 
     Args:
@@ -84,13 +94,14 @@ class _Room:
     max_rank: int
     max_planes: int
 
-    def holds(self, other: _Room) -> bool:
-        return (
-            self.num_blocks >= other.num_blocks
-            and self.num_items >= other.num_items
-            and self.num_rows >= other.num_rows
-            and self.max_rank >= other.max_rank
-            and self.max_planes >= other.max_planes
+    def holds(self, other: Room) -> bool:
+        """Return whether what takes ``other`` fits."""
+        return self.union(other) == self
+
+    def union(self, other: Room) -> Room:
+        """Return room for either."""
+        return Room(
+            **{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(Room)}
         )
 
 
@@ -103,10 +114,10 @@ class StepTables:
         block_rows: Rows of a row block; 1 pads every row by itself.
     """
 
-    def __init__(self, space: LoraSpace, room: _Room, block_rows: int) -> None:
+    def __init__(self, space: LoraSpace, room: Room, block_rows: int) -> None:
         device, directory = space.pool.device, space.directory
         self._space = space
-        self._room = room
+        self.room = room
         self._block_rows = block_rows
         self._is_padded = block_rows == 1
         self._splits = 1 if block_rows == PROMPT_ROWS else MAX_SPLITS
@@ -131,7 +142,7 @@ class StepTables:
 
     def write(self, rows: Sequence[TableRows]) -> bool:
         """Write the step's row blocks to the device, on the current stream; return False if they do not fit."""
-        if not self._room.holds(measure(rows, self._block_rows)):
+        if not self.room.holds(measure(rows, self._block_rows)):
             return False
         lines = [
             (first, min(self._block_rows, stop - first), table.data.data_ptr())
@@ -157,7 +168,7 @@ class StepTables:
             directory.line,
             MODULES=directory.num_modules,
             PAD=self._is_padded,
-            BLOCKS=_power_of_two(self._room.num_blocks),
+            BLOCKS=_power_of_two(self.room.num_blocks),
         )
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, span: GroupSpan) -> None:
@@ -279,13 +290,13 @@ def block_rows_for(rows: Sequence[TableRows]) -> int:
     return DECODE_ROWS if max(stop - start for start, stop, _ in rows) <= DECODE_ROWS else PROMPT_ROWS
 
 
-def measure(rows: Sequence[TableRows], block_rows: int) -> _Room:
+def measure(rows: Sequence[TableRows], block_rows: int) -> Room:
     """Return the room that a step of ``rows`` takes."""
     blocks = [-(-(stop - start) // block_rows) for start, stop, _ in rows]
     tiles = [table.template.max_tiles for _, _, table in rows]
     if block_rows == 1:
         tiles = [max(tiles)] * len(tiles)
-    return _Room(
+    return Room(
         num_blocks=sum(blocks),
         num_items=sum(count * num_tiles for count, num_tiles in zip(blocks, tiles, strict=True)),
         num_rows=max(stop for _, stop, _ in rows),

@@ -122,6 +122,7 @@ class TileTemplate:
         max_rank: Most rows of a stack of A.
         max_tiles: Most tiles of a stack of A.
         max_planes: Most column pieces a stack of A is cut in.
+        is_complete: Whether the table says all: the embedding's share, if it has one, is not in it.
     """
 
     header: NDArray[np.int64]
@@ -130,6 +131,7 @@ class TileTemplate:
     max_rank: int
     max_tiles: int
     max_planes: int
+    is_complete: bool
 
     @property
     def present(self) -> NDArray[np.bool_]:
@@ -171,8 +173,9 @@ def make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTempl
             place = GROUP_FIELDS + 2 * directory.places[module.module.name][1]
             header[span.index, place : place + 2] = start, len(module.b)
     tiles = np.asarray(lines, dtype=np.int64).reshape(-1, TILE_FIELDS)
+    is_complete = all(name in directory.groups for name in layout.groups)
     max_tiles = int(header[:, 1].max(initial=1))
-    return TileTemplate(header, tiles, np.asarray(pages, dtype=np.int64), max_rank, max_tiles, max_planes)
+    return TileTemplate(header, tiles, np.asarray(pages, dtype=np.int64), max_rank, max_tiles, max_planes, is_complete)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from manylora.engine.ports import PlannedSequence, StepPlan, StepResult
+from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device_ops import DeviceOps, make_device_ops
 from manylora.execution.lora import LoraBatch, LoraSegment, StepContext
 from manylora.execution.lora_ragged import LoraSpace
@@ -48,6 +49,7 @@ class ModelRunner:
         space: Where the LoRA kernel's tables are made, if it goes by tables.
         attention: What steps attend with; torch when ``None``.
         ops: The device.
+        graphs: Runs steps that only decode, where it can.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ModelRunner:
         space: LoraSpace | None = None,
         attention: AttentionKernel | None = None,
         ops: DeviceOps | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._step = step
@@ -69,6 +72,7 @@ class ModelRunner:
         self._space = space
         self._attention: AttentionKernel = attention or TorchAttentionKernel(pool)
         self._ops = ops or make_device_ops(pool.flat.device)
+        self._graphs = graphs
         self._last_lora: LoraBatch | None = None
         self.logits_hook: LogitsHook | None = None
 
@@ -81,24 +85,10 @@ class ModelRunner:
             return StepResult()
         sequences = _by_adapter(plan.sequences)
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
-        batch = self._attention.prepare(sequences)
-        ids = [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]]
-        token_ids = self._ops.upload(np.asarray(ids, dtype=np.int64))
-        self._step.lora, self._step.token_ids = self._lora_batch(sequences), token_ids
-        try:
-            logits = (
-                self._model(
-                    input_ids=token_ids[None],
-                    position_ids=batch.positions[None],
-                    use_cache=False,
-                    logits_to_keep=self._ops.upload(np.asarray(_sampled_rows(sequences), dtype=np.int64)),
-                    paged=batch,
-                )
-                .logits[0]
-                .float()
-            )
-        finally:
-            self._step.lora = self._step.token_ids = None
+        lora = self._lora_batch(sequences)
+        logits = self._graphs.run(sequences, lora.segments if lora else ()) if self._graphs is not None else None
+        if logits is None:
+            logits = self._forward(sequences, lora)
         if self.logits_hook is not None:
             row_of = {sequence.seq_id: row for row, sequence in enumerate(sampled)}
             order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
@@ -109,6 +99,25 @@ class ModelRunner:
             return StepResult()
         tokens = self._sampler.sample(logits, sampled)
         return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)})
+
+    def _forward(self, sequences: Sequence[PlannedSequence], lora: LoraBatch | None) -> torch.Tensor:
+        """Call the model; return logits ``[n, vocab]`` of the sampled rows, float32."""
+        batch = self._attention.prepare(sequences)
+        ids = [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]]
+        token_ids = self._ops.upload(np.asarray(ids, dtype=np.int64))
+        self._step.lora, self._step.token_ids = lora, token_ids
+        try:
+            output = self._model(
+                input_ids=token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=self._ops.upload(np.asarray(_sampled_rows(sequences), dtype=np.int64)),
+                paged=batch,
+            )
+        finally:
+            self._step.lora = self._step.token_ids = None
+        logits: torch.Tensor = output.logits
+        return logits[0].float()
 
     def _lora_batch(self, sequences: Sequence[PlannedSequence]) -> LoraBatch | None:
         """Return the step's segments, ``None`` when no sequence has an adapter."""

@@ -21,10 +21,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK_FIELDS", "attend", "combine", "store"]
+from manylora.execution.triton_batch import BLOCK_FIELDS
 
-BLOCK_FIELDS = 4
-"""A query block: first row of the batch, its tokens, position of the first, line of the page table."""
+__all__ = ["attend", "combine", "store"]
 
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
@@ -92,7 +91,7 @@ def attend(
 
         query   [heads, tokens, dim]
         pool    pages; row ``first`` of a page is the layer's first K, V follows a block later
-        blocks  [blocks, 4], int64, see BLOCK_FIELDS; a block of no tokens is skipped
+        blocks  [blocks, 4], int64, see triton_batch.BLOCK_FIELDS; a block of no tokens is skipped
         tables  page of every BLOCK_SIZE positions [lines, width], int32
         out     [tokens, heads, dim]; with splits [splits, tokens, heads, dim] in float32, not yet divided
         sums    with splits, the largest score and the sum of weights [splits, tokens, heads, 2]

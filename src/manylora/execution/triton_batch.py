@@ -15,10 +15,13 @@ from manylora.execution.paged_attention import AttentionCall
 from manylora.execution.pages import PageStorage
 from manylora.execution.triton_door import num_programs
 
-__all__ = ["TritonAttention", "TritonBatch", "first_slot"]
+__all__ = ["BLOCK_FIELDS", "TritonAttention", "TritonBatch", "first_slot"]
 
 MIN_LINES = 16
 """Rows of a matrix instruction: what a query block is padded to."""
+
+BLOCK_FIELDS = 4
+"""A query block: first row of the batch, its tokens, position of the first, line of the page table."""
 
 PROMPT_LINES = 64
 MAX_SPLITS = 16
@@ -38,7 +41,7 @@ class TritonAttention:
         pool: The pages.
         slots: Row of layer 0 where each token's K goes ``[rows]``, int64; below 0 for none.
         tables: Pages of each sequence ``[lines, width]``, int32.
-        blocks: Returns the query blocks of at most so many tokens (``triton_attention.BLOCK_FIELDS``).
+        blocks: Returns the query blocks of at most so many tokens (``BLOCK_FIELDS``).
         is_decode: Whether every block is one token.
         splits: Pieces a context is cut in; as many as fill the device when ``None``. Only for decoding.
     """

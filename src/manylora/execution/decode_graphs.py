@@ -1,0 +1,271 @@
+"""Decoding as captured graphs: hundreds of kernel launches become one, whatever shares the batch.
+
+A step in which every sequence decodes is the same launches every time; only numbers differ, and those lie in buffers
+that never move:
+
+::
+
+    inputs    token | position | slot | query block of 4        one line per row, one copy per step
+    tables    page of every position, a line per sequence       rewritten where they changed (``page_tables``)
+    adapters  row blocks and adapters' addresses                one line per adapter, when the batch changes
+    logits    [rows, vocab]                                     what a replay leaves behind
+
+Batches are padded to a *bucket*; rows of padding have no slot and an empty query block, so nothing is written or read
+for them. A graph is captured when its bucket is first needed, after that very step has run eagerly. Those with
+adapters also depend on which groups any adapter changes: a group that none does is left out of the graph, since even
+a launch that finds nothing to do takes its two microseconds, 32 layers long.
+
+On the CPU a capture is the work itself, which is how the tests run this file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from manylora.engine.ports import PlannedSequence
+from manylora.execution.device_ops import DeviceOps
+from manylora.execution.lora import LoraSegment, StepContext
+from manylora.execution.lora_parts import GroupParts
+from manylora.execution.lora_ragged import DECODE_ROWS, LoraSpace, Room, StepTables, TableRows, measure
+from manylora.execution.page_tables import PageTables
+from manylora.execution.paged_attention import AttentionCall
+from manylora.execution.pages import PageStorage
+from manylora.execution.triton_batch import BLOCK_FIELDS, TritonAttention, first_slot
+
+__all__ = ["DecodeGraphs", "batch_buckets"]
+
+logger = logging.getLogger(__name__)
+
+ROOM_RANK, ROOM_TILES = 384, 24
+"""Room for three modules of rank 128 from the start; larger adapters make more, and graphs are captured anew."""
+
+
+def batch_buckets(largest: int) -> tuple[int, ...]:
+    """Return the batch sizes worth a graph, up to ``largest``: a batch wastes at most a third, and large ones less."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 32, 32)]
+    return (*(size for size in sizes if size < largest), largest)
+
+
+class _StaticLora:
+    """The adapters of any decode step, as modules see them while a graph is captured.
+
+    Args:
+        tables: Read by the launches that are captured.
+        space: The groups.
+        present: Whether any adapter changes each group.
+    """
+
+    def __init__(self, tables: StepTables, space: LoraSpace, present: NDArray[np.bool_]) -> None:
+        self._tables = tables
+        self._space = space
+        self._present = present
+
+    def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
+        """Return parts that point to the tables; every row of a decode step is sampled, so there is one set of rows."""
+        span = self._space.directory.groups.get(group)
+        if span is None or not self._present[span.index]:
+            return None
+        return GroupParts((), tables=_SharedTables(self._tables), span=span)
+
+
+class _SharedTables:
+    """One set of tables for every kernel that goes by tables."""
+
+    def __init__(self, tables: StepTables) -> None:
+        self.ragged = self.padded = tables
+
+
+class _StaticAttention:
+    """What the model is given for ``paged`` while a graph is captured."""
+
+    def __init__(self, attention: TritonAttention) -> None:
+        self._attention = attention
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attend to whatever the static inputs describe."""
+        return self._attention.attend(call)
+
+
+class DecodeGraphs:
+    """Runs decode steps by replaying graphs.
+
+    Args:
+        ops: The device.
+        model: The model with its modules replaced.
+        step: The context those modules look at.
+        pool: The pages.
+        tables: Block tables on the device.
+        vocab_size: Columns of the logits.
+        max_num_seqs: Largest batch.
+        space: Where adapters' tables are made; without it only steps of the base alone are run.
+        is_padded: Whether the LoRA kernel pads every row by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        ops: DeviceOps,
+        model: nn.Module,
+        step: StepContext,
+        pool: PageStorage,
+        tables: PageTables,
+        vocab_size: int,
+        max_num_seqs: int,
+        space: LoraSpace | None = None,
+        is_padded: bool = False,
+    ) -> None:
+        self._ops = ops
+        self._model = model
+        self._step = step
+        self._pool = pool
+        self._page_tables = tables
+        self._space = space
+        self._block_rows = 1 if is_padded else DECODE_ROWS
+        self._buckets = batch_buckets(max_num_seqs)
+        self._graphs: dict[tuple[int, bytes], Callable[[], None]] = {}
+        self._is_broken = False
+        self._host = ops.host_buffer((3 + BLOCK_FIELDS, max_num_seqs), torch.int64)
+        self._numbers = self._host.numpy()
+        self._inputs = torch.zeros_like(self._host, device=ops.device)
+        self._blocks = torch.zeros((max_num_seqs, BLOCK_FIELDS), dtype=torch.int64, device=ops.device)
+        self._logits = torch.zeros((max_num_seqs, vocab_size), dtype=torch.float32, device=ops.device)
+        self._rows = torch.arange(max_num_seqs, device=ops.device)
+        self._lora_tables: StepTables | None = None
+        self._written: list[TableRows] | None = None
+        groups = len(space.directory.groups) if space is not None else 0
+        self._present = np.zeros(groups, dtype=np.bool_)
+
+    def run(self, sequences: Sequence[PlannedSequence], segments: Sequence[LoraSegment]) -> torch.Tensor | None:
+        """Run a step; return logits ``[n, vocab]``, good until the next, or ``None`` if no graph can run it.
+
+        Args:
+            sequences: The step's, in the order of their rows.
+            segments: Their adapters.
+        """
+        num_rows = len(sequences)
+        if self._is_broken or num_rows > self._buckets[-1]:
+            return None
+        if not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in sequences):
+            return None
+        rows = self._table_rows(segments)
+        if rows is None:
+            return None
+        bucket = next(size for size in self._buckets if size >= num_rows)
+        lora = self._write_adapters(rows) if rows else None
+        self._write_inputs(sequences, bucket)
+        key = (bucket, self._present.tobytes() if lora is not None else b"")
+        if key in self._graphs:
+            self._graphs[key]()
+        else:
+            self._record(key, lora)
+        return self._logits[:num_rows]
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Capture the base's graph of every bucket, so that nobody waits for it later."""
+        for bucket in reversed(self._buckets):  # the largest first: smaller ones fit in the memory it leaves
+            self._write_inputs((), bucket)
+            self._record((bucket, b""), None)
+        self._ops.wait()
+
+    def _table_rows(self, segments: Sequence[LoraSegment]) -> list[TableRows] | None:
+        """Return whose rows are whose, ``None`` if an adapter changes more than tables say."""
+        rows: list[TableRows] = []
+        for segment in segments:
+            table = segment.adapter.table
+            if self._space is None or table is None or not table.template.is_complete:
+                return None
+            rows.append((segment.start, segment.stop, table))
+        return rows
+
+    def _write_adapters(self, rows: list[TableRows]) -> _StaticLora:
+        """Bring the adapters' tables up to date; return what modules shall see if a graph must be captured."""
+        assert self._space is not None
+        if rows != self._written:
+            if self._lora_tables is None or not self._lora_tables.write(rows):
+                self._make_room(rows)
+            self._written = rows
+            for _, _, table in rows:
+                self._present |= table.template.present
+        assert self._lora_tables is not None
+        return _StaticLora(self._lora_tables, self._space, self._present.copy())
+
+    def _make_room(self, rows: list[TableRows]) -> None:
+        assert self._space is not None
+        needed = measure(rows, self._block_rows)
+        most = self._buckets[-1]
+        tiles = max(ROOM_TILES, *(table.template.max_tiles for _, _, table in rows))
+        room = Room(
+            num_blocks=most,
+            num_items=most * tiles,
+            num_rows=most,
+            max_rank=max(ROOM_RANK, needed.max_rank),
+            max_planes=needed.max_planes,
+        )
+        if self._lora_tables is not None:
+            room = room.union(self._lora_tables.room)
+            logger.info("graphs_dropped reason=larger_adapter max_rank=%d", room.max_rank)
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
+        self._lora_tables = StepTables(self._space, room, self._block_rows)
+        is_written = self._lora_tables.write(rows)
+        assert is_written, "the room was made for these rows"
+
+    def _write_inputs(self, sequences: Sequence[PlannedSequence], bucket: int) -> None:
+        block_size = self._pool.shape.block_size
+        numbers = self._numbers
+        numbers[:, :bucket] = 0
+        numbers[2, :bucket] = -1
+        lines = self._page_tables.place(sequences)
+        for row, (sequence, line) in enumerate(zip(sequences, lines, strict=True)):
+            position = sequence.start
+            slot = first_slot(self._pool, sequence.pages[position // block_size], position)
+            numbers[:, row] = sequence.tokens[position], position, slot, row, 1, position, line
+        self._inputs.copy_(self._host, non_blocking=True)
+
+    def _record(self, key: tuple[int, bytes], lora: _StaticLora | None) -> None:
+        """Run the step eagerly, and capture it for the next time."""
+        bucket = key[0]
+        tokens, positions, slots = (self._inputs[i, :bucket] for i in range(3))
+        blocks = self._blocks[:bucket]
+        attention = TritonAttention(
+            pool=self._pool,
+            slots=slots,
+            tables=self._page_tables.table,
+            blocks=lambda _: blocks,
+            is_decode=True,
+        )
+        arguments: dict[str, Any] = {
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+            "logits_to_keep": self._rows[:bucket],
+            "paged": _StaticAttention(attention),
+        }
+
+        def work() -> None:
+            blocks.copy_(self._inputs[3:, :bucket].t())
+            if lora is not None:
+                assert self._lora_tables is not None
+                self._lora_tables.plan()
+            self._step.lora, self._step.token_ids = lora, tokens
+            try:
+                self._logits[:bucket].copy_(self._model(**arguments).logits[0])
+            finally:
+                self._step.lora = self._step.token_ids = None
+
+        work()
+        try:
+            self._graphs[key] = self._ops.capture(work)
+        except RuntimeError as error:
+            # A model that decides on the host what to launch (which experts have tokens) cannot be captured.
+            self._is_broken = True
+            logger.warning("graphs_off reason=%s", str(error).splitlines()[0])
+        else:
+            logger.info("graph_captured rows=%d adapters=%s", bucket, lora is not None)
