@@ -1,0 +1,312 @@
+"""What this device reaches, as a profile for the cost model; and whether the model then says what live steps take.
+
+    python bench/device.py [--like h100] [--profile ours.toml] [--compare]
+
+Four rates are measured, none of them by running a model: large products, weights read for one row, a chain of the
+shortest kernels, a large copy to the device. ``--like`` names the profile that gives what cannot be measured here (the
+peak, memory, network); ``--profile`` writes the result as a file that `find_hardware` reads.
+
+``--compare`` holds the roofline with just these rates, nothing fitted, against steps of the live engine: the
+82M-parameter model of `throughput.py`, alone and in batches, with and without adapters. On a CPU both sides use one
+thread and are counted in processor time, which others on the machine disturb least, and they take turns. It writes
+`results/device.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+
+import torch
+
+from manylora.clock import WallClock
+from manylora.config import GIB, MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.engine.core import EngineCore
+from manylora.engine.features import StepFeatures
+from manylora.engine.loop import EngineLoop
+from manylora.engine.step_log import LoadRecord, LoggedExecutor, StepRecord
+from manylora.execution.machine import describe_machine
+from manylora.sim.dims import ModelDims
+from manylora.sim.hardware import HARDWARE, Hardware, find_hardware
+from manylora.sim.models import dims_from_config
+from manylora.sim.roofline import RooflineCost
+from manylora.types import Request, SamplingParams
+
+RESULTS = Path(__file__).parent / "results"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+BATCHES = (1, 4, 16)
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 9
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return what time is counted in: the processor's own on a CPU."""
+    return perf_counter if device.type == "cuda" else process_time
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Return the median time of a run on the device, in seconds."""
+    now, times = clock_of(device), []
+    for _ in range(repeats + 1):
+        start = now()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(now() - start)
+    return median(times[1:])
+
+
+def measure(device: torch.device, *, is_small: bool = False) -> dict[str, float]:
+    """Return what the device reaches: operations, bytes and copied bytes per second, seconds per kernel.
+
+    Args:
+        device: Which.
+        is_small: Measure with little, for a test: the rates then say nothing.
+    """
+    is_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    size = 256 if is_small else 8192 if is_gpu else 1536
+    square = torch.randn(size, size, device=device, dtype=dtype)
+    out = torch.empty_like(square)
+    product_s = seconds(lambda: torch.mm(square, square, out=out), device)
+    # One row through as many weights as no cache holds: how a decode step reads.
+    width, count = (256, 2) if is_small else (8192, 16) if is_gpu else (2048, 12)
+    weights = [torch.randn(width, width, device=device, dtype=dtype) for _ in range(count)]
+    row = torch.randn(1, width, device=device, dtype=dtype)
+
+    def read() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(row, weight)
+
+    read_s = seconds(read, device)
+    host = torch.empty(MIB if is_small else GIB // 4, dtype=torch.uint8, pin_memory=is_gpu)
+    target = torch.empty_like(host, device=device)
+    copy_s = seconds(lambda: target.copy_(host, non_blocking=is_gpu), device)
+    return {
+        "flops_per_s": 2 * size**3 / product_s,
+        "memory_bytes_per_s": sum(weight.nbytes for weight in weights) / read_s,
+        "launch_s": launch_s(device),
+        "link_bytes_per_s": host.nbytes / copy_s,
+    }
+
+
+def launch_s(device: torch.device, count: int = 1000) -> float:
+    """Return the time from one of the shortest kernels to the next: in a captured graph where there are graphs."""
+    number = torch.zeros(1, device=device)
+
+    def chain() -> None:
+        for _ in range(count):
+            number.add_(1)
+
+    if device.type != "cuda":
+        return seconds(chain, device) / count
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    return seconds(graph.replay, device) / count
+
+
+def profile(rates: dict[str, float], like: str | None, name: str) -> Hardware:
+    """Put measured rates into a profile: as shares of the peak where a data sheet gives one."""
+    if like is None:
+        return Hardware(name=name, memory_bytes=8 * GIB, flops_share=1.0, memory_share=1.0, **rates)
+    known = find_hardware(like)
+    return replace(
+        known,
+        name=name,
+        flops_share=min(1.0, rates["flops_per_s"] / known.flops_per_s),
+        memory_share=min(1.0, rates["memory_bytes_per_s"] / known.memory_bytes_per_s),
+        launch_s=rates["launch_s"],
+        link_bytes_per_s=rates["link_bytes_per_s"],
+    )
+
+
+def as_toml(hardware: Hardware) -> str:
+    values = {field.name: getattr(hardware, field.name) for field in fields(hardware)}
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+
+
+class Live:
+    """The live engine, whose steps are logged.
+
+    Args:
+        folder: Where the model and its adapters are made.
+        device: Where it runs.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        # Imported here, for they bring transformers and PEFT, which measuring a profile does without.
+        from throughput import VOCAB, make_adapters, make_model
+
+        from manylora.execution.build import build_parts
+
+        self.vocab_size = VOCAB
+        make_model(folder / "base")
+        adapters = make_adapters(folder, max(BATCHES))
+        self.dims = dims_from_config(json.loads((folder / "base" / "config.json").read_text()))
+        self.clock = WallClock()
+        self.now = clock_of(device)
+        memory = MemoryConfig(memory_bytes=3 * GIB, prefix_caching=False)
+        scheduler = SchedulerConfig(max_num_seqs=64)
+        config = EngineConfig(
+            model=ModelConfig(model=str(folder / "base"), device=device.type),
+            memory=memory,
+            scheduler=scheduler,
+            adapters=AdapterConfig(),
+        )
+        self.parts = build_parts(config, self.clock)
+        self.records: list[StepRecord | LoadRecord] = []
+        self.core = EngineCore(
+            base=self.parts.base,
+            num_pages=self.parts.num_pages,
+            executor=LoggedExecutor(self.parts.executor, self.records.append),
+            scheduler=scheduler,
+            memory=memory,
+            adapters=config.adapters,
+            served_name="base",
+        )
+        for index, path in enumerate(adapters):
+            version = self.parts.reader.read(path.name, str(path))
+            self.core.adapters.register(f"adapter-{index}", version, self.clock.now())
+
+    def run(self, batch: int, num_output_tokens: int, *, is_mixed: bool) -> tuple[float, list[StepFeatures]]:
+        """Serve a batch of requests; return what it took, in seconds, and its steps."""
+        self.records.clear()
+        start = self.clock.now()
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
+        generator = torch.Generator().manual_seed(batch)
+        prompts = torch.randint(3, self.vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
+        arrivals = [
+            (
+                start,
+                Request(
+                    request_id=f"{start}-{index}",
+                    prompt=tuple(prompt),
+                    sampling=sampling,
+                    model=f"adapter-{index}" if is_mixed else "base",
+                ),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        began = self.now()
+        EngineLoop(self.core, self.clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+        took = self.now() - began
+        return took, [record.features for record in self.records if isinstance(record, StepRecord)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Live against modelled, medians over rounds.
+
+    Args:
+        step: What kind of step.
+        batch: Sequences in it.
+        live_ms: Time of one live step.
+        ratio: Live over modelled.
+    """
+
+    step: str
+    batch: int
+    live_ms: float
+    ratio: float
+
+
+def compare(device: torch.device, like: str | None, rounds: int) -> list[Compared]:
+    """Return live over modelled time by kind of step and batch; rates are measured anew for each round."""
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        live = Live(Path(folder), device)
+        for number in range(-1, rounds):  # one to warm up
+            cost = make_roofline(live.dims, profile(measure(device), like, "measured"))
+            for batch, is_mixed in product(BATCHES, (False, True)):
+                prompts_s, prompts = live.run(batch, 1, is_mixed=is_mixed)
+                all_s, steps = live.run(batch, OUTPUT_TOKENS, is_mixed=is_mixed)
+                if number < 0:
+                    continue
+                modelled = [sum(sum(cost.price(step)) for step in run) for run in (prompts, steps)]
+                adapted = "with adapters" if is_mixed else "base"
+                num_decodes = len(steps) - len(prompts)
+                found.setdefault((f"prompts, {adapted}", batch), []).append((prompts_s, prompts_s / modelled[0]))
+                decode_s = all_s - prompts_s
+                ratio = decode_s / (modelled[1] - modelled[0])
+                found.setdefault((f"decode, {adapted}", batch), []).append((decode_s / num_decodes, ratio))
+        live.parts.close()
+    return [
+        Compared(
+            step=step,
+            batch=batch,
+            live_ms=1e3 * median(time for time, _ in pairs),
+            ratio=median(ratio for _, ratio in pairs),
+        )
+        for (step, batch), pairs in sorted(found.items())
+    ]
+
+
+def make_roofline(dims: ModelDims, hardware: Hardware) -> RooflineCost:
+    return RooflineCost(dims, hardware, lora_kernel="ragged", targets=TARGETS)
+
+
+def report(machine: str, hardware: Hardware, rows: list[Compared], rounds: int) -> str:
+    reached = {
+        "large products, Gop/s": hardware.flops_per_s * hardware.flops_share / 1e9,
+        "weights read for one row, GB/s": hardware.memory_bytes_per_s * hardware.memory_share / 1e9,
+        "shortest kernel, us": hardware.launch_s * 1e6,
+        "copy to the device, GB/s": hardware.link_bytes_per_s / 1e9,
+    }
+    lines = [
+        "# The roofline on this machine",
+        "",
+        f"`python bench/device.py --compare` on {machine}.",
+        "",
+        "| measured without a model | |",
+        "|---|---:|",
+        *(f"| {name} | {value:.1f} |" for name, value in reached.items()),
+        "",
+        f"Live steps of an 82M-parameter model (prompts of {PROMPT_TOKENS} tokens, adapters of rank 8 to 128 on",
+        "all linears, one per request) over what the roofline says with these rates and nothing",
+        f"fitted. Rates were measured anew in each of {rounds} rounds; medians. On a CPU: processor time, one thread.",
+        "",
+        "| step | batch | live, ms | live / modelled |",
+        "|---|---:|---:|---:|",
+        *(f"| {row.step} | {row.batch} | {row.live_ms:.1f} | {row.ratio:.2f} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--like", choices=HARDWARE, help="a profile for what is not measured")
+    parser.add_argument("--profile", type=Path, help="write the measured profile here, as TOML")
+    parser.add_argument("--compare", action="store_true", help="hold the roofline against live steps; writes results")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    hardware = profile(measure(device), args.like, f"measured {args.like or device.type}")
+    print(as_toml(hardware))
+    if args.profile is not None:
+        args.profile.write_text(as_toml(hardware))
+    if args.compare:
+        rows = compare(device, args.like, args.rounds)
+        text = report(describe_machine(device), hardware, rows, args.rounds)
+        print(text)
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "device.md").write_text(text)
+        figures = {
+            "machine": describe_machine(device),
+            "profile": as_toml(hardware),
+            "steps": [asdict(row) for row in rows],
+        }
+        (RESULTS / "device.json").write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
