@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--like", choices=HARDWARE, help="a profile for what is not measured")
     parser.add_argument("--profile", type=Path, help="write the measured profile here, as TOML")
     parser.add_argument("--compare", action="store_true", help="hold the roofline against live steps; writes results")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
