@@ -17,32 +17,28 @@ import csv
 import json
 import random
 import sys
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from pathlib import Path
 from time import perf_counter
 
-from manylora.adapters.layout import lay_out
-from manylora.clock import VirtualClock
-from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import PlannedSequence
-from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished, TokensEmitted
+from manylora.config import AdapterConfig, SchedulerConfig
+from manylora.measure import RequestRecord
 from manylora.memory import EVICTION_POLICIES
-from manylora.scheduling import POLICIES, LengthPredictor, Sequence
+from manylora.scheduling import POLICIES
 from manylora.scheduling.clustering import cluster, cut_offs
-from manylora.scheduling.prediction import NoisyPredictor, OraclePredictor
 from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.sim.adapters import adapter_versions
 from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.shapes import llama_2_7b_shape
-from manylora.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams
+from manylora.sim.simulation import Run, SimulationConfig, simulate
+from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-LLAMA_7B = replace(llama_2_7b_shape(), eos_token_ids=(2,))
+LLAMA_7B = llama_2_7b_shape()
 # The card has 28 GiB left beside the weights; the published evaluation scales its trace down until KV and adapters fill
 # them at the peak. Lengths are scaled here as well, but compute would run out first: so the pool is scaled as well.
 NUM_PAGES = 16 * GIB // LLAMA_7B.page.num_bytes
@@ -53,19 +49,8 @@ LOADS = {"low": 6.0, "medium": 8.0, "high": 9.0}
 CLASSES = ("small", "medium", "large")
 INPUT_GAMMA, OUTPUT_GAMMA = (1.338, 863.0), (1.646, 128.0)
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 512
-TOKEN, END = SampledToken(token_id=1), SampledToken(token_id=2)
 MAX_TOKENS = 1024
 LOOK_AHEAD = AdapterConfig().look_ahead
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request of the workload: its lengths in tokens are the truth."""
-
-    at: float
-    prompt: int
-    output: int
-    adapter: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,33 +79,9 @@ class Row:
     wall_s: float
 
 
-def adapter_versions(num_adapters: int) -> list[AdapterVersion]:
-    """Return adapters of every rank in equal number, sized by their real layout."""
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    by_rank = {}
-    for rank in RANKS:
-        ranks = {m.name: rank for m in LLAMA_7B.modules if m.name.rpartition(".")[2] in attention}
-        by_rank[rank] = (lay_out(ranks, LLAMA_7B).num_pages, rank * len(ranks), len(ranks))
-    versions = []
-    for index in range(num_adapters):
-        rank = RANKS[index % len(RANKS)]
-        num_pages, total_rank, num_modules = by_rank[rank]
-        num_bytes = num_pages * LLAMA_7B.page.num_bytes
-        versions.append(
-            AdapterVersion(
-                key=AdapterKey(f"{index:032x}"),
-                source="",
-                rank=rank,
-                total_rank=total_rank,
-                num_modules=num_modules,
-                target_modules=attention,
-                num_pages=num_pages,
-                weight_bytes=num_bytes,
-                host_bytes=num_bytes,
-                disk_bytes=num_bytes,
-            )
-        )
-    return versions
+def adapters(num_adapters: int) -> tuple[AdapterSpec, ...]:
+    """Return adapters of every rank in equal number."""
+    return tuple(AdapterSpec(name=f"a{index}", rank=RANKS[index % len(RANKS)]) for index in range(num_adapters))
 
 
 def read_lengths(path: str | None, scale: float, rng: random.Random, count: int) -> list[tuple[int, int]]:
@@ -135,92 +96,29 @@ def read_lengths(path: str | None, scale: float, rng: random.Random, count: int)
     return [(min(limit, max(4, round(a * scale))), min(MAX_TOKENS, max(1, round(b * scale)))) for a, b in pairs]
 
 
-def make_jobs(
+def make_workload(
     rate: float, duration_s: float, *, lengths: str | None, scale: float, num_adapters: int, seed: int
-) -> list[Job]:
+) -> Workload:
     """Draw a workload; the lengths and adapters of the n-th request are the same at every rate."""
     rng, times = random.Random(seed), random.Random(seed + 1)
-    num_jobs = int(rate * duration_s)
-    pairs = read_lengths(lengths, scale, rng, num_jobs)
+    pairs = read_lengths(lengths, scale, rng, int(rate * duration_s))
     per_rank = num_adapters // len(RANKS)
     weights = list(accumulate(1.0 / (place + 1) for place in range(per_rank)))
-    jobs, at = [], 0.0
+    requests, at = [], 0.0
     for prompt, output in pairs:
         at += times.expovariate(rate)
         place = rng.choices(range(per_rank), cum_weights=weights)[0]
-        jobs.append(Job(at, prompt, output, place * len(RANKS) + rng.randrange(len(RANKS))))
-    return jobs
+        adapter = f"a{place * len(RANKS) + rng.randrange(len(RANKS))}"
+        requests.append(RequestSpec(arrival_s=at, num_prompt_tokens=prompt, num_output_tokens=output, adapter=adapter))
+    return Workload(name=f"{rate:g} requests a second", requests=tuple(requests), adapters=adapters(num_adapters))
 
 
-class Record:
-    """Takes events and remembers times."""
-
-    def __init__(self) -> None:
-        self.arrived: dict[str, float] = {}
-        self.admitted: dict[str, float] = {}
-        self.tokens: dict[str, list[float]] = {}
-        self.finished: dict[str, float] = {}
-
-    def __call__(self, event: Event) -> None:
-        match event:
-            case TokensEmitted(at=at, request_ids=request_ids):
-                for request_id in request_ids:
-                    self.tokens.setdefault(request_id, []).append(at)
-            case RequestArrived(at=at, request_id=request_id):
-                self.arrived[request_id] = at
-            case RequestAdmitted(at=at, request_id=request_id):
-                self.admitted[request_id] = at
-            case RequestFinished(at=at, request_id=request_id):
-                self.finished[request_id] = at
-
-
-def simulate(
-    jobs: Seq[Job], versions: Seq[AdapterVersion], scheduler: SchedulerConfig, cache: AdapterConfig
-) -> tuple[EngineCore, Record]:
-    """Run a workload to its end."""
-    clock, record = VirtualClock(), Record()
-
-    def choose(part: PlannedSequence) -> SampledToken:
-        # Sequences count up in order of arrival, and all are accepted: their numbers are those of the jobs.
-        return END if len(part.tokens) - part.num_prompt_tokens + 1 >= jobs[part.seq_id].output else TOKEN
-
-    def truth(sequence: Sequence) -> int:
-        return jobs[sequence.seq_id].output
-
-    # Requests end by themselves, far below their cap: nobody but these two predictors knows when.
-    predictor: LengthPredictor | None = None
-    if scheduler.predictor == "oracle":
-        predictor = OraclePredictor(truth)
-    elif scheduler.predictor == "noisy":
-        predictor = NoisyPredictor(scheduler.predictor_accuracy, 0, truth)
-    executor = SimulatedExecutor(COST, vocab_size=LLAMA_7B.vocab_size, choose=choose)
-    core = EngineCore(
-        base=LLAMA_7B,
-        num_pages=NUM_PAGES,
-        executor=executor,
-        scheduler=scheduler,
-        memory=MemoryConfig(prefix_caching=False),
-        adapters=cache,
-        served_name="base",
-        sinks=[record],
-        predictor=predictor,
+def serve(workload: Workload, scheduler: SchedulerConfig, cache: AdapterConfig) -> Run:
+    """Run a workload to its end; requests end by themselves, far below their cap."""
+    config = SimulationConfig(
+        base=LLAMA_7B, cost=COST, num_pages=NUM_PAGES, scheduler=scheduler, adapters=cache, max_tokens=MAX_TOKENS
     )
-    for index, version in enumerate(versions):
-        core.adapters.register(f"a{index}", version, 0.0)
-    arrivals = (
-        (
-            job.at,
-            Request(
-                request_id=str(index),
-                prompt=(0,) * job.prompt,
-                sampling=SamplingParams(max_tokens=MAX_TOKENS),
-                model=f"a{job.adapter}",
-            ),
-        )
-        for index, job in enumerate(jobs)
-    )
-    EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
-    return core, record
+    return simulate(workload, config)
 
 
 def percentile(values: Seq[float], share: float) -> float:
@@ -228,10 +126,14 @@ def percentile(values: Seq[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def size_classes(jobs: Seq[Job], versions: Seq[AdapterVersion]) -> list[str]:
+def size_classes(workload: Workload) -> list[str]:
     """Sort requests into three classes by their true size, cut where three clusters of sizes meet."""
     block = LLAMA_7B.page.block_size
-    demands = [Demand(job.prompt, job.output, versions[job.adapter].num_pages * block) for job in jobs]
+    pages = {name: version.num_pages for name, version in adapter_versions(workload.adapters, LLAMA_7B).items()}
+    demands = [
+        Demand(one.num_prompt_tokens, one.num_output_tokens, pages[one.adapter or ""] * block)
+        for one in workload.requests
+    ]
     sizer = RequestSizer("degree-2")
     sizer.fit(demands)
     sizes = [sizer.size(demand) for demand in demands]
@@ -241,8 +143,7 @@ def size_classes(jobs: Seq[Job], versions: Seq[AdapterVersion]) -> list[str]:
 
 def run(
     label: tuple[str, str, str],
-    jobs: Seq[Job],
-    versions: Seq[AdapterVersion],
+    workload: Workload,
     scheduler: SchedulerConfig,
     cache: AdapterConfig,
     *,
@@ -251,44 +152,46 @@ def run(
 ) -> Row:
     """Simulate one combination and reduce it to a row; requests of the warm-up are served and not counted."""
     began = perf_counter()
-    core, record = simulate(jobs, versions, scheduler, cache)
-    classes = size_classes(jobs, versions)
-    counted = [index for index, job in enumerate(jobs) if job.at >= warm_up_s]
-    ttft = {i: record.tokens[str(i)][0] - record.arrived[str(i)] for i in counted}
-    gaps = [after - before for i in counted for before, after in pairwise(record.tokens[str(i)])]
+    done = serve(workload, scheduler, cache)
+    classes = size_classes(workload)
+    counted = [(one, name) for one, name in zip(done.records, classes, strict=True) if one.arrived_at >= warm_up_s]
+    of_class = {name: [one for one, its in counted if its == name] for name in CLASSES}
 
-    def queueing(i: int) -> float:
-        total = record.finished[str(i)] - record.arrived[str(i)]
-        return (record.admitted[str(i)] - record.arrived[str(i)]) / total
+    def ttft(records: Iterable[RequestRecord]) -> list[float]:
+        return [one.ttft_s for one in records if one.ttft_s is not None]
 
-    of_class = {name: [i for i in counted if classes[i] == name] for name in CLASSES}
-    stats = core.stats()
+    def queueing(one: RequestRecord) -> float:
+        assert one.queueing_s is not None
+        return one.queueing_s / one.e2e_s
+
+    first = ttft(one for one, _ in counted)
+    (stats,) = done.stats
     policy, shown_eviction, load = label
     return Row(
         policy=policy,
         eviction=shown_eviction,
         load=load,
-        rate=len(jobs) / jobs[-1].at,
+        rate=workload.rate,
         requests=len(counted),
-        ttft_p50=percentile(list(ttft.values()), 0.5),
-        ttft_p99=percentile(list(ttft.values()), 0.99),
-        tbt_p99=percentile(gaps, 0.99),
+        ttft_p50=percentile(first, 0.5),
+        ttft_p99=percentile(first, 0.99),
+        tbt_p99=percentile([gap_s for one, _ in counted for gap_s in one.gaps_s], 0.99),
         hit_rate=stats.num_adapter_hits / stats.num_adapter_requests,
-        loads_per_s=stats.num_loads / max(record.finished.values()),
-        squashed=stats.num_squashes / len(jobs),
-        preempted=stats.num_preemptions / len(jobs),
-        queueing={name: sum(map(queueing, ids)) / max(1, len(ids)) for name, ids in of_class.items()},
-        ttft_p99_of={name: percentile([ttft[i] for i in ids], 0.99) for name, ids in of_class.items()},
-        within_slo=sum(one <= slo_s for one in ttft.values()) / len(ttft),
+        loads_per_s=stats.num_loads / max(one.finished_at for one in done.records),
+        squashed=stats.num_squashes / len(classes),
+        preempted=stats.num_preemptions / len(classes),
+        queueing={name: sum(map(queueing, ones)) / max(1, len(ones)) for name, ones in of_class.items()},
+        ttft_p99_of={name: percentile(ttft(ones), 0.99) for name, ones in of_class.items()},
+        within_slo=sum(one <= slo_s for one in first) / len(first),
         wall_s=perf_counter() - began,
     )
 
 
-def unloaded_mean_s(jobs: Seq[Job], versions: Seq[AdapterVersion]) -> float:
+def unloaded_mean_s(workload: Workload) -> float:
     """Return the mean time of a request that runs alone, in seconds."""
-    alone = [Job(60.0 * index, job.prompt, job.output, job.adapter) for index, job in enumerate(jobs[:200])]
-    _, record = simulate(alone, versions, SchedulerConfig(), AdapterConfig(host_bytes=1 << 50))
-    return sum(record.finished[key] - record.arrived[key] for key in record.finished) / len(alone)
+    alone = tuple(replace(one, arrival_s=60.0 * index) for index, one in enumerate(workload.requests[:200]))
+    records = serve(replace(workload, requests=alone), SchedulerConfig(), AdapterConfig(host_bytes=1 << 50)).records
+    return sum(one.e2e_s for one in records) / len(alone)
 
 
 POLICY_ROWS: dict[str, dict[str, object]] = {
@@ -362,9 +265,8 @@ def main() -> None:
     options = parser.parse_args()
     duration_s = 60.0 if options.quick else options.duration
     warm_up_s = duration_s / 5
-    versions = adapter_versions(options.adapters)
-    jobs_of = {
-        load: make_jobs(
+    workload_of = {
+        load: make_workload(
             rate,
             duration_s,
             lengths=options.lengths,
@@ -374,7 +276,7 @@ def main() -> None:
         )
         for load, rate in LOADS.items()
     }
-    slo_s = 5 * unloaded_mean_s(jobs_of["low"], versions)
+    slo_s = 5 * unloaded_mean_s(workload_of["low"])
     evictions = options.eviction or (["lru"] if options.quick else sorted(EVICTION_POLICIES))
     combinations = list(product(options.load or LOADS, options.policy or POLICY_ROWS, evictions))
     variants = [] if options.quick or options.policy or options.load else list(VARIANTS)
@@ -390,7 +292,7 @@ def main() -> None:
             **config,  # type: ignore[arg-type]
         )
         cache = AdapterConfig(eviction=eviction, host_bytes=1 << 50, look_ahead=look_ahead)
-        row = run((name, eviction, load), jobs_of[load], versions, scheduler, cache, warm_up_s=warm_up_s, slo_s=slo_s)
+        row = run((name, eviction, load), workload_of[load], scheduler, cache, warm_up_s=warm_up_s, slo_s=slo_s)
         done.append(row)
         shares, tails = ("/".join(f"{of[k]:.2f}" for k in CLASSES) for of in (row.queueing, row.ttft_p99_of))
         print(
