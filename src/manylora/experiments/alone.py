@@ -1,22 +1,18 @@
-"""What a request takes when it is alone: the yardstick of slowdowns, and of a promise that is a multiple of it.
-
-By the same prices as a simulated run: one step for the prompt, whole, and one for every further token. A step's price
-grows evenly with its context, so the steps of decoding are priced at the middle one. A test compares it with a run.
-"""
+"""What a request takes when it is alone, and what takes it: the yardstick of slowdowns and of promises."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from manylora.engine.ports import AdapterLoad, PlannedSequence, StepPlan
+from manylora.engine.ports import AdapterLoad
+from manylora.errors import ConfigError
+from manylora.sim import alone
 from manylora.sim.cost import CostModel
-from manylora.types import AdapterVersion, SamplingParams, Tier
+from manylora.sim.roofline import RooflineCost
+from manylora.types import AdapterVersion, Tier
 from manylora.workloads import RequestSpec
 
-__all__ = ["Alone", "plan_of", "time_alone"]
-
-_SAMPLING = SamplingParams()
+__all__ = ["Alone", "time_alone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +49,19 @@ def time_alone(request: RequestSpec, version: AdapterVersion | None, cost: CostM
         request: Its lengths.
         version: Its adapter; ``None`` for the base.
         cost: Prices of steps and loads.
+
+    Raises:
+        ConfigError: The prices are measured ones, which say nothing of a step's parts.
     """
-    prompt = request.num_prompt_tokens
-    base_s = cost.step_time_s(plan_of([(0, prompt, None)]))
-    num_decodes = request.num_output_tokens - 1
-    middle = prompt + num_decodes // 2
+    if not isinstance(cost, RooflineCost):
+        raise ConfigError("Experiments need a model and hardware by name: what a request takes alone is computed")
+    rank = version.rank if version is not None else 0
+    prompt, output = request.num_prompt_tokens, request.num_output_tokens
+    base = alone.time_alone(cost, prompt, 1)
+    whole = alone.time_alone(cost, prompt, output, rank=rank)
     return Alone(
         load_s=cost.load_time_s(AdapterLoad(version=version, tier=Tier.DEVICE)) if version is not None else 0.0,
-        base_s=base_s,
-        adapter_s=cost.step_time_s(plan_of([(0, prompt, version)])) - base_s if version is not None else 0.0,
-        decode_s=num_decodes * cost.step_time_s(plan_of([(middle, 1, version)])) if num_decodes else 0.0,
-    )
-
-
-def plan_of(parts: Iterable[tuple[int, int, AdapterVersion | None]]) -> StepPlan:
-    """Return a step to be priced.
-
-    Args:
-        parts: Tokens of KV that are there, tokens to run, and the adapter, of each sequence.
-    """
-    return StepPlan(
-        step_id=0,
-        sequences=tuple(
-            PlannedSequence(
-                seq_id=place,
-                tokens=range(start + num_tokens),
-                num_prompt_tokens=start + num_tokens,
-                start=start,
-                num_tokens=num_tokens,
-                pages=(),
-                adapter=version.key if version is not None else None,
-                rank=version.rank if version is not None else 0,
-                sampling=_SAMPLING,
-                is_sampled=True,
-                seed=0,
-            )
-            for place, (start, num_tokens, version) in enumerate(parts)
-        ),
+        base_s=base.ttft_s,
+        adapter_s=whole.ttft_s - base.ttft_s,
+        decode_s=whole.e2e_s - whole.ttft_s,
     )

@@ -110,7 +110,8 @@ class Findings:
         return self._results[setup, label][seed].figures.get(figure, 0.0)
 
     def _order(self, claim: Claim, seed: int) -> float:
-        values = [self._value(setup, claim.point, claim.figure, seed) for setup in claim.order]
+        places = [one.partition("@") for one in claim.order]
+        values = [self._value(setup, point or claim.point, claim.figure, seed) for setup, _, point in places]
         pairs = list(combinations(values, 2))
         return sum(first < second for first, second in pairs) / len(pairs)
 

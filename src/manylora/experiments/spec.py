@@ -90,7 +90,7 @@ class Claim:
         versus: Relative to whom.
         versus_point: Relative to which point, where that is another one.
         limit: See ``form``.
-        order: Setups in the published order.
+        order: Setups in the published order, each at ``point`` unless it is written ``setup@label``.
         published: The published number.
         tolerance: How far ours may be off for the two to agree, in the claim's unit.
         unit: How numbers are written.

@@ -56,6 +56,7 @@ class Setup:
         scheduler_time_s: What deciding a step takes, in seconds.
         block_size: Tokens of KV in a page.
         prefix_caching: Keep the KV of finished prompts in idle pages.
+        weight_bits: Bits per weight of a quantised base; as the model has them when ``None``.
         max_model_len: Longest context in tokens; the model's own when ``None``.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
         exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask.
@@ -78,6 +79,7 @@ class Setup:
     scheduler_time_s: float = 0.0
     block_size: int = 16
     prefix_caching: bool = False
+    weight_bits: int | None = None
     max_model_len: int | None = None
     max_tokens: int | None = None
     exact_caps: bool = False
@@ -159,6 +161,8 @@ def _copies(setup: Setup) -> str | CopyPath | None:
 
 def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, CostModel, int]:
     dims = read_dims(setup.model)
+    if setup.weight_bits is not None:
+        dims = replace(dims, weight_bits=setup.weight_bits)
     cost = make_cost(
         dims,
         setup.hardware,

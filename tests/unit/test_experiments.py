@@ -1,0 +1,307 @@
+"""Experiments as data: every one that ships can be read, and a made-up suite runs, is kept, and is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from manylora.cli.app import app
+from manylora.errors import ConfigError
+from manylora.experiments import (
+    Findings,
+    Result,
+    Runner,
+    Verdict,
+    as_html,
+    as_json,
+    as_markdown,
+    cases_of,
+    draw,
+    find_experiments,
+    overall,
+    read_experiment,
+)
+from manylora.experiments.alone import time_alone
+from manylora.experiments.calculations import CALCULATIONS
+from manylora.experiments.cases import read_setup, read_workload
+from manylora.experiments.report import Picture
+from manylora.experiments.spec import Claim, Experiment, Point, merge, setup_table
+from manylora.sim.adapters import adapter_versions
+from manylora.sim.setup import make_config
+from manylora.sim.simulation import simulate
+from manylora.workloads import RequestSpec, Workload, make_workload
+
+SUITE = """
+slo_s = 0.5
+warm_up_s = 2.0
+num_seeds = 2
+[workload]
+duration_s = 20.0
+[workload.arrivals]
+kind = "poisson"
+rate = 4.0
+[workload.lengths]
+kind = "parametric"
+prompt = { kind = "fixed", tokens = 64 }
+output = { kind = "fixed", tokens = 8 }
+[workload.adapters]
+count = 4
+ranks = [16]
+[setups.slow]
+model = "llama-7b"
+hardware = "a40"
+copies = "s-lora"
+[setups.quick]
+like = "slow"
+hardware = "h100"
+"""
+
+EXPERIMENT = """
+title = "Faster devices are faster"
+source = "Nobody"
+shown = ["ttft_p50", "hit_rate"]
+use = ["slow", "quick"]
+[sweep]
+key = "workload.arrivals.rate"
+values = [2, 6]
+[[plots]]
+kind = "lines"
+show = "ttft_p50"
+[[plots]]
+kind = "curves"
+show = "ttft_cdf"
+[[plots]]
+kind = "bars"
+show = "ttft_p50"
+versus = "slow"
+[[claims]]
+text = "quick before slow"
+figure = "ttft_p50"
+form = "order"
+order = ["quick@6", "slow@6"]
+published = 1.0
+tolerance = 0.0
+[[claims]]
+text = "by a tenth"
+figure = "ttft_p50"
+form = "change"
+setup = "quick"
+versus = "slow"
+point = "6"
+published = -0.1
+tolerance = 0.01
+unit = "%"
+[[claims]]
+text = "the SLO breaks at 3"
+figure = "ttft_p99"
+form = "crossing"
+setup = "slow"
+limit = 100.0
+published = 3.0
+tolerance = 1.0
+"""
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Path:
+    folder = tmp_path / "catalog" / "made-up"
+    folder.mkdir(parents=True)
+    (folder / "suite.toml").write_text(SUITE)
+    (folder / "speed.toml").write_text(EXPERIMENT)
+    return folder.parent
+
+
+def find(experiment: Experiment, folder: Path | None) -> Findings:
+    cases = cases_of(experiment, seeds=2, traces=None)
+    results = Runner(folder).run(cases.values())
+    places: dict[tuple[str, str], list[Result]] = {}
+    for (setup, point, _), case in cases.items():
+        places.setdefault((setup, point), []).append(results[case.key])
+    return Findings(experiment, places)
+
+
+@pytest.mark.parametrize("name", find_experiments())
+def test_what_ships_can_be_run(name, tmp_path):
+    """Setups and workloads are complete, claims speak of setups and points there are."""
+    experiment = read_experiment(name)
+    trace = tmp_path / "AzureLLMInferenceTrace_conv.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
+    assert experiment.calculation is None or experiment.calculation in CALCULATIONS
+    for case in cases_of(experiment, seeds=1, traces=tmp_path).values():
+        assert read_setup(case.setup).scheduler.max_num_seqs
+        assert read_workload(case.workload, tmp_path).adapters.count
+    labels = {point.label for point in experiment.points}
+    for claim in experiment.claims:
+        named = [place.partition("@") for place in claim.order] or [(claim.setup, "", claim.point)]
+        assert {setup for setup, _, _ in named} | {claim.versus or named[0][0]} <= set(experiment.setups), claim.text
+        points = {point for _, _, point in named} | {claim.versus_point or ""}
+        assert points - {""} <= labels, claim.text
+        assert claim.limit is not None or not (claim.form.startswith("crossing") or claim.relative), claim.text
+    for plot in experiment.plots:
+        assert {*plot.at} <= labels
+        assert {*plot.setups, *([plot.versus] if plot.versus else [])} <= set(experiment.setups)
+
+
+def test_an_experiment_is_run_once_kept_and_judged(catalog, tmp_path):
+    experiment = read_experiment("made-up/speed", catalog)
+    runs = tmp_path / "runs"
+    findings = find(experiment, runs)
+    kept = sorted(runs.iterdir())
+    assert len(kept) == 8, "two setups, two loads, two seeds"
+    kept[0].write_text(kept[0].read_text().replace('"errors":0', '"errors":7'))
+    again = find(experiment, runs)
+    errors = [run.figures["errors"] for setup in ("slow", "quick") for x in "26" for run in again.runs(setup, x)]
+    assert sorted(errors) == [0, 0, 0, 0, 0, 0, 0, 7], "what is kept is not run again"
+
+    comparisons = findings.compare()
+    assert [one.verdict for one in comparisons] == [Verdict.AGREES, Verdict.DIRECTION, Verdict.NOT_REACHED]
+    assert comparisons[1].ours is not None
+    assert comparisons[1].ours.low <= comparisons[1].ours.middle <= comparisons[1].ours.high < -0.1
+    assert overall(comparisons) is Verdict.NOT_REACHED
+
+    pictures = [Picture(f"made-up-{place}", draw(findings, plot)) for place, plot in enumerate(experiment.plots)]
+    assert all(picture.png.startswith(b"\x89PNG") for picture in pictures)
+    markdown, page = as_markdown([(findings, pictures)], "command"), as_html([(findings, pictures)], "command")
+    for text in ("agrees in direction, not in amount", "not reached", "Faster devices are faster"):
+        assert text in markdown
+        assert text in page
+    assert page.count("data:image/png;base64") == 3
+    assert json.loads(json.dumps(as_json(findings)))["claims"][0]["verdict"] == "agrees"
+
+
+def test_changing_what_is_run_changes_its_key(catalog):
+    experiment = read_experiment("made-up/speed", catalog)
+    cases = list(cases_of(experiment, seeds=2, traces=None).values())
+    assert len({case.key for case in cases}) == len(cases)
+    assert cases[0].key == next(iter(cases_of(experiment, seeds=1, traces=None).values())).key
+
+
+def test_points_change_tables_by_their_names():
+    table = {"a": {"b": 1, "c": {"kind": "x", "d": 2}}}
+    assert merge(table, {"a": {"c": {"d": 3}}}) == {"a": {"b": 1, "c": {"kind": "x", "d": 3}}}
+    assert merge(table, {"a": {"c": {"kind": "y"}}}) == {"a": {"b": 1, "c": {"kind": "y"}}}
+    assert table["a"]["b"] == 1
+    setups = {"one": {"like": "two", "x": 1}, "two": {"x": 2, "y": {"z": 3}}}
+    assert setup_table(setups, "one") == {"x": 1, "y": {"z": 3}}
+    with pytest.raises(ConfigError, match="circle"):
+        setup_table({"one": {"like": "two"}, "two": {"like": "one"}}, "one")
+
+
+def made_findings(claim: Claim, figures: dict[str, list[float]]) -> Findings:
+    """Return findings with one figure, by setup and point."""
+    points = tuple(Point(str(x), float(x), {}) for x in range(1, 1 + len(next(iter(figures.values())))))
+    experiment = Experiment(
+        name="a/b",
+        title="",
+        source="",
+        calculation=None,
+        setups={name: {} for name in figures},
+        workload={},
+        points=points,
+        num_seeds=1,
+        slo_s=1.0,
+        warm_up_s=0.0,
+        plots=(),
+        claims=(claim,),
+        shown=("y",),
+        why="",
+        notes="",
+    )
+    results = {
+        (name, point.label): [Result({"y": value})]
+        for name, values in figures.items()
+        for point, value in zip(points, values, strict=True)
+    }
+    return Findings(experiment, results)
+
+
+def ours(claim: Claim, **figures: list[float]) -> float | None:
+    (comparison,) = made_findings(claim, figures).compare()
+    return None if comparison.ours is None else comparison.ours.middle
+
+
+def test_crossings_are_where_a_figure_exceeds_the_limit():
+    claim = Claim(
+        text="", figure="y", form="crossing-ratio", setup="a", versus="b", limit=4.0, published=1.0, tolerance=0.1
+    )
+    # In logarithms half way from 2 to 8; and at the second point.
+    assert ours(claim, a=[2, 8, 9], b=[1, 2, 8]) == pytest.approx(1.5 / 2.5)
+    assert ours(claim, a=[1, 2, 3], b=[1, 2, 8]) is None, "never"
+    assert ours(claim, a=[5, 6, 7], b=[1, 2, 8]) is None, "from the first point on"
+
+
+def test_a_relative_load_is_a_share_of_where_the_other_crosses():
+    claim = Claim(
+        text="",
+        figure="y",
+        form="change",
+        setup="a",
+        versus="b",
+        relative=0.8,
+        limit=4.0,
+        published=-0.5,
+        tolerance=0.01,
+    )
+    # b crosses at 2.5, so at 2.0: a has 1, b has 2.
+    assert ours(claim, a=[1, 1, 1], b=[1, 2, 8]) == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('titel = "x"', "did you mean 'title'"),
+        ("[sweep]\nkey = 3", "expected a key and values"),
+        ("[[claims]]\nfigure = 'y'", "no text"),
+        ("use = ['slow', 'fast']", "expected one of quick, slow"),
+        ("[[points]]\nset = {rate = 3}", "expected keys of workload. and setup."),
+        ("num_seeds = 0", "above 0"),
+    ],
+)
+def test_mistakes_are_named(catalog, change, message):
+    (catalog / "made-up" / "wrong.toml").write_text(change + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_experiment("made-up/wrong", catalog)
+
+
+def test_a_name_that_is_not_there_is_nearly_found():
+    with pytest.raises(ConfigError, match="did you mean 'chameleon/"):
+        read_experiment("chameleon/fg11")
+
+
+def test_a_missing_trace_is_named():
+    result = CliRunner().invoke(app, ["experiment", "run", "chameleon/fig13", "--quick"])
+    assert isinstance(result.exception, ConfigError)
+    assert "AzureLLMInferenceTrace_conv.csv" in str(result.exception)
+
+
+def test_the_command_lists_and_runs(tmp_path):
+    runner = CliRunner()
+    listed = runner.invoke(app, ["experiment", "list"])
+    assert "chameleon/fig11" in listed.stdout
+    options = ["--output", str(tmp_path / "out")]
+    result = runner.invoke(app, ["experiment", "run", "multi-lora/kernels", *options])
+    assert result.exit_code == 0, result.output
+    assert "published" in result.stdout
+    result = runner.invoke(app, ["experiment", "report", "multi-lora/kernels", *options])
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"report.md", "report.html", "multi-lora-kernels.json", "multi-lora-kernels.png", "runs"} <= names
+
+
+def test_alone_is_what_a_run_with_nobody_else_shows(catalog):
+    """Priced step by step, or from four prices: the same."""
+    experiment = read_experiment("made-up/speed", catalog)
+    spec = read_workload(experiment.workload, None)
+    config = make_config(read_setup(experiment.setups["slow"]))
+    adapters = make_workload(spec, 0).adapters
+    request = RequestSpec(arrival_s=1.0, num_prompt_tokens=300, num_output_tokens=41, adapter=adapters[0].name)
+    run = simulate(Workload(name="alone", requests=(request,), adapters=adapters), config)
+    version = adapter_versions(adapters, config.base)[adapters[0].name]
+    alone = time_alone(request, version, config.cost)
+    assert run.records[0].ttft_s == pytest.approx(alone.ttft_s, rel=1e-9)
+    assert run.records[0].e2e_s == pytest.approx(alone.e2e_s, rel=1e-6)
+    assert alone.load_s > 0
+    assert alone.adapter_s > 0
