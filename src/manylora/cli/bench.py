@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 from rich.markdown import Markdown
 
+from manylora.cli.bench_serve import BenchServeCommand, bench_serve
 from manylora.cli.terminal import note, out
 
 __all__ = ["bench_app"]
 
 bench_app = typer.Typer(help="Measure a server, or our own parts against their floors.", no_args_is_help=True)
+
+bench_app.command("serve", cls=BenchServeCommand)(bench_serve)
 
 SaveTo = Annotated[
     str | None, typer.Option("--save", metavar="NAME", help="Write NAME.json and NAME.md.", show_default=False)

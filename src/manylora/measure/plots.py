@@ -18,10 +18,12 @@ from manylora.measure.records import RequestRecord
 from manylora.measure.summary import gaps_of
 from manylora.measure.timeline import Timeline
 
-__all__ = ["can_plot", "plot_latencies", "plot_load", "plot_memory", "plot_queues"]
+__all__ = ["can_plot", "plot_latencies", "plot_load", "plot_memory", "plot_queues", "plot_rates"]
 
 SIZE = (8.0, 4.0)
 WIDE = (10.0, 4.0)
+NUM_BINS = 100
+
 MAX_POINTS = 2000
 """Points of a curve: more make a file larger and no line finer."""
 
@@ -106,6 +108,35 @@ def plot_load(
     axes.set(xlabel="requests per second", ylabel=f"{what}, {unit}" if unit else what)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
+    return _save(figure, path)
+
+
+def plot_rates(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
+    """Draw answer tokens per second and requests in flight over the time of a run, a curve each for every run."""
+    figure, (left, right) = _figure(WIDE, columns=2)
+    for label, records in runs.items():
+        if not records:
+            continue
+        began = min(record.arrived_at for record in records)
+        ended = max(record.finished_at for record in records)
+        edges = np.linspace(0.0, max(ended - began, 1e-9), NUM_BINS + 1)
+        at, weights = [np.empty(0)], [np.empty(0)]
+        for record in records:
+            if record.first_token_at is not None:  # chunks stand for tokens, each for its share of the answer
+                chunks = record.first_token_at - began + np.cumsum([0.0, *record.gaps_s])
+                at.append(chunks)
+                weights.append(np.full(len(chunks), record.num_output_tokens / len(chunks)))
+        tokens, _ = np.histogram(np.concatenate(at), edges, weights=np.concatenate(weights))
+        left.stairs(tokens / np.diff(edges), edges, label=label)
+        starts = np.sort([record.arrived_at - began for record in records])
+        ends = np.sort([record.finished_at - began for record in records])
+        right.plot(edges, np.searchsorted(starts, edges, "right") - np.searchsorted(ends, edges, "right"), label=label)
+    left.set(xlabel="seconds", ylabel="answer tokens per second", title="throughput")
+    right.set(xlabel="seconds", ylabel="requests", title="in flight")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+    if len(runs) > 1:
+        right.legend(frameon=False)
     return _save(figure, path)
 
 

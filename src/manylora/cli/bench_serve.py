@@ -1,0 +1,371 @@
+"""`manylora bench serve`: load for a server that speaks OpenAI's API, and what its users would feel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperCommand
+
+from manylora.cli.terminal import note, notes, out
+from manylora.errors import ConfigError
+from manylora.measure import Slo
+from manylora.measure.plots import can_plot, plot_latencies, plot_rates
+from manylora.measure.tables import FigureTable, compare
+from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload, read_workload_spec
+from manylora.workloads.arrivals import Arrivals, GammaArrivals, PoissonArrivals
+from manylora.workloads.distributions import Distribution, FixedTokens, UniformTokens
+from manylora.workloads.lengths import ParametricLengths
+from manylora.workloads.popularity import GeometricShares, Popularity, TurnTaking, UniformShares, ZipfShares
+
+if TYPE_CHECKING:
+    from manylora.bench.ask import Question
+    from manylora.bench.load import LoadRun
+    from manylora.bench.report import LoadReport
+    from manylora.bench.target import ModelNames, Target
+
+__all__ = ["BenchServeCommand", "bench_serve", "parse_goodput"]
+
+POPULARITIES: dict[str, Popularity] = {
+    "geometric": GeometricShares(),
+    "random": UniformShares(),
+    "round-robin": TurnTaking(),
+    "zipf": ZipfShares(),
+}
+
+PROMISES = {"e2el": "e2e_s", "tbt": "tbt_s", "tpot": "tpot_s", "ttft": "ttft_s"}
+"""What `--goodput` calls a promise, and what `Slo` does."""
+
+NUM_SEEN = 8
+"""Columns of a comparison that a client can see; what follows only the server knows."""
+
+ALL_AT_ONCE = 1e9
+"""Requests per second that stand for an infinite rate."""
+
+
+class BenchServeCommand(TyperCommand):
+    """A command whose options may take several values, as those of `vllm bench serve` do."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat `--goodput` and `--models` before each of their values."""
+        spread: list[str] = []
+        several: str | None = None
+        for arg in args:
+            if arg.startswith("-"):
+                several = arg if arg in ("--goodput", "--models") else None
+                spread.append(arg)
+            elif several is not None and spread[-1] != several:
+                spread += [several, arg]
+            else:
+                spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+def parse_goodput(promises: Sequence[str]) -> Slo:
+    """Read promises like `ttft:500 tpot:50`, in milliseconds.
+
+    Raises:
+        ConfigError: A name or a number is wrong.
+    """
+    limits: dict[str, float] = {}
+    for promise in promises:
+        name, _, number = promise.partition(":")
+        try:
+            limits[PROMISES[name]] = float(number) / 1e3
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"Got the promise {promise!r}, expected {'|'.join(PROMISES)} and milliseconds, as ttft:500"
+            ) from None
+    return Slo(**limits)
+
+
+def _option(panel: str, help: str, **settings: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=panel, **settings)
+
+
+def bench_serve(
+    url: Annotated[str, _option("Server", "Where it is, without /v1.")] = "http://127.0.0.1:8000",
+    models: Annotated[
+        list[str] | None,
+        _option("Server", "Adapters to ask for, several in a row; by default all that /v1/models lists."),
+    ] = None,
+    base_model: Annotated[str | None, _option("Server", "The base's name; by default the first model listed.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask for chat completions.", rich_help_panel="Server")] = False,
+    api_key: Annotated[str | None, _option("Server", "Sent as a bearer token.", envvar="OPENAI_API_KEY")] = None,
+    no_ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--no-ignore-eos",
+            help="Let answers end where they end: for servers that do not know ignore_eos.",
+            rich_help_panel="Server",
+        ),
+    ] = False,
+    extra_body: Annotated[str | None, _option("Server", "JSON object of further fields of every request.")] = None,
+    num_prompts: Annotated[int, _option("Load", "Requests to send.", min=1)] = 1000,
+    duration: Annotated[float | None, _option("Load", "Seconds to send them for, at most.")] = None,
+    request_rate: Annotated[float, _option("Load", "Requests per second; inf sends all at once.")] = 4.0,
+    burstiness: Annotated[
+        float, _option("Load", "Shape of the gamma distribution of gaps: 1 is Poisson, below it bursts.")
+    ] = 1.0,
+    random_input_len: Annotated[int, _option("Load", "Tokens of a prompt.", min=1)] = 256,
+    random_output_len: Annotated[int, _option("Load", "Tokens of an answer.", min=1)] = 64,
+    random_range_ratio: Annotated[
+        float, _option("Load", "Lengths are drawn from this share below to this share above.", min=0.0, max=0.99)
+    ] = 0.0,
+    popularity: Annotated[
+        str, _option("Load", "Who asks for which adapter.", metavar="|".join(POPULARITIES))
+    ] = "random",
+    base_share: Annotated[float, _option("Load", "Share of requests for the base.", min=0.0, max=1.0)] = 0.0,
+    workload: Annotated[
+        Path | None,
+        _option("Load", "A workload in TOML in place of these options: traces, arrivals, locality.", metavar="FILE"),
+    ] = None,
+    traces: Annotated[Path | None, _option("Load", "Folder of the traces that it names.", metavar="DIR")] = None,
+    seed: Annotated[int, _option("Load", "Of everything that is drawn.", min=0)] = 0,
+    tokenizer: Annotated[
+        str | None, _option("Prompts", "The model's, to write prompts as text; without it, text is short words.")
+    ] = None,
+    text: Annotated[
+        bool,
+        typer.Option(
+            "--text",
+            help="Prompts as text, for servers that take no token ids; chats always are.",
+            rich_help_panel="Prompts",
+        ),
+    ] = False,
+    vocab_size: Annotated[int, _option("Prompts", "Token ids are below this.", min=16)] = 100,
+    goodput: Annotated[
+        list[str] | None,
+        _option("Figures", "Promises in milliseconds, several in a row: ttft:500 tpot:50 tbt:100 e2el:9000."),
+    ] = None,
+    base_run: Annotated[
+        bool,
+        typer.Option(
+            "--base-run",
+            help="Send the same once more, all of it to the base: what do adapters cost?",
+            rich_help_panel="Figures",
+        ),
+    ] = False,
+    num_warmups: Annotated[int, _option("Figures", "Requests before, that do not count.", min=0)] = 1,
+    warm_up: Annotated[float, _option("Figures", "Seconds at the start that do not count.", min=0.0)] = 0.0,
+    retries: Annotated[int, _option("Figures", "How often a refused request (429, 503) is sent again.", min=0)] = 0,
+    timeout: Annotated[float, _option("Figures", "Seconds of silence that end a request.")] = 600.0,
+    save: Annotated[
+        Path | None,
+        _option("Figures", "Write results.json, requests.jsonl, table.md and plots there.", metavar="DIR"),
+    ] = None,
+) -> None:
+    """Send load to a server that speaks OpenAI's API, and say what its users felt.
+
+    Ours, vLLM, SGLang ...: requests are sent when they are due, whatever became of those before. Ctrl-C ends it with
+    what there is.
+
+    [bold]manylora bench serve --request-rate 8 --num-prompts 500 --popularity zipf --goodput ttft:500 tpot:50[/bold]
+    """
+    from manylora.bench.report import make_report
+    from manylora.bench.target import ModelNames, Target, discover_models
+
+    slo = parse_goodput(goodput or ())
+    target = Target(
+        url=url, is_chat=chat, api_key=api_key, ignore_eos=not no_ignore_eos, extra=_parse_extra(extra_body)
+    )
+    found = asyncio.run(discover_models(target)) if base_model is None or not models else None
+    names = ModelNames(
+        base=base_model or (found.base if found else ""),
+        adapters=tuple(models or (found.adapters if found else ())),
+    )
+    if workload is not None:
+        spec = read_workload_spec(workload, traces=traces)
+        if spec.adapters.count > len(names.adapters):
+            raise ConfigError(
+                f"{workload} asks for {spec.adapters.count} adapters and the server has {len(names.adapters)}: set "
+                "count in [workload.adapters]"
+            )
+    else:
+        if popularity not in POPULARITIES:
+            raise ConfigError(f"Got popularity = {popularity!r}, expected one of {', '.join(POPULARITIES)}")
+        spec = WorkloadSpec(
+            name=f"{len(names.adapters)} adapters at {request_rate:g}/s",
+            arrivals=_arrivals(request_rate, burstiness),
+            lengths=ParametricLengths(
+                prompt=_lengths(random_input_len, random_range_ratio),
+                output=_lengths(random_output_len, random_range_ratio),
+            ),
+            num_requests=num_prompts,
+            duration_s=duration,
+            adapters=AdapterSet(count=len(names.adapters), base_share=base_share),
+            popularity=POPULARITIES[popularity] if names.adapters else None,
+        )
+    load = make_workload(spec, seed)
+    prompts = _prompts(tokenizer, vocab_size=vocab_size, seed=seed, as_text=text or chat)
+    questions = _questions(load, names, target, prompts)
+    if not questions:
+        raise ConfigError("The workload has no request")
+    note(f"{len(questions):,} requests at {load.rate:.3g}/s over {len(names.adapters)} adapters of {names.base}")
+
+    def run(label: str, asked: Sequence[Question]) -> LoadReport:
+        first = [replace(asked[0], request_id=f"warm-up-{index}") for index in range(num_warmups)]
+        done = _run(target, asked, first, retries=retries, timeout_s=timeout, label=label)
+        return make_report(done, slo=slo, offered_per_s=load.rate, warm_up_s=warm_up)
+
+    reports = {"adapters" if names.adapters else "base": run("sent", questions)}
+    if base_run and not any(report.num_unsent or report.num_unfinished for report in reports.values()):
+        of_base = replace(load, requests=tuple(replace(request, adapter=None) for request in load.requests))
+        # Prompts that nobody has seen: those of the first run may be in the base's prefix cache.
+        again = _questions(of_base, names, target, prompts, first_prompt=len(questions))
+        reports["base alone"] = run("sent to the base", again)
+    _show(reports)
+    if save is not None:
+        _save(save, reports, load, url)
+    if all(report.summary.num_requests == report.summary.num_errors for report in reports.values()):
+        sys.exit(1)
+
+
+def _parse_extra(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        extra = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"Got extra_body = {text!r}, which is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ConfigError(f"Got extra_body = {text!r}, expected a JSON object")
+    return extra
+
+
+def _arrivals(rate: float, burstiness: float) -> Arrivals:
+    rate = min(rate, ALL_AT_ONCE)
+    if burstiness == 1.0:
+        return PoissonArrivals(rate=rate)
+    if not burstiness > 0:
+        raise ConfigError(f"Got burstiness = {burstiness!r}, expected above 0")
+    return GammaArrivals(rate=rate, cov=1 / math.sqrt(burstiness))
+
+
+def _lengths(tokens: int, ratio: float) -> Distribution:
+    low, high = max(1, round(tokens * (1 - ratio))), round(tokens * (1 + ratio))
+    return FixedTokens(tokens=tokens) if low >= high else UniformTokens(low=low, high=high + 1)
+
+
+def _prompts(tokenizer: str | None, *, vocab_size: int, seed: int, as_text: bool) -> Any:
+    from manylora.bench.prompts import TextPrompts, TokenPrompts
+
+    if tokenizer is None:
+        tokens = TokenPrompts(vocab_size, seed)
+        return TextPrompts(tokens) if as_text else tokens
+    from manylora.text import Tokenizer
+
+    loaded = Tokenizer.load(tokenizer)
+    tokens = TokenPrompts(loaded.vocab_size, seed)
+    return TextPrompts(tokens, loaded.decode) if as_text else tokens
+
+
+def _questions(
+    load: Workload, names: ModelNames, target: Target, prompts: Any, *, first_prompt: int = 0
+) -> list[Question]:
+    from manylora.bench.ask import Question
+
+    served = dict(zip((adapter.name for adapter in load.adapters), names.adapters, strict=False))
+    return [
+        Question(
+            request_id=str(index),
+            at_s=request.arrival_s,
+            adapter="" if request.adapter is None else served[request.adapter],
+            num_prompt_tokens=request.num_prompt_tokens,
+            body=target.body(
+                names.base if request.adapter is None else served[request.adapter],
+                request,
+                prompts.make(index, request),
+            ),
+        )
+        for index, request in enumerate(load.requests)
+    ]
+
+
+def _run(
+    target: Target,
+    questions: Sequence[Question],
+    first: Sequence[Question],
+    *,
+    retries: int,
+    timeout_s: float,
+    label: str,
+) -> LoadRun:
+    from manylora.bench import load
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task(label, total=len(questions))
+
+        def show(progress: load.Progress) -> None:
+            failed = f", {progress.num_failed} failed" if progress.num_failed else ""
+            bar.update(task, completed=progress.num_done, description=f"{label} {progress.num_sent}{failed}, ended")
+
+        return asyncio.run(
+            load.run_load(target, questions, warm_up=first, retries=retries, timeout_s=timeout_s, on_progress=show)
+        )
+
+
+def _tax(reports: dict[str, LoadReport]) -> FigureTable:
+    """Return two runs beside each other, and how many times as long the first one's users waited."""
+    table = compare({label: report.summary for label, report in reports.items()}, title="What adapters cost")
+    first, second = (report.summary for report in reports.values())
+    ratios = [
+        f"x {getattr(one, name) / getattr(other, name):.2f}" if one and other and getattr(other, name) else ""
+        for one, other in ((first.ttft, second.ttft), (first.tbt, second.tbt))
+        for name in ("p50", "p99")
+    ]
+    rows = [*(row[:NUM_SEEN] for row in table.rows), ("ratio", "", "", *ratios, "")]
+    return replace(table, columns=table.columns[:NUM_SEEN], rows=tuple(rows))
+
+
+def _show(reports: dict[str, LoadReport]) -> None:
+    for label, report in reports.items():
+        if len(reports) > 1:
+            out.print(f"[bold]{label}[/bold]")
+        for table in report.tables():
+            out.print(table.rich())
+        for warning in report.generator.warnings:
+            note(f"careful: {warning}")
+        if report.is_counted_by_chunks:
+            note("careful: the server sent no usage, so every chunk was taken for one token")
+    if len(reports) > 1:
+        out.print(_tax(reports).rich())
+
+
+def _save(folder: Path, reports: dict[str, LoadReport], load: Workload, url: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = "manylora " + " ".join(sys.argv[1:])
+    content = {
+        "command": command,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "url": url,
+        "workload": load.name,
+        "runs": {label: report.as_data() for label, report in reports.items()},
+    }
+    (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
+        for label, report in reports.items():
+            for record in report.records:
+                file.write(json.dumps({"run": label, **asdict(record)}) + "\n")
+    parts = [f"# {load.name}", f"`{command}`"]
+    for label, report in reports.items():
+        parts += [f"## {label}", *(table.markdown() for table in report.tables())]
+        parts += [f"Careful: {warning}." for warning in report.generator.warnings]
+    if len(reports) > 1:
+        parts.append(_tax(reports).markdown())
+    (folder / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    if can_plot():
+        runs = {label: report.records for label, report in reports.items()}
+        plot_latencies(runs, folder / "latency.png")
+        plot_rates(runs, folder / "throughput.png")
+    note(f"wrote {folder}")
