@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from manylora.engine.features import step_features
+from manylora.engine.features import StepFeatures, step_features
 from manylora.engine.ports import AdapterLoad, StepPlan
 from manylora.sim.profile import CostProfile, Noise, StepCost
 
@@ -32,7 +32,10 @@ class FittedCost:
 
     def step_time_s(self, plan: StepPlan) -> float:
         """Return how long a step takes from turn to turn of the loop, in seconds."""
-        features = step_features(plan)
+        return self.features_time_s(step_features(plan))
+
+    def features_time_s(self, features: StepFeatures) -> float:
+        """Return how long a step with these features takes, in seconds."""
         seconds = self._step.seconds(features) + self._turn_s + self._turn_sequence_s * features.num_sequences
         return seconds * self._factor("prompt" if features.num_prompts else "decode")
 

@@ -1,0 +1,475 @@
+"""One trace, live and simulated: do they decide alike, and do their latencies agree?
+
+    python bench/parity.py [--quick]
+
+An 82M-parameter Llama with random weights on the CPU and 50 made-up adapters over a pool too small for them: adapters are
+evicted and reloaded, some from disk, and sequences are pre-empted. A cost profile is fitted from two calibration sweeps,
+one before and one after the live run, whose steps the profile never sees. Arrivals are Poisson at 80 % of the capacity that
+the simulator finds. The live engine then serves them by the wall clock, and the simulator the same arrivals with the
+profile. Three comparisons:
+
+* *replayed*: the simulator is fed the live run's own step and load times. Every event must be the same: one code path.
+* *foretold*: it charges by the profile. Percentiles of time to first token and between tokens, and the decisions.
+* the profile against the live run's steps, one by one: what of the difference is the price of steps.
+
+Writes `bench/results/parity.json`, `.md` and `.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from manylora.bench.made_up import write_made_up_adapter
+from manylora.bench.sweep import run_sweep
+from manylora.clock import Clock, VirtualClock, WallClock
+from manylora.config import MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.engine.core import EngineCore
+from manylora.engine.loop import EngineLoop
+from manylora.engine.ports import EngineParts, Executor, PlannedSequence
+from manylora.engine.status import EngineStats
+from manylora.engine.step_log import LoggedExecutor, LogHeader, LogLine, StepRecord
+from manylora.events import AdapterEvicted, Event, RequestAdmitted, RequestArrived, RequestPreempted
+from manylora.execution.build import build_parts
+from manylora.measure import Recorder, Summary, summarise
+from manylora.measure.plots import can_plot, plot_latencies
+from manylora.measure.records import RequestRecord
+from manylora.sim.calibrate import fit_profile
+from manylora.sim.executor import SimulatedExecutor, made_up_token
+from manylora.sim.fitted import FittedCost
+from manylora.sim.profile import CostProfile
+from manylora.sim.replay import ReplayExecutor
+from manylora.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
+
+RESULTS = Path(__file__).resolve().parent / "results"
+RANKS = (8, 16, 32, 64)
+VOCAB_SIZE = 7296
+NUM_ADAPTERS = 50
+NUM_SEEDS = 5
+LOAD = 0.8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run did."""
+
+    events: list[Event]
+    records: list[RequestRecord]
+    stats: EngineStats
+
+    @property
+    def summary(self) -> Summary:
+        return summarise(self.records)
+
+
+class Bench:
+    """The engine's parts and its adapters, and any number of cores over them."""
+
+    def __init__(self, folder: Path, pool_bytes: int) -> None:
+        self.clock = WallClock()
+        make_model(folder / "base")
+        self.config = EngineConfig(
+            model=ModelConfig(model=str(folder / "base"), device="cpu"),
+            memory=MemoryConfig(memory_bytes=pool_bytes),
+            scheduler=SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=256),
+            adapters=AdapterConfig(max_cpu_loras=NUM_ADAPTERS * 4 // 5),
+        )
+        self.parts = build_parts(self.config, self.clock)
+        rng = np.random.default_rng(0)
+        self.folders = [
+            write_made_up_adapter(folder / f"adapter-{index}", self.parts.base, RANKS[index % len(RANKS)], rng)
+            for index in range(NUM_ADAPTERS)
+        ]
+
+    def read_adapters(self) -> list[AdapterVersion]:
+        """Bring every adapter to host memory, as registering takes for granted."""
+        return [self.parts.reader.read(folder.name, str(folder)) for folder in self.folders]
+
+    def sweep(self, seconds: float, seed: int) -> list[LogLine]:
+        """Calibrate; loads of both kinds happen all the time."""
+        config = replace(
+            self.config,
+            memory=replace(self.config.memory, prefix_caching=False),
+            adapters=replace(self.config.adapters, eviction="none"),
+        )
+        lines: list[LogLine] = [header(self.parts)]
+        rng = random.Random(f"sweep/{seed}")
+        run_sweep(
+            self.parts, config, self.read_adapters(), clock=self.clock, rng=rng, seconds=seconds, write=lines.append
+        )
+        return lines
+
+    def run(
+        self,
+        executor: Executor,
+        clock: Clock,
+        start_s: float,
+        versions: Sequence[AdapterVersion],
+        arrivals: Sequence[tuple[float, Request]],
+    ) -> Outcome:
+        """Serve the arrivals: live or simulated, this is all there is to it."""
+        events: list[Event] = []
+        recorder = Recorder()
+        core = EngineCore(
+            base=self.parts.base,
+            num_pages=self.parts.num_pages,
+            executor=executor,
+            scheduler=self.config.scheduler,
+            memory=self.config.memory,
+            adapters=self.config.adapters,
+            served_name="base",
+            sinks=[events.append, recorder],
+        )
+        for version, folder in zip(versions, self.folders, strict=True):
+            core.adapters.register(folder.name, version, start_s)
+        EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+        core.check_integrity()
+        return Outcome(events, recorder.records, core.stats())
+
+    def simulate(
+        self,
+        cost: FittedCost,
+        versions: Sequence[AdapterVersion],
+        requests: Sequence[tuple[float, Request]],
+    ) -> Outcome:
+        executor = SimulatedExecutor(cost, vocab_size=VOCAB_SIZE, choose=choose)
+        return self.run(executor, VirtualClock(), 0.0, versions, requests)
+
+
+def choose(part: PlannedSequence) -> SampledToken:
+    return made_up_token(part, VOCAB_SIZE)
+
+
+def header(parts: EngineParts) -> LogHeader:
+    return LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine)
+
+
+def make_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=10,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        max_position_embeddings=2048,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make_requests(count: int, rate: float) -> list[tuple[float, Request]]:
+    """Make requests by a Poisson process; short ones many, adapters by Zipf's law."""
+    rng = random.Random(11)
+    weights = [1 / (rank + 1) ** 0.9 for rank in range(NUM_ADAPTERS)]
+    order = rng.sample(range(NUM_ADAPTERS), NUM_ADAPTERS)  # popularity has nothing to do with rank
+    out, at = [], 0.0
+    for index in range(count):
+        num_prompt = min(256, max(4, round(rng.lognormvariate(3.6, 0.7))))
+        num_output = min(160, max(2, round(rng.lognormvariate(3.2, 0.8))))
+        adapter = order[rng.choices(range(NUM_ADAPTERS), weights)[0]]
+        request = Request(
+            request_id=f"r{index}",
+            prompt=tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_prompt)),
+            sampling=SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True),
+            model=f"adapter-{adapter}" if rng.random() < 0.95 else "base",
+        )
+        out.append((at, request))
+        at += rng.expovariate(rate)
+    return out
+
+
+def capacity(bench: Bench, profile: CostProfile, count: int) -> float:
+    """Return requests per second when all are there at once: what a queue without end is worked off at."""
+    requests = [(0.0, request) for _, request in make_requests(count, 1.0)]
+    outcome = bench.simulate(FittedCost(profile), bench.read_adapters(), requests)
+    return count / max(record.finished_at for record in outcome.records)
+
+
+def measure(
+    num_requests: int, sweep_s: float, pool_bytes: int
+) -> tuple[dict[str, Any], dict[str, list[RequestRecord]]]:
+    with tempfile.TemporaryDirectory(prefix="parity-") as place:
+        bench = Bench(Path(place), pool_bytes)
+        before = bench.sweep(sweep_s, seed=0)
+        rate = LOAD * capacity(bench, fit_profile(before), num_requests)
+        requests = make_requests(num_requests, rate)
+        versions = bench.read_adapters()
+        lines: list[LogLine] = []
+        load_average = os.getloadavg()[0]
+        start_s = bench.clock.now()
+        live = bench.run(
+            LoggedExecutor(bench.parts.executor, lines.append),
+            bench.clock,
+            start_s,
+            versions,
+            [(start_s + at, request) for at, request in requests],
+        )
+        after = bench.sweep(sweep_s, seed=1)
+        bench.parts.close()
+        profile = fit_profile([*before, *after])
+        replayed = replay(bench, live, lines, start_s, versions, dict((one.request_id, one) for _, one in requests))
+        began_at = perf_counter()
+        plain = bench.simulate(FittedCost(profile), versions, requests)
+        simulated_in_s = perf_counter() - began_at
+        seeds = [bench.simulate(FittedCost(profile, random.Random(n)), versions, requests) for n in range(NUM_SEEDS)]
+    steps = [line for line in lines if isinstance(line, StepRecord)]
+    figures = {
+        "command": "python bench/parity.py",
+        "machine": bench.parts.machine,
+        "load_average_before": load_average,
+        "adapters": NUM_ADAPTERS,
+        "ranks": RANKS,
+        "requests": num_requests,
+        "requests_per_s": rate,
+        "share_of_capacity": LOAD,
+        "num_pages": bench.parts.num_pages,
+        "live_s": max(record.finished_at for record in live.records) - start_s,
+        "simulated_in_s": simulated_in_s,
+        "calibration_steps": [sum(isinstance(line, StepRecord) for line in log) for log in (before, after)],
+        "profile_errors": [{name: getattr(one, name) for name in one.__struct_fields__} for one in profile.errors],
+        "steps": step_errors(profile, steps),
+        "drift": drift(before, after),
+        "replayed": replayed,
+        "latencies": latencies(live, plain, seeds),
+        "counts": {
+            name: counts(outcome) for name, outcome in (("live", live), ("plain", plain), ("jittered", seeds[0]))
+        },
+        "decisions": {name: decisions(live, outcome) for name, outcome in (("plain", plain), ("jittered", seeds[0]))},
+    }
+    return figures, {"live": live.records, "simulated": seeds[0].records}
+
+
+def replay(
+    bench: Bench,
+    live: Outcome,
+    lines: Sequence[LogLine],
+    start_s: float,
+    versions: Sequence[AdapterVersion],
+    requests: dict[str, Request],
+) -> dict[str, int]:
+    """Run the live run again from its own times; count the events that are the same."""
+    arrivals = [(one.at, requests[one.request_id]) for one in live.events if isinstance(one, RequestArrived)]
+    again = bench.run(ReplayExecutor(lines, choose), VirtualClock(start_s), start_s, versions, arrivals)
+    same = sum(ours == theirs for ours, theirs in zip(again.events, live.events, strict=False))
+    return {"events": len(live.events), "same": same}
+
+
+def step_errors(profile: CostProfile, steps: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
+    """Hold the profile against steps of the live run: is the sum right, is each?"""
+    cost = FittedCost(profile)
+    out = {}
+    for kind in ("decode", "with prompts"):
+        of = [step for step in steps if (step.features.num_prompts > 0) is (kind == "with prompts")]
+        foretold = np.array([cost.features_time_s(step.features) for step in of])
+        measured = np.array([step.took_s for step in of])
+        errors = np.abs(foretold / measured - 1)
+        out[kind] = {
+            "steps": len(of),
+            "foretold_over_measured": float(foretold.sum() / measured.sum()),
+            "median_error": float(np.median(errors)),
+            "p90_error": float(np.quantile(errors, 0.9)),
+        }
+    return out
+
+
+def drift(before: Sequence[LogLine], after: Sequence[LogLine]) -> float:
+    """Return by how much steps of the second sweep were slower than the first's profile says: the machine, not us."""
+    cost = FittedCost(fit_profile(before))
+    steps = [line for line in after if isinstance(line, StepRecord)]
+    return statistics.median(step.took_s / cost.features_time_s(step.features) for step in steps)
+
+
+def latencies(live: Outcome, plain: Outcome, seeds: Sequence[Outcome]) -> dict[str, dict[str, dict[str, float]]]:
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for what in ("ttft", "tbt", "e2e"):
+        out[what] = {}
+        for at in ("p50", "p90", "p99", "mean"):
+            pick: Callable[[Outcome], float] = lambda one, what=what, at=at: getattr(getattr(one.summary, what), at)  # type: ignore[misc]  # noqa: E731
+            jittered = [pick(one) for one in seeds]
+            measured, middle = pick(live), statistics.median(jittered)
+            out[what][at] = {
+                "live": measured,
+                "plain": pick(plain),
+                "jittered": middle,
+                "jittered_low": min(jittered),
+                "jittered_high": max(jittered),
+                "error_plain": pick(plain) / measured - 1,
+                "error": middle / measured - 1,
+            }
+    return out
+
+
+def counts(outcome: Outcome) -> dict[str, float]:
+    stats, summary = outcome.stats, outcome.summary
+    return {
+        "steps": stats.num_steps,
+        "copies to the device": stats.num_loads,
+        "reads from disk": stats.num_disk_loads,
+        "evictions of adapters": stats.num_evictions,
+        "evicted prefix pages": stats.num_prefix_evictions,
+        "pre-emptions": stats.num_preemptions,
+        "prefetches": stats.num_prefetches,
+        "adapters found on the device": round(summary.hit_rate or 0.0, 4),
+        "tokens per second": round(summary.output_tokens_per_s, 2),
+    }
+
+
+def decisions(live: Outcome, other: Outcome) -> dict[str, float]:
+    """Say how alike two runs decided; 1 is the same throughout."""
+
+    def order(outcome: Outcome) -> list[str]:
+        return [event.request_id for event in outcome.events if isinstance(event, RequestAdmitted)]
+
+    def hits(outcome: Outcome) -> dict[str, bool]:
+        return {
+            event.request_id: event.adapter_was_resident
+            for event in outcome.events
+            if isinstance(event, RequestAdmitted) and event.adapter is not None
+        }
+
+    ours, theirs = order(live), order(other)
+    place = {request_id: index for index, request_id in enumerate(theirs)}
+    ranks = np.array([place[request_id] for request_id in ours], dtype=float)
+    one, two = hits(live), hits(other)
+    evicted = [
+        Counter(
+            event.adapter for event in outcome.events if isinstance(event, AdapterEvicted) and event.tier is Tier.DEVICE
+        )
+        for outcome in (live, other)
+    ]
+    preempted = [
+        {event.request_id for event in outcome.events if isinstance(event, RequestPreempted)}
+        for outcome in (live, other)
+    ]
+    return {
+        "order of admissions, rank correlation": float(np.corrcoef(np.arange(len(ranks)), ranks)[0, 1]),
+        "admissions at the same place": float(np.mean(ranks == np.arange(len(ranks)))),
+        "requests that found their adapter in both or in neither": statistics.mean(one[key] == two[key] for key in one),
+        "evictions of the same adapters": overlap(*evicted),
+        "pre-empted in both, of pre-empted in either": len(preempted[0] & preempted[1])
+        / max(1, len(preempted[0] | preempted[1])),
+    }
+
+
+def overlap(one: Counter[Any], two: Counter[Any]) -> float:
+    return (one & two).total() / max(1, (one | two).total())
+
+
+def table(figures: dict[str, Any]) -> str:
+    replayed, counted = figures["replayed"], figures["counts"]
+    lines = [
+        "# Live and simulated",
+        "",
+        f"`{figures['command']}` on {figures['machine']}: an 82M-parameter Llama, {figures['adapters']} adapters of rank "
+        f"{RANKS[0]} to {RANKS[-1]} on all linears, a pool of {figures['num_pages']} pages, {figures['requests']} requests by "
+        f"a Poisson process at {figures['requests_per_s']:.2f} a second, {figures['share_of_capacity']:.0%} of the capacity "
+        f"that the simulator finds. Live it took {figures['live_s']:.0f} s; simulating it {figures['simulated_in_s']:.1f} s. "
+        f"The load average before was {figures['load_average_before']:.1f}; steps of the sweep after the run took "
+        f"{figures['drift']:.2f} times what the sweep before it foretold.",
+        "",
+        "## Decisions",
+        "",
+        f"Replayed with its own step and load times, the live run gives **{replayed['same']:,} of {replayed['events']:,} events "
+        "the same**, times included: the simulator is the server's code. What follows compares it with a simulation that knows "
+        "the arrivals and a profile fitted elsewhere.",
+        "",
+        "| | live | simulated | with jitter |",
+        "|---|---:|---:|---:|",
+        *(
+            f"| {name} | {show(counted['live'][name])} | {show(counted['plain'][name])} | {show(counted['jittered'][name])} |"
+            for name in counted["live"]
+        ),
+        "",
+        "| alike (1: the same throughout) | simulated | with jitter |",
+        "|---|---:|---:|",
+        *(
+            f"| {name} | {value:.3f} | {figures['decisions']['jittered'][name]:.3f} |"
+            for name, value in figures["decisions"]["plain"].items()
+        ),
+        "",
+        "## Latencies",
+        "",
+        f"*Simulated*: every step at its mean price. *With jitter*: the median of {NUM_SEEDS} seeds, and their range.",
+        "",
+        "| | live | simulated | error | with jitter | error | range |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    names = {"ttft": "time to first token", "tbt": "between tokens", "e2e": "time in all"}
+    for what, by in figures["latencies"].items():
+        for at, one in by.items():
+            lines.append(
+                f"| {names[what]}, {at.upper() if at != 'mean' else at} | {ms(one['live'])} | {ms(one['plain'])} | "
+                f"{one['error_plain']:+.1%} | {ms(one['jittered'])} | **{one['error']:+.1%}** | "
+                f"{ms(one['jittered_low'])} to {ms(one['jittered_high'])} |"
+            )
+    lines += [
+        "",
+        "## The price of steps",
+        "",
+        "The profile against the live run's own steps, which it was not fitted on:",
+        "",
+        "| | steps | sum foretold / measured | median error | P90 |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {kind} | {one['steps']} | {one['foretold_over_measured']:.3f} | {one['median_error']:.1%} | "
+            f"{one['p90_error']:.1%} |"
+            for kind, one in figures["steps"].items()
+        ),
+        "",
+        f"And on stretches of the sweeps that were held out ({' and '.join(map(str, figures['calibration_steps']))} steps):",
+        "",
+        "| | steps | R² | median error | P90 |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {one['regime']} | {one['num_steps']} | {one['r2']:.3f} | {one['median_error']:.1%} | {one['p90_error']:.1%} |"
+            for one in figures["profile_errors"]
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"
+
+
+def show(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="60 requests, short sweeps; writes nothing")
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--sweep", type=float, default=75.0, help="seconds of each of the two calibration sweeps")
+    parser.add_argument("--pool", type=int, default=320, help="the pool, in MiB")
+    parser.add_argument("--profile", type=Path, help="keep the fitted profile there")
+    options = parser.parse_args()
+    num_requests, sweep_s = (60, 12.0) if options.quick else (options.requests, options.sweep)
+    figures, records = measure(num_requests, sweep_s, options.pool * MIB)
+    print(table(figures))
+    if not options.quick:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "parity.json").write_text(json.dumps(figures, indent=2) + "\n")
+        (RESULTS / "parity.md").write_text(table(figures))
+        if can_plot():
+            plot_latencies(records, RESULTS / "parity.png")
+
+
+if __name__ == "__main__":
+    main()
