@@ -2,11 +2,11 @@
 
     python bench/parity.py [--quick]
 
-An 82M-parameter Llama with random weights on the CPU and 50 made-up adapters over a pool too small for them: adapters are
-evicted and reloaded, some from disk, and sequences are pre-empted. A cost profile is fitted from two calibration sweeps,
-one before and one after the live run, whose steps the profile never sees. Arrivals are Poisson at 80 % of the capacity that
-the simulator finds. The live engine then serves them by the wall clock, and the simulator the same arrivals with the
-profile. Three comparisons:
+An 82M-parameter Llama with random weights on the CPU and 50 made-up adapters over a pool too small for them: adapters
+are evicted and reloaded, some from disk, and sequences are pre-empted. A cost profile is fitted from two calibration
+sweeps, one before and one after the live run, whose steps the profile never sees. Arrivals are Poisson at 80 % of the
+capacity that the simulator finds. The live engine then serves them by the wall clock, and the simulator the same
+arrivals with the profile. Three comparisons:
 
 * *replayed*: the simulator is fed the live run's own step and load times. Every event must be the same: one code path.
 * *foretold*: it charges by the profile. Percentiles of time to first token and between tokens, and the decisions.
@@ -42,13 +42,13 @@ from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.ports import EngineParts, Executor, PlannedSequence
 from manylora.engine.status import EngineStats
-from manylora.engine.step_log import LoggedExecutor, LogHeader, LogLine, StepRecord
+from manylora.engine.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord
 from manylora.events import AdapterEvicted, Event, RequestAdmitted, RequestArrived, RequestPreempted
 from manylora.execution.build import build_parts
 from manylora.measure import Recorder, Summary, summarise
 from manylora.measure.plots import can_plot, plot_latencies
 from manylora.measure.records import RequestRecord
-from manylora.sim.calibrate import fit_profile
+from manylora.sim.calibrate import fit_profile, foretell
 from manylora.sim.executor import SimulatedExecutor, made_up_token
 from manylora.sim.fitted import FittedCost
 from manylora.sim.profile import CostProfile
@@ -86,7 +86,7 @@ class Bench:
             model=ModelConfig(model=str(folder / "base"), device="cpu"),
             memory=MemoryConfig(memory_bytes=pool_bytes),
             scheduler=SchedulerConfig(max_num_seqs=24, max_num_batched_tokens=256),
-            adapters=AdapterConfig(max_cpu_loras=NUM_ADAPTERS * 4 // 5),
+            adapters=AdapterConfig(max_cpu_loras=NUM_ADAPTERS * 9 // 10),
         )
         self.parts = build_parts(self.config, self.clock)
         rng = np.random.default_rng(0)
@@ -146,7 +146,7 @@ class Bench:
         versions: Sequence[AdapterVersion],
         requests: Sequence[tuple[float, Request]],
     ) -> Outcome:
-        executor = SimulatedExecutor(cost, vocab_size=VOCAB_SIZE, choose=choose)
+        executor = SimulatedExecutor(cost, vocab_size=VOCAB_SIZE, choose=choose, drag=cost.drag)
         return self.run(executor, VirtualClock(), 0.0, versions, requests)
 
 
@@ -222,12 +222,11 @@ def measure(
         after = bench.sweep(sweep_s, seed=1)
         bench.parts.close()
         profile = fit_profile([*before, *after])
-        replayed = replay(bench, live, lines, start_s, versions, dict((one.request_id, one) for _, one in requests))
+        replayed = replay(bench, live, lines, start_s, versions, {one.request_id: one for _, one in requests})
         began_at = perf_counter()
         plain = bench.simulate(FittedCost(profile), versions, requests)
         simulated_in_s = perf_counter() - began_at
         seeds = [bench.simulate(FittedCost(profile, random.Random(n)), versions, requests) for n in range(NUM_SEEDS)]
-    steps = [line for line in lines if isinstance(line, StepRecord)]
     figures = {
         "command": "python bench/parity.py",
         "machine": bench.parts.machine,
@@ -242,7 +241,7 @@ def measure(
         "simulated_in_s": simulated_in_s,
         "calibration_steps": [sum(isinstance(line, StepRecord) for line in log) for log in (before, after)],
         "profile_errors": [{name: getattr(one, name) for name in one.__struct_fields__} for one in profile.errors],
-        "steps": step_errors(profile, steps),
+        "steps": step_errors(profile, lines),
         "drift": drift(before, after),
         "replayed": replayed,
         "latencies": latencies(live, plain, seeds),
@@ -269,13 +268,14 @@ def replay(
     return {"events": len(live.events), "same": same}
 
 
-def step_errors(profile: CostProfile, steps: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
+def step_errors(profile: CostProfile, lines: Sequence[LogLine]) -> dict[str, dict[str, float]]:
     """Hold the profile against steps of the live run: is the sum right, is each?"""
-    cost = FittedCost(profile)
+    steps = [line for line in lines if isinstance(line, StepRecord)]
+    loads = [line for line in lines if isinstance(line, LoadRecord)]
     out = {}
     for kind in ("decode", "with prompts"):
         of = [step for step in steps if (step.features.num_prompts > 0) is (kind == "with prompts")]
-        foretold = np.array([cost.features_time_s(step.features) for step in of])
+        foretold = foretell(profile, of, loads)
         measured = np.array([step.took_s for step in of])
         errors = np.abs(foretold / measured - 1)
         out[kind] = {
@@ -289,9 +289,10 @@ def step_errors(profile: CostProfile, steps: Sequence[StepRecord]) -> dict[str, 
 
 def drift(before: Sequence[LogLine], after: Sequence[LogLine]) -> float:
     """Return by how much steps of the second sweep were slower than the first's profile says: the machine, not us."""
-    cost = FittedCost(fit_profile(before))
     steps = [line for line in after if isinstance(line, StepRecord)]
-    return statistics.median(step.took_s / cost.features_time_s(step.features) for step in steps)
+    loads = [line for line in after if isinstance(line, LoadRecord)]
+    measured = np.array([step.took_s for step in steps])
+    return float(np.median(measured / foretell(fit_profile(before), steps, loads)))
 
 
 def latencies(live: Outcome, plain: Outcome, seeds: Sequence[Outcome]) -> dict[str, dict[str, dict[str, float]]]:
@@ -346,16 +347,8 @@ def decisions(live: Outcome, other: Outcome) -> dict[str, float]:
     place = {request_id: index for index, request_id in enumerate(theirs)}
     ranks = np.array([place[request_id] for request_id in ours], dtype=float)
     one, two = hits(live), hits(other)
-    evicted = [
-        Counter(
-            event.adapter for event in outcome.events if isinstance(event, AdapterEvicted) and event.tier is Tier.DEVICE
-        )
-        for outcome in (live, other)
-    ]
-    preempted = [
-        {event.request_id for event in outcome.events if isinstance(event, RequestPreempted)}
-        for outcome in (live, other)
-    ]
+    evicted = [evictions(outcome) for outcome in (live, other)]
+    preempted = [preemptions(outcome) for outcome in (live, other)]
     return {
         "order of admissions, rank correlation": float(np.corrcoef(np.arange(len(ranks)), ranks)[0, 1]),
         "admissions at the same place": float(np.mean(ranks == np.arange(len(ranks)))),
@@ -366,41 +359,49 @@ def decisions(live: Outcome, other: Outcome) -> dict[str, float]:
     }
 
 
+def evictions(outcome: Outcome) -> Counter[str]:
+    found = (one for one in outcome.events if isinstance(one, AdapterEvicted) and one.tier is Tier.DEVICE)
+    return Counter(one.adapter for one in found)
+
+
+def preemptions(outcome: Outcome) -> set[str]:
+    return {event.request_id for event in outcome.events if isinstance(event, RequestPreempted)}
+
+
 def overlap(one: Counter[Any], two: Counter[Any]) -> float:
     return (one & two).total() / max(1, (one | two).total())
 
 
 def table(figures: dict[str, Any]) -> str:
-    replayed, counted = figures["replayed"], figures["counts"]
+    replayed, counted, alike = figures["replayed"], figures["counts"], figures["decisions"]
+    sweeps = " and ".join(map(str, figures["calibration_steps"]))
     lines = [
         "# Live and simulated",
         "",
-        f"`{figures['command']}` on {figures['machine']}: an 82M-parameter Llama, {figures['adapters']} adapters of rank "
-        f"{RANKS[0]} to {RANKS[-1]} on all linears, a pool of {figures['num_pages']} pages, {figures['requests']} requests by "
-        f"a Poisson process at {figures['requests_per_s']:.2f} a second, {figures['share_of_capacity']:.0%} of the capacity "
-        f"that the simulator finds. Live it took {figures['live_s']:.0f} s; simulating it {figures['simulated_in_s']:.1f} s. "
-        f"The load average before was {figures['load_average_before']:.1f}; steps of the sweep after the run took "
-        f"{figures['drift']:.2f} times what the sweep before it foretold.",
+        f"`{figures['command']}` on {figures['machine']}: an 82M-parameter Llama, {figures['adapters']} adapters of "
+        f"rank {RANKS[0]} to {RANKS[-1]} on all linears, a pool of {figures['num_pages']} pages, "
+        f"{figures['requests']} requests by a Poisson process at {figures['requests_per_s']:.2f} a second, "
+        f"{figures['share_of_capacity']:.0%} of the capacity that the simulator finds. Live it took "
+        f"{figures['live_s']:.0f} s; simulating it {figures['simulated_in_s']:.1f} s. The load average before was "
+        f"{figures['load_average_before']:.1f}; steps of the sweep after the run took {figures['drift']:.2f} times "
+        "what the sweep before it foretold.",
         "",
         "## Decisions",
         "",
-        f"Replayed with its own step and load times, the live run gives **{replayed['same']:,} of {replayed['events']:,} events "
-        "the same**, times included: the simulator is the server's code. What follows compares it with a simulation that knows "
-        "the arrivals and a profile fitted elsewhere.",
+        f"Replayed with its own step and load times, the live run gives **{replayed['same']:,} of "
+        f"{replayed['events']:,} events the same**, times included: the simulator is the server's code. What follows "
+        "compares it with a simulation that knows the arrivals and a profile fitted elsewhere.",
         "",
         "| | live | simulated | with jitter |",
         "|---|---:|---:|---:|",
         *(
-            f"| {name} | {show(counted['live'][name])} | {show(counted['plain'][name])} | {show(counted['jittered'][name])} |"
+            f"| {name} | {' | '.join(show(counted[run][name]) for run in ('live', 'plain', 'jittered'))} |"
             for name in counted["live"]
         ),
         "",
         "| alike (1: the same throughout) | simulated | with jitter |",
         "|---|---:|---:|",
-        *(
-            f"| {name} | {value:.3f} | {figures['decisions']['jittered'][name]:.3f} |"
-            for name, value in figures["decisions"]["plain"].items()
-        ),
+        *(f"| {name} | {value:.3f} | {alike['jittered'][name]:.3f} |" for name, value in alike["plain"].items()),
         "",
         "## Latencies",
         "",
@@ -431,12 +432,13 @@ def table(figures: dict[str, Any]) -> str:
             for kind, one in figures["steps"].items()
         ),
         "",
-        f"And on stretches of the sweeps that were held out ({' and '.join(map(str, figures['calibration_steps']))} steps):",
+        f"And on stretches of the sweeps that were held out, of {sweeps} steps:",
         "",
         "| | steps | R² | median error | P90 |",
         "|---|---:|---:|---:|---:|",
         *(
-            f"| {one['regime']} | {one['num_steps']} | {one['r2']:.3f} | {one['median_error']:.1%} | {one['p90_error']:.1%} |"
+            f"| {one['regime']} | {one['num_steps']} | {one['r2']:.3f} | {one['median_error']:.1%} | "
+            f"{one['p90_error']:.1%} |"
             for one in figures["profile_errors"]
         ),
         "",
@@ -457,8 +459,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="60 requests, short sweeps; writes nothing")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--sweep", type=float, default=75.0, help="seconds of each of the two calibration sweeps")
-    parser.add_argument("--pool", type=int, default=320, help="the pool, in MiB")
-    parser.add_argument("--profile", type=Path, help="keep the fitted profile there")
+    parser.add_argument("--pool", type=int, default=280, help="the pool, in MiB")
     options = parser.parse_args()
     num_requests, sweep_s = (60, 12.0) if options.quick else (options.requests, options.sweep)
     figures, records = measure(num_requests, sweep_s, options.pool * MIB)

@@ -43,6 +43,7 @@ def make_profile(**fields: object) -> CostProfile:
             "device": LoadCost(fixed_s=1e-3, byte_s=1e-10, num_measured=9),
         },
         "noise": {},
+        "drag": {"host": 0.0, "device": 0.0},
         "errors": (),
         "num_steps": 100,
     }

@@ -16,6 +16,8 @@ from manylora.engine.ports import AdapterLoad, PlannedSequence, StepPlan
 from manylora.engine.step_log import LoadRecord, LogHeader, LogLine, StepRecord
 from manylora.errors import ConfigError
 from manylora.sim.calibrate import fit_profile, split_log
+from manylora.sim.cost import FixedCost
+from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.fitted import FittedCost
 from manylora.sim.profile import Noise, StepCost, read_profile
 from manylora.sim.shapes import llama_3_8b_shape
@@ -42,6 +44,43 @@ def test_a_fit_finds_what_the_steps_were_made_of():
     for step in steps_of(sweep(truth, seconds=0.5)):
         expected = true_cost.seconds(step.features) + truth.turn_s + truth.turn_sequence_s * step.features.num_sequences
         assert cost.seconds(step.features) + fitted.turn_s == pytest.approx(expected, rel=0.03)
+
+
+def test_how_much_loads_slow_down_steps_is_found_too():
+    truth = make_profile(drag={"host": 0.5, "device": 0.25})
+    fitted = fit_profile(sweep(truth))
+    assert fitted.drag["host"] == pytest.approx(0.5, rel=0.05)
+    assert fitted.drag["device"] == pytest.approx(0.25, rel=0.1)
+    assert all(error.r2 > 0.98 for error in fitted.errors)
+
+
+@pytest.mark.parametrize(
+    ("load_at", "takes_s", "expected"),
+    [
+        (0.0, 0.4, 1.2),  # beside it for 0.4 s: half of them lost
+        (0.5, 9.0, 1.5),  # half a second is left, and takes two halves
+        (1.0, 9.0, 1.0),  # the step is over
+    ],
+)
+def test_a_load_drags_the_step_beside_it(load_at: float, takes_s: float, expected: float):
+    cost = FixedCost(step_s=1.0, token_s=0.0, copy_bytes_per_s=1e6)
+    weights = replace(version("a"), host_bytes=int(takes_s * 1e6))
+    executor = SimulatedExecutor(cost, vocab_size=10, drag={Tier.DEVICE: 0.5})
+    if load_at == 0.0:
+        executor.load_adapter(AdapterLoad(version=weights, tier=Tier.DEVICE), 0.0)
+    step = executor.launch(plan(), 0.0)
+    if load_at > 0.0:
+        executor.load_adapter(AdapterLoad(version=weights, tier=Tier.DEVICE), load_at)
+    assert step.ready_at == pytest.approx(expected)
+
+
+def test_runs_in_one_log_do_not_overlap():
+    lines = sweep(make_profile(), seconds=0.3)
+    _, steps, loads = split_log([*lines, *lines])
+    assert len(steps) == 2 * len(steps_of(lines))
+    last = max(step.ended_at for step in steps_of(lines))
+    assert all(step.launched_at > last for step in steps[len(steps) // 2 :])
+    assert loads[-1].took_s == pytest.approx(loads[len(loads) // 2 - 1].took_s)
 
 
 def test_noise_is_measured_and_drawn_again():
@@ -169,7 +208,7 @@ def test_loads_are_fitted_without_their_wait_for_the_link():
 
     loads = [load(0, 100, 1.0), load(0.5, 200, 3.0), load(4, 300, 7.0), load(8, 900, 8.1, "gone"), load(9, 50, 9.5)]
     profile = fit_profile([header(), *steps, *loads])
-    assert profile.loads["device"].num_measured == 3
+    assert profile.loads["device"].num_measured == 4
     assert profile.loads["device"].byte_s == pytest.approx(0.01, rel=1e-3)
     assert profile.loads["host"].num_measured == 0
 

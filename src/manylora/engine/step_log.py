@@ -103,6 +103,11 @@ class LoadRecord(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     device_s: float | None
     error: str | None = None
 
+    @property
+    def took_s(self) -> float:
+        """From turn to turn, its wait for the link included, in seconds."""
+        return self.ended_at - self.launched_at
+
 
 LogLine = LogHeader | StepRecord | LoadRecord
 

@@ -14,6 +14,7 @@ from manylora.engine.ports import EngineParts
 from manylora.errors import AdapterError, AdapterNotFound
 from manylora.sim.cost import CostModel, FixedCost
 from manylora.sim.executor import SimulatedExecutor
+from manylora.sim.fitted import FittedCost
 from manylora.sim.shapes import llama_3_8b_shape
 from manylora.sim.stand_in import StandIn, find_stand_in, make_teller
 from manylora.types import AdapterKey, AdapterVersion
@@ -99,12 +100,15 @@ def build_simulated_parts(
         base = shape or llama_3_8b_shape(block_size=config.memory.block_size)
         pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
         num_pages = config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes)
-        made_up = StandIn(base=base, num_pages=num_pages, cost=cost or FixedCost(), machine="made up")
+        drag = cost.drag if isinstance(cost, FittedCost) else {}
+        made_up = StandIn(base=base, num_pages=num_pages, cost=cost or FixedCost(), machine="made up", drag=drag)
     base = made_up.base
     return EngineParts(
         base=base,
         num_pages=made_up.num_pages,
-        executor=SimulatedExecutor(made_up.cost, vocab_size=base.vocab_size, choose=make_teller(base)),
+        executor=SimulatedExecutor(
+            made_up.cost, vocab_size=base.vocab_size, choose=make_teller(base), drag=made_up.drag
+        ),
         reader=SimulatedReader(base),
         close=lambda: None,
         machine=f"simulated: {made_up.machine}",

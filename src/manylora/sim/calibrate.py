@@ -12,8 +12,10 @@ phases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 
 from manylora.engine.features import StepFeatures
@@ -22,7 +24,7 @@ from manylora.errors import ConfigError
 from manylora.sim.least_squares import Array, fit_nonnegative, fit_robustly
 from manylora.sim.profile import TERMS, CostProfile, FitError, LoadCost, Noise, RowCost, StepCost, term_units
 
-__all__ = ["LEAST_STEPS", "fit_profile", "regime_of", "split_log", "step_shares"]
+__all__ = ["LEAST_STEPS", "fit_profile", "foretell", "regime_of", "split_log", "step_shares"]
 
 LEAST_STEPS = 40
 """Steps below which a fit would be a guess."""
@@ -34,6 +36,11 @@ IN_SEGMENT = 12
 """Steps that must lie between two knots."""
 
 NUM_QUANTILES = 101
+
+TIERS = ("host", "device")
+
+MOST_DRAG = 0.9
+"""A step goes on beside a load, if slowly."""
 
 GUESSED_LOADS = {"host": LoadCost(fixed_s=0.0, byte_s=1 / 2e9), "device": LoadCost(fixed_s=0.0, byte_s=1 / 16e9)}
 """For tiers that a log has no load to: an NVMe disk, a PCIe 4 link."""
@@ -49,18 +56,29 @@ def regime_of(features: StepFeatures) -> str:
 def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], list[LoadRecord]]:
     """Sort a log's lines; several runs may follow each other if they are of one engine.
 
+    Each run has a clock of its own: later ones are moved behind those before.
+
     Raises:
         ConfigError: There is no header, or two name different models, machines or kernels.
     """
     header: LogHeader | None = None
-    steps, loads = [], []
+    steps: list[StepRecord] = []
+    loads: list[LoadRecord] = []
+    shift_s: float | None = 0.0  # unknown until a later run's first line
+    latest = -math.inf
     for line in lines:
         match line:
-            case StepRecord():
-                steps.append(line)
-            case LoadRecord():
-                loads.append(line)
+            case StepRecord() | LoadRecord():
+                if shift_s is None:
+                    shift_s = latest + 1.0 - line.launched_at
+                moved = _moved(line, shift_s)
+                latest = max(latest, moved.ended_at)
+                if isinstance(moved, StepRecord):
+                    steps.append(moved)
+                else:
+                    loads.append(moved)
             case LogHeader():
+                shift_s = 0.0 if latest == -math.inf else None
                 if header is not None and _identity(header) != _identity(line):
                     raise ConfigError(
                         f"The logs are of different engines: {_identity(header)} and {_identity(line)}; "
@@ -70,6 +88,12 @@ def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], li
     if header is None:
         raise ConfigError("The log is empty")
     return header, steps, loads
+
+
+def _moved(record: StepRecord | LoadRecord, shift_s: float) -> StepRecord | LoadRecord:
+    if not shift_s:
+        return record
+    return msgspec.structs.replace(record, launched_at=record.launched_at + shift_s, ended_at=record.ended_at + shift_s)
 
 
 def _identity(header: LogHeader) -> tuple[str, str, str]:
@@ -92,24 +116,17 @@ def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
     is_held_out = [index // STRETCH % 4 == 3 for index in range(len(steps))]
     kept = [step for step, is_out in zip(steps, is_held_out, strict=True) if not is_out]
     held_out = [step for step, is_out in zip(steps, is_held_out, strict=True) if is_out]
-    errors = tuple(_errors(_StepFit(kept), held_out))
-    fit = _StepFit(steps)
-    load_costs = {tier: _fit_loads([load for load in loads if load.tier.value == tier], tier) for tier in GUESSED_LOADS}
-    return CostProfile(
-        base=header.base,
-        num_pages=header.num_pages,
-        machine=header.machine,
-        lora_kernel=header.lora_kernel,
-        command=command,
-        terms=fit.terms,
-        rows=fit.rows,
-        turn_s=fit.turn[0],
-        turn_sequence_s=fit.turn[1],
-        loads={tier: cost for tier, (cost, _) in load_costs.items()},
-        noise={**fit.noise, **{tier: noise for tier, (_, noise) in load_costs.items() if noise is not None}},
-        errors=errors,
-        num_steps=len(steps),
-    )
+    errors = tuple(_errors(_fit(header, kept, loads, ()), held_out, loads))
+    return msgspec.structs.replace(_fit(header, steps, loads, errors), command=command)
+
+
+def foretell(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
+    """Return what a simulation without jitter takes for steps that ran beside these loads, in seconds, ``[n]``."""
+    beside = _beside(steps, loads) @ np.array([profile.drag[tier] for tier in TIERS])
+    kinds = ["prompt" if step.features.num_prompts else "decode" for step in steps]
+    means = np.array([profile.noise[kind].mean if kind in profile.noise else 1.0 for kind in kinds])
+    foretold: Array = _fitted(profile, steps) * means + beside
+    return foretold
 
 
 def step_shares(profile: CostProfile, features: Sequence[StepFeatures]) -> dict[str, float]:
@@ -124,36 +141,52 @@ def step_shares(profile: CostProfile, features: Sequence[StepFeatures]) -> dict[
     return {name: amount / total for name, amount in seconds.items()}
 
 
-class _StepFit:
-    """Terms, rows, turns and noise, fitted to steps."""
+def _fit(
+    header: LogHeader, steps: Sequence[StepRecord], loads: Sequence[LoadRecord], errors: tuple[FitError, ...]
+) -> CostProfile:
+    """Fit terms, rows, drag, turns, loads and noise."""
+    features = [step.features for step in steps]
+    took = np.array([step.took_s for step in steps])
+    device = np.array([step.took_s if step.device_s is None else step.device_s for step in steps])
+    beside = _beside(steps, loads)
+    knots = _knots([one.num_tokens for one in features])
+    units = np.array([term_units(one) for one in features], dtype=np.float64)
+    coefficients = fit_robustly(np.hstack([units, _segments(features, knots), beside]), device).tolist()
+    terms, row_s, drag = coefficients[: len(TERMS)], coefficients[len(TERMS) : -len(TIERS)], coefficients[-len(TIERS) :]
+    sizes = np.array([[1.0, one.num_sequences] for one in features])
+    turn_s, turn_sequence_s = fit_nonnegative(sizes, took - device).tolist()
+    load_costs = {tier: _fit_loads([load for load in loads if load.tier.value == tier], tier) for tier in TIERS}
+    profile = CostProfile(
+        base=header.base,
+        num_pages=header.num_pages,
+        machine=header.machine,
+        lora_kernel=header.lora_kernel,
+        command="",
+        terms=dict(zip(TERMS, terms, strict=True)),
+        rows=RowCost(knots=knots, row_s=tuple(row_s)),
+        turn_s=turn_s,
+        turn_sequence_s=turn_sequence_s,
+        loads={tier: cost for tier, (cost, _) in load_costs.items()},
+        noise={},
+        drag={tier: min(one, MOST_DRAG) for tier, one in zip(TIERS, drag, strict=True)},
+        errors=errors,
+        num_steps=len(steps),
+    )
+    alone = took - beside @ np.array(list(profile.drag.values()))  # as if no load had run beside
+    is_prompt = np.array([one.num_prompts > 0 for one in features])
+    fitted = _fitted(profile, steps)
+    noise = {
+        kind: _noise(alone[of], fitted[of]) for kind, of in (("decode", ~is_prompt), ("prompt", is_prompt)) if of.any()
+    }
+    noise |= {tier: one for tier, (_, one) in load_costs.items() if one is not None}
+    return msgspec.structs.replace(profile, noise=noise)
 
-    def __init__(self, steps: Sequence[StepRecord]) -> None:
-        features = [step.features for step in steps]
-        took = np.array([step.took_s for step in steps])
-        device = np.array([step.took_s if step.device_s is None else step.device_s for step in steps])
-        knots = _knots([one.num_tokens for one in features])
-        terms = np.array([term_units(one) for one in features], dtype=np.float64)
-        coefficients = fit_robustly(np.hstack([terms, _segments(features, knots)]), device)
-        self.terms = dict(zip(TERMS, coefficients[: len(TERMS)].tolist(), strict=True))
-        self.rows = RowCost(knots=knots, row_s=tuple(coefficients[len(TERMS) :].tolist()))
-        sizes = np.array([[1.0, one.num_sequences] for one in features])
-        self.turn: tuple[float, float] = tuple(fit_nonnegative(sizes, took - device).tolist())
-        self._cost = StepCost(self.terms, self.rows)
-        is_prompt = np.array([one.num_prompts > 0 for one in features])
-        fitted = self.fitted(features)
-        kinds: Mapping[str, Array] = {"decode": ~is_prompt, "prompt": is_prompt}
-        self.noise = {kind: _noise(took[of], fitted[of]) for kind, of in kinds.items() if of.any()}
 
-    def fitted(self, features: Sequence[StepFeatures]) -> Array:
-        """Return what the terms say steps take from turn to turn, before the mean of their noise."""
-        return np.array([self._cost.seconds(one) + self.turn[0] + self.turn[1] * one.num_sequences for one in features])
-
-    def foretold(self, features: Sequence[StepFeatures]) -> Array:
-        """Return what a simulation without jitter takes for steps."""
-        factors = [self.noise.get("prompt" if one.num_prompts else "decode") for one in features]
-        means = np.array([1.0 if factor is None else factor.mean for factor in factors])
-        seconds: Array = self.fitted(features) * means
-        return seconds
+def _fitted(profile: CostProfile, steps: Sequence[StepRecord]) -> Array:
+    """Return what the terms say steps take from turn to turn, before the mean of their noise."""
+    cost = StepCost(profile.terms, profile.rows)
+    turn_s, sequence_s = profile.turn_s, profile.turn_sequence_s
+    return np.array([cost.seconds(one.features) + turn_s + sequence_s * one.features.num_sequences for one in steps])
 
 
 def _knots(num_rows: Sequence[int]) -> tuple[int, ...]:
@@ -175,6 +208,25 @@ def _segments(features: Sequence[StepFeatures], knots: Sequence[int]) -> Array:
     return counts
 
 
+def _beside(steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
+    """Return for how long loads to each tier ran beside each step, in seconds, ``[n, tiers]``."""
+    begins, ends = np.array([step.launched_at for step in steps]), np.array([step.ended_at for step in steps])
+    beside = np.zeros((len(steps), len(TIERS)))
+    for column, tier in enumerate(TIERS):
+        for begins_at, ends_at in _spans(load for load in loads if load.tier.value == tier):
+            beside[:, column] += np.clip(np.minimum(ends, ends_at) - np.maximum(begins, begins_at), 0.0, None)
+    return beside
+
+
+def _spans(loads: Iterable[LoadRecord]) -> Iterable[tuple[float, float]]:
+    """Yield when loads of one tier ran, which is after they had their turn on the link."""
+    free_at = -math.inf
+    for load in sorted(loads, key=lambda one: one.ended_at):
+        waited_until = max(load.launched_at, free_at)
+        yield waited_until if load.device_s is None else load.ended_at - load.device_s, load.ended_at
+        free_at = load.ended_at
+
+
 def _noise(measured: Array, fitted: Array) -> Noise:
     quantiles = np.quantile(measured / fitted, np.linspace(0.0, 1.0, NUM_QUANTILES))
     return Noise(
@@ -183,16 +235,14 @@ def _noise(measured: Array, fitted: Array) -> Noise:
 
 
 def _fit_loads(loads: Sequence[LoadRecord], tier: str) -> tuple[LoadCost, Noise | None]:
-    """Fit loads that succeeded; where the executor does not measure, those alone on their link."""
-    done = [load for load in loads if load.error is None]
-    lone = []
-    free_at = float("-inf")
-    for load in sorted(done, key=lambda one: one.launched_at):
-        if load.device_s is not None:
-            lone.append((load.num_bytes, load.device_s))
-        elif load.launched_at >= free_at:
-            lone.append((load.num_bytes, load.ended_at - load.launched_at))
-        free_at = max(free_at, load.ended_at)
+    """Fit loads that succeeded; what they waited for their link is no part of them."""
+    spans = _spans(loads)
+    done = sorted(loads, key=lambda one: one.ended_at)
+    lone = [
+        (load.num_bytes, ends_at - begins_at)
+        for load, (begins_at, ends_at) in zip(done, spans, strict=True)
+        if load.error is None
+    ]
     if len(lone) < 2:
         return GUESSED_LOADS[tier], None
     sizes, seconds = np.array(lone, dtype=np.float64).T
@@ -204,13 +254,13 @@ def _fit_loads(loads: Sequence[LoadRecord], tier: str) -> tuple[LoadCost, Noise 
     )
 
 
-def _errors(fit: _StepFit, steps: Sequence[StepRecord]) -> Iterable[FitError]:
+def _errors(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Iterable[FitError]:
     for regime in ("decode", "prefill", "mixed"):
         of = [step for step in steps if regime_of(step.features) == regime]
         if len(of) < 2:
             continue
         measured = np.array([step.took_s for step in of])
-        residuals = fit.foretold([step.features for step in of]) - measured
+        residuals = foretell(profile, of, loads) - measured
         relative = np.abs(residuals) / measured
         variance = float(((measured - measured.mean()) ** 2).sum())
         yield FitError(

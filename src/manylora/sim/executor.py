@@ -1,12 +1,12 @@
 """The simulated executor: work completes when the cost model says so, and tokens are made up.
 
 On the virtual clock this turns the engine into a simulator; on the wall clock into a server that needs no
-model. Loads share one link per tier, first in first out, and run beside steps.
+model. Loads share one link per tier, first in first out, and run beside steps, which they may slow down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -17,7 +17,7 @@ from manylora.types import AdapterKey, SampledToken, Tier
 __all__ = ["SimulatedExecutor", "SimulatedWork", "made_up_token"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SimulatedWork:
     """Work whose result is known and whose time has not come.
 
@@ -58,6 +58,8 @@ class SimulatedExecutor:
         choose: Makes the token of a sequence; by default ``made_up_token``.
         scheduler_time_s: What deciding a step takes, in seconds: a constant, so that a run does not depend on the
             machine that simulates it.
+        drag: How much a load to each tier slows down the step beside it: seconds of delay per second of the load,
+            below 1; none where nothing is said.
     """
 
     def __init__(
@@ -68,8 +70,11 @@ class SimulatedExecutor:
         avoid: tuple[int, ...] = (),
         choose: Callable[[PlannedSequence], SampledToken] | None = None,
         scheduler_time_s: float = 0.0,
+        drag: Mapping[Tier, float] | None = None,
     ) -> None:
         self._cost = cost
+        self._drag = {tier: one for tier, one in (drag or {}).items() if one}
+        self._step: SimulatedWork | None = None
         self._scheduler_time_s = scheduler_time_s
         self._choose = choose or (lambda part: made_up_token(part, vocab_size, avoid))
         self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
@@ -78,13 +83,25 @@ class SimulatedExecutor:
         """Start a step."""
         tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
         ready_at = now + self._scheduler_time_s + self._cost.step_time_s(plan)
-        return SimulatedWork(ready_at, StepResult(tokens=tokens))
+        for tier in self._drag:
+            ready_at = self._dragged(ready_at, tier, now, self._link_free_at[tier])
+        self._step = SimulatedWork(ready_at, StepResult(tokens=tokens))
+        return self._step
 
     def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
         """Start a load behind those already on its link."""
-        ready_at = max(now, self._link_free_at[load.tier]) + self._cost.load_time_s(load)
-        self._link_free_at[load.tier] = ready_at
+        tier = load.tier
+        begins_at = max(now, self._link_free_at[tier])
+        self._link_free_at[tier] = ready_at = begins_at + self._cost.load_time_s(load)
+        if self._step is not None and tier in self._drag:
+            self._step.ready_at = self._dragged(self._step.ready_at, tier, begins_at, ready_at)
         return SimulatedWork(ready_at, LoadResult())
+
+    def _dragged(self, step_ends_at: float, tier: Tier, begins_at: float, ends_at: float) -> float:
+        """Return when a step ends beside which a load runs from ``begins_at`` to ``ends_at``."""
+        drag = self._drag[tier]
+        together_s = min(ends_at - begins_at, (step_ends_at - begins_at) / (1.0 - drag))
+        return step_ends_at + drag * max(0.0, together_s)
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Nothing is kept, so nothing is dropped."""

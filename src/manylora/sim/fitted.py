@@ -7,6 +7,7 @@ from random import Random
 from manylora.engine.features import StepFeatures, step_features
 from manylora.engine.ports import AdapterLoad, StepPlan
 from manylora.sim.profile import CostProfile, Noise, StepCost
+from manylora.types import Tier
 
 __all__ = ["FittedCost"]
 
@@ -17,6 +18,8 @@ class FittedCost:
     Without ``rng`` a step costs what such steps cost on the mean, and two equal steps the same: averages come out
     right, and tails too thin, for a machine is never as even. With it, each step is longer or shorter by a factor
     drawn from those that were measured. Draws are independent: a machine that is slow for a while is not modelled.
+
+    ``drag`` is for the executor: how much loads slow down the step beside them, by tier.
 
     Args:
         profile: What was measured.
@@ -29,6 +32,7 @@ class FittedCost:
         self._loads = profile.loads
         self._noise = profile.noise
         self._rng = rng
+        self.drag: dict[Tier, float] = {Tier(tier): one for tier, one in profile.drag.items()}
 
     def step_time_s(self, plan: StepPlan) -> float:
         """Return how long a step takes from turn to turn of the loop, in seconds."""

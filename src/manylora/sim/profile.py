@@ -160,6 +160,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
         turn_sequence_s: The same per sequence.
         loads: What loads cost, by tier: ``host`` (from disk) and ``device`` (from the host).
         noise: By ``decode`` (steps without a prompt), ``prompt`` (the others), ``host`` and ``device`` (loads).
+        drag: How much a load slows down the step beside it, in seconds per second of the load, by tier.
         errors: On steps held out.
         num_steps: Steps it was fitted from.
         format: Version of this form.
@@ -176,6 +177,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     turn_sequence_s: float
     loads: dict[str, LoadCost]
     noise: dict[str, Noise]
+    drag: dict[str, float]
     errors: tuple[FitError, ...]
     num_steps: int
     format: int = FORMAT

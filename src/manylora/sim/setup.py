@@ -141,6 +141,7 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         num_replicas=setup.num_replicas,
         router=setup.router,
         scheduler_time_s=setup.scheduler_time_s,
+        drag=cost.drag if isinstance(cost, FittedCost) else {},
         max_tokens=setup.max_tokens,
         exact_caps=setup.exact_caps,
         seed=seed,

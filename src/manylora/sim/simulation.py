@@ -16,7 +16,7 @@ the cap alone, as in life; only the ``oracle`` and ``noisy`` predictors are told
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -37,7 +37,7 @@ from manylora.sim.adapters import adapter_versions
 from manylora.sim.cost import CostModel
 from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.prompts import PromptMaker
-from manylora.types import Output, Request, SampledToken, SamplingParams
+from manylora.types import Output, Request, SampledToken, SamplingParams, Tier
 from manylora.workloads import RequestSpec, Workload
 
 __all__ = ["Progress", "Run", "SimulationConfig", "simulate"]
@@ -63,6 +63,7 @@ class SimulationConfig:
         num_replicas: Engines that share the workload.
         router: Which of them serves a request, by name in ``routing.ROUTERS``.
         scheduler_time_s: What deciding a step takes, in seconds.
+        drag: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
         exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask; for engines
             that reserve it.
@@ -79,6 +80,7 @@ class SimulationConfig:
     num_replicas: int = 1
     router: str = "affinity"
     scheduler_time_s: float = 0.0
+    drag: Mapping[Tier, float] = field(default_factory=dict)
     max_tokens: int | None = None
     exact_caps: bool = False
     sample_every_s: float = 1.0
@@ -213,7 +215,11 @@ def _make_core(workload: Workload, config: SimulationConfig, sinks: tuple[EventS
         base=config.base,
         num_pages=config.num_pages,
         executor=SimulatedExecutor(
-            config.cost, vocab_size=config.base.vocab_size, choose=choose, scheduler_time_s=config.scheduler_time_s
+            config.cost,
+            vocab_size=config.base.vocab_size,
+            choose=choose,
+            scheduler_time_s=config.scheduler_time_s,
+            drag=config.drag,
         ),
         scheduler=config.scheduler,
         memory=config.memory,

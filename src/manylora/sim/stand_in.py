@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -23,7 +23,7 @@ from manylora.sim.fitted import FittedCost
 from manylora.sim.models import base_shape
 from manylora.sim.profile import read_profile
 from manylora.sim.roofline import make_cost, memory_for_pool
-from manylora.types import SampledToken
+from manylora.types import SampledToken, Tier
 
 __all__ = ["MEAN_ANSWER_TOKENS", "StandIn", "find_stand_in", "make_teller"]
 
@@ -40,12 +40,14 @@ class StandIn:
         num_pages: Pages in its pool.
         cost: What its steps and loads take.
         machine: What it would run on, in words.
+        drag: How much loads slow down the step beside them, by tier.
     """
 
     base: BaseShape
     num_pages: int
     cost: CostModel
     machine: str
+    drag: Mapping[Tier, float] = field(default_factory=dict)
 
 
 def find_stand_in(name: str, config: EngineConfig) -> StandIn:
@@ -59,6 +61,7 @@ def find_stand_in(name: str, config: EngineConfig) -> StandIn:
         ConfigError: It is neither; says what was looked for.
     """
     memory = config.memory
+    drag: Mapping[Tier, float] = {}
     hardware, colon, model = name.rpartition(":")
     if colon and not Path(name).exists():
         base = base_shape(model, block_size=memory.block_size)
@@ -68,7 +71,8 @@ def find_stand_in(name: str, config: EngineConfig) -> StandIn:
     elif Path(name).is_file():
         profile = read_profile(name)
         base = replace(profile.base, page=replace(profile.base.page, block_size=memory.block_size))
-        cost, machine = FittedCost(profile), profile.machine
+        cost, machine = (fitted := FittedCost(profile)), profile.machine
+        drag = fitted.drag
         budget = memory.memory_bytes or profile.num_pages * profile.base.page.num_bytes
         num_pages = budget // base.page.num_bytes
     else:
@@ -77,7 +81,7 @@ def find_stand_in(name: str, config: EngineConfig) -> StandIn:
             "or hardware:model, such as a40:llama-7b"
         )
     num_pages = memory.num_pages or max(2, num_pages)
-    return StandIn(base=_in_words_of(base, config), num_pages=num_pages, cost=cost, machine=machine)
+    return StandIn(base=_in_words_of(base, config), num_pages=num_pages, cost=cost, machine=machine, drag=drag)
 
 
 def _in_words_of(base: BaseShape, config: EngineConfig) -> BaseShape:
