@@ -57,6 +57,20 @@ def test_names_become_sizes():
     assert (cut.num_pages, cut.base.max_model_len) == (100, 99)
 
 
+def test_devices_that_share_a_replica_share_its_pages_and_its_time():
+    """Llama-2-70B fits no A100 alone; on four, base, KV and adapters are split."""
+    config = make_config(Setup(model="llama-2-70b", hardware="a100-80", tensor_parallel=4))
+    weights, pool = 137e9, config.num_pages * config.base.page.num_bytes
+    assert 4 * 80e9 * 0.9 - weights - 30e9 < pool < 4 * 86e9 * 0.9 - weights
+    eight = make_config(Setup(model="llama-2-70b", hardware="a100-80", tensor_parallel=8))
+    workload = read_scenario(read_table(EXAMPLES / "made-up.toml")).make_workload()
+    workload = replace(workload, requests=workload.requests[:20])
+    four_s, eight_s = (simulate(workload, one).summary().e2e for one in (config, eight))
+    assert four_s is not None
+    assert eight_s is not None
+    assert four_s.mean / 2 < eight_s.mean < four_s.mean
+
+
 def test_a_config_json_is_a_model(tmp_path: Path):
     fields = {
         "model_type": "llama",
