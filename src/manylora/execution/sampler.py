@@ -20,12 +20,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from manylora.adapters.shape import BaseShape
 from manylora.config import ModelConfig
 from manylora.engine.ports import PlannedSequence
+from manylora.execution.device_ops import make_device_ops
 from manylora.execution.grammar import JsonGrammar
 from manylora.types import SampledToken
 
@@ -87,7 +88,9 @@ class Sampler:
     ) -> None:
         self._vocab_size = vocab_size
         self._eos = tuple(t for t in eos_token_ids if 0 <= t < vocab_size)
-        self._device = torch.device(device)
+        self._ops = make_device_ops(torch.device(device))
+        # On the CPU a look saves a pass; a GPU would have to finish first, and stand still until it is told.
+        self._may_look = self._ops.device.type == "cpu"
         self._grammar = grammar
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -110,7 +113,7 @@ class Sampler:
             return []
         logits = logits.float()
         highest, best = logits.max(dim=-1)  # the first of equals, as documented by torch
-        if not bool(highest.isfinite().all()):
+        if not (self._may_look and bool(highest.isfinite().all())):
             logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
             highest, best = logits.max(dim=-1)
         raw = logits
@@ -121,7 +124,7 @@ class Sampler:
 
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_BELOW]
         if drawn:
-            rows = torch.tensor(drawn, device=self._device)
+            rows = self._upload(drawn, np.int64)
             everyone = len(drawn) == len(sequences)
             tokens = self._draw(
                 logits if everyone else logits[rows],
@@ -130,7 +133,7 @@ class Sampler:
             )
             best = tokens if everyone else best.index_copy(0, rows, tokens)
         dead = highest == -torch.inf
-        if bool(dead.any()):
+        if not (self._may_look and not bool(dead.any())):
             best = best.masked_fill(dead, self._eos[0] if self._eos else 0)
         chosen: list[int] = best.tolist()
 
@@ -168,20 +171,18 @@ class Sampler:
         logits = logits.clone()
         flat = logits.view(-1)
         if bias:
-            at = torch.tensor([row * vocab + token for row, token, _ in bias], device=self._device)
-            values = torch.tensor([value for _, _, value in bias], device=self._device)
+            at = self._upload([row * vocab + token for row, token, _ in bias], np.int64)
+            values = self._upload([value for _, _, value in bias], np.float32)
             flat.index_put_((at,), values, accumulate=True)
         if banned:
-            at = torch.tensor([row * vocab + token for row, token in banned], device=self._device)
-            flat[at] = -torch.inf
+            at = self._upload([row * vocab + token for row, token in banned], np.int64)
+            flat.index_fill_(0, at, -torch.inf)
         if masks:
-            allowed = torch.from_numpy(np.stack([mask for _, mask in masks])).to(self._device)
-            rows = torch.tensor([row for row, _ in masks], device=self._device)
+            allowed = self._ops.upload(np.stack([mask for _, mask in masks]))
+            rows = self._upload([row for row, _ in masks], np.int64)
             logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
         if penalties:
-            at, subtract, scale = (
-                torch.from_numpy(np.concatenate(parts)).to(self._device) for parts in zip(*penalties, strict=True)
-            )
+            at, subtract, scale = (self._ops.upload(np.concatenate(parts)) for parts in zip(*penalties, strict=True))
             values = flat[at]
             flat[at] = torch.where(values > 0, values / scale, values * scale) - subtract
         return logits
@@ -213,11 +214,9 @@ class Sampler:
         if any(s.min_p > 0.0 for s in samplings):
             weights *= weights >= min_p
         if cut:
-            rows = torch.tensor(cut, device=self._device)
-            top_k = torch.tensor(
-                [min(samplings[i].top_k or self._vocab_size, self._vocab_size) for i in cut], device=self._device
-            )
-            top_p = torch.tensor([samplings[i].top_p for i in cut], dtype=torch.float64, device=self._device)
+            rows = self._upload(cut, np.int64)
+            top_k = self._upload([min(samplings[i].top_k or self._vocab_size, self._vocab_size) for i in cut], np.int64)
+            top_p = self._upload([samplings[i].top_p for i in cut], np.float64)
             everyone = len(cut) == len(sequences)
             if everyone:
                 _cut(scaled, weights, min_p, top_k, top_p, PREFIX)
@@ -229,18 +228,21 @@ class Sampler:
             np.array([s.seed % 2**64 for s in sequences], dtype=np.uint64),
             np.array([num_generated(s) for s in sequences], dtype=np.uint64),
         )
-        return _invert(weights, torch.from_numpy(uniform).to(self._device))
+        return _invert(weights, self._ops.upload(uniform))
 
     def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+        return self._upload(values, np.float32)[:, None]
+
+    def _upload(self, values: Sequence[float], dtype: DTypeLike) -> Tensor:
+        return self._ops.upload(np.asarray(values, dtype=dtype))
 
     def _logprobs(
         self, raw: Tensor, rows: list[int], sequences: Sequence[PlannedSequence], chosen: list[int]
     ) -> dict[int, SampledToken]:
         """Report the chosen token and the most likely ones, equals in the order of their ids."""
-        wanted = raw[torch.tensor(rows, device=self._device)]
+        wanted = raw[self._upload(rows, np.int64)]
         totals = wanted.logsumexp(dim=-1)
-        mine = wanted.gather(1, torch.tensor([[chosen[i]] for i in rows], device=self._device)).squeeze(1) - totals
+        mine = wanted.gather(1, self._upload([chosen[i] for i in rows], np.int64)[:, None]).squeeze(1) - totals
         counts = [min(sequences[i].sampling.logprobs or 0, self._vocab_size) for i in rows]
         tops: list[list[tuple[int, float]]] = [[] for _ in rows]
         if most := max(counts):
