@@ -15,6 +15,7 @@ from manylora.workloads.locality import OrderReplay, Sessions, StackDistances
 from manylora.workloads.popularity import (
     ExplicitShares,
     GeometricShares,
+    MeasuredShares,
     Popularity,
     PowerShares,
     RankShares,
@@ -107,6 +108,16 @@ def test_popular_adapters_are_of_any_rank() -> None:
 def test_explicit_shares_need_one_for_each() -> None:
     with pytest.raises(ConfigError, match="2 weights for 100 adapters"):
         ExplicitShares(weights=(1.0, 2.0)).assign(TIMES, RANKS, np.random.default_rng(0))
+
+
+def test_measured_counts_are_shares(tmp_path: Path) -> None:
+    file = tmp_path / "uses.csv"
+    file.write_text("adapter_id,uses_all_68195_rows\nL0,10\nL1,60\nL2,30\nL3,1\n")
+    law = MeasuredShares(file=file)
+    uses = np.bincount(law.assign(TIMES, [8, 16, 32], np.random.default_rng(0)), minlength=3) / len(TIMES)
+    assert sorted(uses.tolist()) == pytest.approx([0.1, 0.3, 0.6], abs=0.01)
+    with pytest.raises(ConfigError, match="counts of 4 adapters, expected at least 5"):
+        law.assign(TIMES, [8] * 5, np.random.default_rng(0))
 
 
 # -- locality ----------------------------------------------------------------------------------------------------------

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from manylora.errors import ConfigError
 from manylora.workloads.streams import FloatArray, IntArray
+from manylora.workloads.traces.gentd26 import read_adapter_uses
 
 __all__ = [
     "ExplicitShares",
     "GeometricShares",
+    "MeasuredShares",
     "Popularity",
     "PowerShares",
     "RankShares",
@@ -190,6 +193,31 @@ class ExplicitShares:
         if len(self.weights) != len(ranks):
             raise ConfigError(f"Got {len(self.weights)} weights for {len(ranks)} adapters, expected one for each")
         return draw_places(np.asarray(self.weights, dtype=np.float64), len(times), rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredShares:
+    """How often each adapter of a production service was used, each use drawn by itself.
+
+    Fewer adapters of ours are its most popular ones.
+
+    Args:
+        file: GenTD26's `gentd26_lora_popularity.csv`.
+        column: Which of its counts.
+    """
+
+    kind: ClassVar[str] = "measured"
+    file: Path
+    column: str = "uses_all_68195_rows"
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        uses = np.sort(read_adapter_uses(self.file, self.column))[::-1]
+        if len(uses) < len(ranks):
+            raise ConfigError(f"{self.file}: counts of {len(uses)} adapters, expected at least {len(ranks)}")
+        of_places, of_holders = rng.spawn(2)
+        holders = of_holders.permutation(len(ranks)).astype(np.int64)
+        return holders[draw_places(uses[: len(ranks)].astype(np.float64), len(times), of_places)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ from manylora.workloads.locality import OrderReplay, Sessions, StackDistances
 from manylora.workloads.popularity import (
     ExplicitShares,
     GeometricShares,
+    MeasuredShares,
     Popularity,
     PowerShares,
     RankShares,
@@ -89,6 +90,7 @@ KINDS: dict[type, Sequence[type]] = {
     Popularity: (
         ExplicitShares,
         GeometricShares,
+        MeasuredShares,
         OrderReplay,
         PowerShares,
         RankShares,

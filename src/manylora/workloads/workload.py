@@ -37,7 +37,8 @@ class RequestSpec:
         num_output_tokens: Length of the answer, at least 1.
         adapter: Name of an adapter of the workload; ``None`` for the base.
         prefix: Names of the blocks its prompt begins with, as in Mooncake's traces: requests with equal leading
-            names have equal leading tokens. Empty: a prompt that nobody shares.
+            names have equal leading tokens. The prompt may end inside the last of them, or go on behind it with
+            tokens of its own. Empty: a prompt that nobody shares.
         prefix_block_tokens: Tokens in each of those blocks.
     """
 
