@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from manylora.cli.app import app
 from manylora.errors import AdapterError, ConfigError
+from manylora.planning.settings import read_plan_settings
 from manylora.planning.variants import Axis, adapters_in, read_axis, variants
 
 SCENARIO = """
@@ -86,16 +87,44 @@ def test_a_trace_brings_times_lengths_and_its_rate(file: Path, tmp_path: Path) -
     assert one["plan"]["num_replicas"] == 1
 
 
+def test_a_file_can_say_how_to_plan(file: Path, tmp_path: Path) -> None:
+    how = '[plan]\nrate = 3\npercentile = 90\nprices = { h100 = 2.5 }\n[plan.compare]\ngpu = ["h100"]\n'
+    file.write_text(SCENARIO + how)
+    written = tmp_path / "plan.json"
+    run(str(file), "--rate", "2", "--json", str(written))
+    (one,) = json.loads(written.read_text())
+    assert one["settings"] == {"gpu": "h100"} and "plan" not in one["scenario"]
+    assert one["plan"]["demand"]["rate"] == 2.0 and one["plan"]["demand"]["price_per_hour"] == 2.5
+    assert one["plan"]["promise"]["percentile"] == 90
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (5, "plan = 5, expected a table"),
+        ({"rat": 1}, r"plan\.rat, which nothing reads: did you mean 'rate'"),
+        ({"rate": "x"}, r"plan\.rate = 'x', expected a number"),
+        ({"prices": 1}, r"plan\.prices = 1, expected a table"),
+        ({"prices": {"a40": "cheap"}}, r"plan\.prices\.a40 = 'cheap', expected a number"),
+        ({"compare": {"gpu": "a40"}}, "gpu = 'a40' to compare"),
+    ],
+)
+def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_plan_settings(table)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--compare", "gpu"], "Got --compare 'gpu'"),
-        (["--compare", "color=red"], "expected one of adapters, eviction"),
+        (["--compare", "color=red"], "Got 'color' to compare, expected one of adapters, eviction"),
         (["--price", "cheap"], "Got --price 'cheap'"),
         (["--adapters", "nowhere"], "Got --adapters 'nowhere'"),
         (["--gpu", "abacus"], "Got hardware = 'abacus'"),
         (["--percentile", "100"], "percentile = 100"),
-        (["--set", "plan.x=1"], "Got 'plan', which nothing reads"),
+        (["--set", "place.x=1"], "Got 'place', which nothing reads"),
+        (["--compare", "gpu=a40,"], "at least one value"),
     ],
 )
 def test_what_is_wrong_is_named(file: Path, words: list[str], message: str) -> None:

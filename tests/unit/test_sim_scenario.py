@@ -17,6 +17,7 @@ from manylora.errors import ConfigError
 from manylora.measure import summarise
 from manylora.measure.plots import can_plot, plot_load
 from manylora.measure.tables import compare, figures, latencies, milliseconds
+from manylora.planning.settings import read_plan_settings
 from manylora.sim.scenario import read_scenario, read_table
 from manylora.sim.setup import Setup, make_config, read_dims
 from manylora.sim.simulation import simulate
@@ -45,7 +46,9 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_example_runs(path: Path, traces: Path):
-    scenario = read_scenario(read_table(path), folders=(traces,))
+    table = read_table(path)
+    read_plan_settings(table.pop("plan", {}))
+    scenario = read_scenario(table, folders=(traces,))
     scenario = replace(scenario, workload=replace(scenario.workload, num_requests=40, duration_s=None))
     run = simulate(scenario.make_workload(), scenario.make_config())
     assert all(record.error is None for record in run.records)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +14,9 @@ from manylora.cli.simulate import MADE_UP
 from manylora.cli.terminal import note, notes, out
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
-from manylora.planning import Demand, Effort, Plan, Promise, make_plan
+from manylora.planning import Plan, Promise, make_plan
 from manylora.planning.report import as_json, comparison_table, plan_tables
+from manylora.planning.settings import read_plan_settings
 from manylora.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
 from manylora.scheduling import POLICIES
 from manylora.sim.hardware import HARDWARE
@@ -34,17 +35,6 @@ def _panel(name: str, help: str, **settings: Any) -> Any:
 
 def _names(names: Any) -> str:
     return ", ".join(sorted(names))
-
-
-@dataclass(frozen=True, slots=True)
-class _Prices:
-    """Prices per device and hour: one for all, or one for each kind of hardware."""
-
-    by_hardware: dict[str, float]
-    common: float | None
-
-    def of(self, hardware: str) -> float | None:
-        return self.by_hardware.get(hardware, self.common)
 
 
 def plan_command(
@@ -100,7 +90,7 @@ def plan_command(
     eviction: Annotated[str | None, _panel(_SERVICE, f"{_names(EVICTION_POLICIES)}.", metavar="NAME")] = None,
     slo_ttft: Annotated[float | None, _panel(_PROMISE, "Longest time to first token, in seconds.")] = None,
     slo_tbt: Annotated[float | None, _panel(_PROMISE, "Longest time between two tokens, in seconds.")] = None,
-    percentile: Annotated[float, _panel(_PROMISE, "How many of a hundred get that; 99 by default.")] = 99.0,
+    percentile: Annotated[float | None, _panel(_PROMISE, "How many of a hundred get that; 99 by default.")] = None,
     price: Annotated[
         list[str] | None,
         _panel(
@@ -109,11 +99,11 @@ def plan_command(
             metavar="PRICE",
         ),
     ] = None,
-    requests: Annotated[int, _panel(_SEARCH, "Requests of each run, at least; 2000 by default.")] = 2000,
-    seeds: Annotated[int, _panel(_SEARCH, "Runs of each trial; 2 by default.")] = 2,
+    requests: Annotated[int | None, _panel(_SEARCH, "Requests of each run, at least; 2000 by default.")] = None,
+    seeds: Annotated[int | None, _panel(_SEARCH, "Runs of each trial; 2 by default.")] = None,
     tolerance: Annotated[
-        float, _panel(_SEARCH, "How far the capacity found may lie below the true one; 0.02 by default.")
-    ] = 0.02,
+        float | None, _panel(_SEARCH, "How far the capacity found may lie below the true one; 0.02 by default.")
+    ] = None,
 ) -> None:
     """Say how much hardware a service needs to keep its promise: capacity, replicas, memory, cost, and what binds.
 
@@ -125,10 +115,21 @@ def plan_command(
     [bold]manylora plan --compare gpu=a40,l40s,h100 --compare policy=fifo,chameleon --slo-ttft 1[/bold]
     """
     table = read_table(file) if file is not None else dict(MADE_UP)
+    settings = read_plan_settings(table.pop("plan", {}))
     if trace is not None:
         replay = {"kind": "replay", "file": str(trace.resolve())}
         table = with_setting(with_setting(table, "workload.arrivals", replay), "workload.lengths", replay)
         rate = rate if rate is not None else _rate_of(trace)
+    asked: dict[str, Any] = {
+        "rate": rate,
+        "percentile": percentile,
+        "requests": requests,
+        "seeds": seeds,
+        "tolerance": tolerance,
+        "compare": tuple(read_axis(text) for text in compare) if compare else None,
+    }
+    asked |= _read_prices(price or [])
+    settings = replace(settings, **{name: value for name, value in asked.items() if value is not None})
     given: dict[str, Any] = {
         "setup.model": model,
         "setup.hardware": gpu,
@@ -146,18 +147,14 @@ def plan_command(
     changes |= dict(read_setting(text) for text in sets or ())
     for key, value in changes.items():
         table = with_setting(table, key, value)
-    prices = _read_prices(price or ())
     folders = tuple(([file.parent] if file is not None else []) + ([traces] if traces is not None else []))
-    effort = Effort(num_requests=requests, seeds=seeds)
 
     def plan(variant: Variant, on_run: Callable[[str], None]) -> Plan:
         scenario = read_scenario(variant.table, folders=folders)
-        demand = Demand(
-            rate=rate, price_per_hour=prices.of(scenario.setup.hardware), tolerance=tolerance, effort=effort
-        )
-        return make_plan(scenario, Promise(slo=scenario.slo, percentile=percentile), demand, on_run=on_run)
+        promise = Promise(slo=scenario.slo, percentile=settings.percentile)
+        return make_plan(scenario, promise, settings.demand(scenario.setup.hardware), on_run=on_run)
 
-    plans = _make(variants(table, [read_axis(text) for text in compare or ()]), plan)
+    plans = _make(variants(table, settings.compare), plan)
     if len(plans) == 1:
         for shown in plan_tables(plans[0][1]):
             out.print(shown.rich())
@@ -202,9 +199,10 @@ def _rate_of(trace: Path) -> float:
     return float((len(times) - 1) / times[-1])
 
 
-def _read_prices(texts: list[str] | tuple[str, ...]) -> _Prices:
-    by_hardware: dict[str, float] = {}
-    common = None
+def _read_prices(texts: list[str]) -> dict[str, Any]:
+    """Return what was said of prices: ``price``, ``prices`` by hardware, both or neither."""
+    prices: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for text in texts:
         name, equals, number = text.rpartition("=")
         try:
@@ -212,7 +210,7 @@ def _read_prices(texts: list[str] | tuple[str, ...]) -> _Prices:
         except ValueError:
             raise ConfigError(f"Got --price {text!r}, expected a number, or something like a40=0.8") from None
         if equals:
-            by_hardware[name] = value
+            prices[name] = value
         else:
-            common = value
-    return _Prices(by_hardware, common)
+            found["price"] = value
+    return found | ({"prices": prices} if prices else {})

@@ -113,6 +113,7 @@ def simulate_command(
     command gives the same figures on any machine.
     """
     table = read_table(file) if file is not None else dict(MADE_UP)
+    table.pop("plan", None)  # for `manylora plan`, which takes the same file
     given: dict[str, Any] = {
         "workload.arrivals.rate": rate,
         "workload.num_requests": requests,

@@ -12,7 +12,7 @@ from manylora.adapters.config import CONFIG_FILE, read_settings
 from manylora.errors import ConfigError
 from manylora.sim.scenario import read_setting, with_setting
 
-__all__ = ["SHORT", "Axis", "Variant", "adapters_in", "read_axis", "variants"]
+__all__ = ["SHORT", "Axis", "Variant", "adapters_in", "make_axis", "read_axis", "variants"]
 
 SHORT = {
     "adapters": "workload.adapters.count",
@@ -64,13 +64,27 @@ def read_axis(text: str) -> Axis:
         ConfigError: There is no `=`, no value, or the name is no setting.
     """
     label, equals, values = text.partition("=")
-    label = label.strip()
     words = [word.strip() for word in values.split(",")]
-    if not equals or not label or not all(words):
+    if not equals or not label.strip():
         raise ConfigError(f"Got --compare {text!r}, expected something like gpu=a40,l40s")
+    return make_axis(label.strip(), [read_setting(f"value={word}")[1] for word in words])
+
+
+def make_axis(label: str, values: object) -> Axis:
+    """Return an axis.
+
+    Args:
+        label: A short name, or the dotted name of a setting.
+        values: A list of values.
+
+    Raises:
+        ConfigError: The name is no setting, or a value is missing.
+    """
     if label not in SHORT and "." not in label:
-        raise ConfigError(f"Got --compare {text!r}, expected one of {', '.join(SHORT)}, or a dotted name of a setting")
-    return Axis(label, SHORT.get(label, label), tuple(read_setting(f"{label}={word}")[1] for word in words))
+        raise ConfigError(f"Got {label!r} to compare, expected one of {', '.join(SHORT)}, or a setting's dotted name")
+    if not isinstance(values, list) or not values or "" in values:
+        raise ConfigError(f"Got {label} = {values!r} to compare, expected at least one value")
+    return Axis(label, SHORT.get(label, label), tuple(values))
 
 
 def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
