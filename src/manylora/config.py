@@ -247,6 +247,8 @@ class ServerConfig:
         lora_dirs: Directories adapters may be loaded from; a path outside them is refused.
         in_process: Run the engine in a thread of the API process, for debugging.
         drain_timeout_s: How long SIGTERM waits for requests in flight, in seconds.
+        hang_timeout_s: Seconds for which an engine may hang, its loop making no turn or no step ending, before it is
+            killed and the next one started; 0 for ever. Longer than the longest step. Not for ``in_process``.
         max_body_bytes: Largest request body.
         adapter_histograms: Show latencies by adapter in the metrics: some sixty series for each.
     """
@@ -258,12 +260,14 @@ class ServerConfig:
     lora_dirs: tuple[str, ...] = ()
     in_process: bool = False
     drain_timeout_s: float = 30.0
+    hang_timeout_s: float = 300.0
     max_body_bytes: int = 32 * MIB
     adapter_histograms: bool = False
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
         _check(self.drain_timeout_s >= 0, "drain_timeout_s", self.drain_timeout_s, "0 or more")
+        _check(self.hang_timeout_s >= 0, "hang_timeout_s", self.hang_timeout_s, "0 or more")
         _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
         _check(all(self.api_keys), "api_keys", self.api_keys, "keys that are not empty")
         _check(self.admin_key != "", "admin_key", self.admin_key, "a key that is not empty")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from manylora.adapters.shape import BaseShape, PageShape
 from manylora.clock import Clock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.ports import EngineParts, PlannedSequence
+from manylora.engine.ports import EngineParts, PlannedSequence, StepPlan
 from manylora.errors import AdapterError, AdapterNotFound, ConfigError
 from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor
+from manylora.sim.executor import SimulatedExecutor, SimulatedWork
 from manylora.types import AdapterKey, AdapterVersion, SampledToken
 
 EOS = 256
@@ -101,6 +104,23 @@ def reciter_parts(config: EngineConfig, clock: Clock, *, step_s: float = 0.001) 
 def slow_reciter_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     """Build an engine that recites at ten tokens a second."""
     return reciter_parts(config, clock, step_s=0.1)
+
+
+class HangingExecutor(SimulatedExecutor):
+    """Recites, but hangs on a prompt that ends with ``?`` (within `launch`) or ``*`` (its step never ends)."""
+
+    def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
+        last = {part.tokens[part.num_prompt_tokens - 1] for part in plan.sequences}
+        if ord("?") in last:
+            time.sleep(3600)
+        work = super().launch(plan, now)
+        return replace(work, ready_at=math.inf) if ord("*") in last else work
+
+
+def hanging_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Build an engine that can be made to hang."""
+    executor = HangingExecutor(FixedCost(step_s=0.001, token_s=0.0), vocab_size=257, choose=recite)
+    return replace(reciter_parts(config, clock), executor=executor)
 
 
 def refusing_parts(config: EngineConfig, clock: Clock) -> EngineParts:

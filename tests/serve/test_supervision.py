@@ -123,6 +123,28 @@ def test_an_adapter_that_is_gone_costs_only_itself(tokenizer: Path, lora_dir: Pa
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["base", "m"]
 
 
+@pytest.mark.parametrize(("ending", "how"), [("?", "its loop made no turn"), ("*", "no step ended")])
+def test_an_engine_that_hangs_is_restarted(tokenizer: Path, lora_dir: Path, ending: str, how: str) -> None:
+    """Its loop stuck, or its device: clients hear of it, and the next engine serves."""
+    with (
+        two_processes(tokenizer, lora_dir, builder="reciter:hanging_parts", hang_timeout_s=1.0) as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+    ):
+        time.sleep(1.5)  # idle for longer than the timeout is no hang
+        first = server.engine_pid
+        fine = {"model": "m", "prompt": "say", "max_tokens": 3}
+        assert http.post("/v1/completions", json=fine).status_code == 200
+        assert server.engine_pid == first
+        answer = http.post("/v1/completions", json={**fine, "prompt": "say" + ending})
+        assert answer.status_code == 500
+        assert how in answer.json()["error"]["message"]
+        wait_for(lambda: http.get("/health").status_code == 200)
+        assert server.engine_pid != first
+        assert first is not None
+        wait_for(lambda: is_gone(first))
+        assert http.post("/v1/completions", json=fine).status_code == 200
+
+
 def test_a_crash_loop_is_given_up(tokenizer: Path, lora_dir: Path) -> None:
     policy = RestartPolicy(max_deaths=3, first_pause_s=0.1)
     with two_processes(tokenizer, lora_dir, restarts=policy) as server:
@@ -160,9 +182,9 @@ import sys
 from pathlib import Path
 from reciter import engine_config
 from manylora.config import ServerConfig
-from manylora.server import serve
-serve.TORCH_BUILDER = "reciter:slow_reciter_parts"
-sys.exit(serve.run(engine_config(Path(sys.argv[1])), ServerConfig(port=0, drain_timeout_s=20)))
+from manylora.server.serve import run
+config = ServerConfig(port=0, drain_timeout_s=20)
+sys.exit(run(engine_config(Path(sys.argv[1])), config, builder="reciter:slow_reciter_parts"))
 """
 
 

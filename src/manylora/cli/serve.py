@@ -237,6 +237,13 @@ def serve(
         float,
         typer.Option(help="Seconds that SIGTERM waits for requests in flight.", rich_help_panel="HTTP"),
     ] = _SERVER.drain_timeout_s,
+    hang_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a step or a turn after which the engine is restarted; 0 is never.",
+            rich_help_panel="HTTP",
+        ),
+    ] = _SERVER.hang_timeout_s,
     adapter_histograms: Annotated[
         bool,
         typer.Option(
@@ -334,6 +341,7 @@ def serve(
         lora_dirs=tuple(lora_dir or ()),
         in_process=in_process,
         drain_timeout_s=drain_timeout,
+        hang_timeout_s=hang_timeout,
         adapter_histograms=adapter_histograms,
     )
     _log_to_stderr(log_level)

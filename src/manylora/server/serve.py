@@ -115,6 +115,8 @@ class Server:
             restarts=restarts,
             observe=self._observe,
             epoch_s=time.time,
+            # A thread cannot be killed, and a debugger's breakpoint is no hang.
+            hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
         )
         self._socket = _bind(server.host, server.port)
         self.url = _url(self._socket)

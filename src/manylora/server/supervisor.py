@@ -28,6 +28,7 @@ from manylora.errors import (
 from manylora.server.client import EngineClient
 from manylora.server.link import EngineLink
 from manylora.server.protocol import EngineInfo, Observations
+from manylora.server.watchdog import wait_until_hung
 
 __all__ = ["LoadedAdapter", "LoraModule", "RestartPolicy", "State", "Supervisor"]
 
@@ -105,6 +106,7 @@ class Supervisor:
         restarts: When to restart and when to give up.
         observe: Takes what engines observe.
         epoch_s: Tells the time for people, in seconds since the epoch.
+        hang_timeout_s: Seconds without a sign of life after which an engine counts as dead; ``None`` for never.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Supervisor:
         restarts: RestartPolicy,
         observe: Callable[[Observations], None],
         epoch_s: Callable[[], float],
+        hang_timeout_s: float | None = None,
     ) -> None:
         self.state = State.STARTING
         self.served_name = served_name
@@ -124,6 +127,7 @@ class Supervisor:
         self._restarts = restarts
         self._observe = observe
         self._epoch_s = epoch_s
+        self._hang_timeout_s = hang_timeout_s
         self._client: EngineClient | None = None
         self._info: EngineInfo | None = None
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -198,7 +202,7 @@ class Supervisor:
         while True:
             assert self._client is not None
             serving_since = now()
-            how = await self._client.closed()
+            how = await self._end_of(self._client)
             if self.state in (State.DRAINING, State.STOPPED):
                 return
             self.state = State.RESTARTING
@@ -293,6 +297,25 @@ class Supervisor:
         """
         async with self._known(name):
             return await self.engine.warm_adapter(name)
+
+    async def _end_of(self, client: EngineClient) -> str:
+        """Wait until an engine is gone, or as good as gone; by then everything in flight has failed."""
+        if self._hang_timeout_s is None:
+            return await client.closed()
+        closed = asyncio.create_task(client.closed())
+        hung = asyncio.create_task(wait_until_hung(client, self._hang_timeout_s))
+        try:
+            await asyncio.wait({closed, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if closed.done() or hung.exception() is not None:
+                return await closed
+            how = hung.result()
+            logger.error("engine_hangs pid=%s how=%r", client.pid, how)
+            client.fail_all(EngineDead(f"The engine was stopped while it worked on this request ({how})."))
+            return how
+        finally:
+            closed.cancel()
+            hung.cancel()
+            await asyncio.gather(closed, hung, return_exceptions=True)
 
     def _lock(self, name: str) -> asyncio.Lock:
         """Return the lock that puts the admin calls for one name in a row."""
