@@ -183,6 +183,14 @@ def test_replicas_share_the_work(router: str):
     assert sum(per_replica) == sum(record.num_output_tokens for record in run.records)
 
 
+def test_requests_kept_with_their_adapters_load_fewer_of_them():
+    def num_loads(router: str) -> int:
+        run = simulate(workload(400, rate=60.0), config(num_replicas=3, router=router, num_pages=60))
+        return sum(stats.num_loads for stats in run.stats)
+
+    assert num_loads("affinity") < 0.7 * num_loads("random")
+
+
 def test_a_replica_does_what_it_would_do_alone():
     """What one engine decides does not depend on how often another wakes the loop."""
     asked = workload(rate=60.0)
