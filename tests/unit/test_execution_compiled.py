@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from manylora.execution.compiled import CompiledKernels, find_compiled
-from manylora.execution.linear import MIN_WORK, has_onednn, linear
+from manylora.execution.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
 
 BLOCK, LAYERS, PAGES = 4, 3, 60
 
@@ -110,3 +110,24 @@ def test_large_products_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []
     linear(torch.randn(MIN_WORK // weight.numel(), 64), weight)
     assert calls == [MIN_WORK // weight.numel()]
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 300])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_packed_weight_gives_the_same_product(num_rows: int, has_bias: bool) -> None:
+    if not has_onednn():
+        pytest.skip("this build of torch has no oneDNN")
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, num_rows, 520), torch.randn(MIN_PACKED // 512, 520)
+    bias = torch.randn(weight.shape[0]) if has_bias else None
+    packed = pack(weight)
+    assert packed.is_mkldnn and packed.shape == weight.shape
+    torch.testing.assert_close(linear(x, packed, bias), functional.linear(x, weight, bias), atol=1e-3, rtol=1e-5)
+
+
+def test_what_is_small_or_16_bit_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for weight in (torch.randn(64, 64), torch.randn(1024, 1024).bfloat16()):
+        assert pack(weight) is weight
+    monkeypatch.setattr("manylora.execution.linear.has_onednn", lambda: False)
+    weight = torch.randn(1024, 1024)
+    assert pack(weight) is weight

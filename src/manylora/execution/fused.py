@@ -4,7 +4,8 @@ Transformers' decoder layers call ``q_proj(x)``, ``k_proj(x)``, ``v_proj(x)`` on
 the three modules by *parts* of one fused product: the first part that is called computes all of them, with
 the LoRA of the whole group beside it, and the others hand out their columns. Works for every architecture
 that has such siblings, without model code of ours. Other linears, the embedding and the head are wrapped.
-Weights are moved, not copied: a fused weight replaces its parts.
+Weights are moved, not copied: a fused weight replaces its parts, and a packed one (``linear``) the original; only a
+head that shares its weight with the embedding keeps it plain.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from manylora.adapters.shape import BaseShape, ModuleKind, TargetModule
-from manylora.execution.linear import linear
+from manylora.execution.linear import linear, pack
 from manylora.execution.lora import StepContext, add_embedding
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
@@ -30,11 +31,14 @@ class AdaptedLinear(nn.Module):
         group: Its group.
         step: What the running step brings.
         is_head: Whether it sees the sampled rows only.
+        is_shared: Whether another module reads its weight.
     """
 
-    def __init__(self, linear: nn.Linear, group: str, step: StepContext, *, is_head: bool = False) -> None:
+    def __init__(
+        self, linear: nn.Linear, group: str, step: StepContext, *, is_head: bool = False, is_shared: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = linear.weight
+        self.weight = linear.weight if is_shared else nn.Parameter(pack(linear.weight.data), requires_grad=False)
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -99,12 +103,13 @@ class FusedLinear(nn.Module):
 
     def __init__(self, linears: list[nn.Linear], group: str, step: StepContext) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.cat([linear.weight.data for linear in linears]), requires_grad=False)
+        weight = torch.cat([linear.weight.data for linear in linears])
+        self.weight = nn.Parameter(pack(weight), requires_grad=False)
         biases = [linear.bias for linear in linears]
         self.bias: nn.Parameter | None = None
         if any(bias is not None for bias in biases):
             columns = [
-                bias.data if bias is not None else linear.weight.new_zeros(linear.out_features)
+                bias.data if bias is not None else weight.new_zeros(linear.out_features)
                 for linear, bias in zip(linears, biases, strict=True)
             ]
             self.bias = nn.Parameter(torch.cat(columns), requires_grad=False)
@@ -164,6 +169,7 @@ def adapt_modules(model: nn.Module, shape: BaseShape, step: StepContext) -> None
         step: Shared by all of them.
     """
     head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[operator]
+    embedded = model.get_input_embeddings().weight  # type: ignore[operator]
     groups: dict[str, list[TargetModule]] = defaultdict(list)
     for module in shape.modules:
         groups[module.group].append(module)
@@ -178,4 +184,5 @@ def adapt_modules(model: nn.Module, shape: BaseShape, step: StepContext) -> None
             model.set_submodule(members[0].name, AdaptedEmbedding(embedding, group, step))
         else:
             linear = cast(nn.Linear, originals[0])
-            model.set_submodule(members[0].name, AdaptedLinear(linear, group, step, is_head=linear is head))
+            adapted = AdaptedLinear(linear, group, step, is_head=linear is head, is_shared=linear.weight is embedded)
+            model.set_submodule(members[0].name, adapted)
