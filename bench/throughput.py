@@ -1,263 +1,237 @@
-"""Tokens per second of a whole engine against transformers `generate`, with and without adapters.
+"""Tokens per second of a whole engine on a CPU: against bare torch, transformers `generate`, and PEFT.
 
-    python bench/throughput.py [--quick]
+    python bench/throughput.py [--quick] [--traces DIR] [--processor-time]
 
-An 82M-parameter Llama with random weights in fp32 on the CPU, 32 requests of 128 tokens in and 64 out, greedy.
-*base*: no adapter, against `generate`. *mixed*: 32 adapters of rank 8 to 128 on all linears, one per request,
-against `generate` of PEFT with `adapter_names`. The systems take turns in one process; medians of the rounds.
-Ours is the whole path: engine core, loop, scheduler, sampler, executor. Adapters are in host memory and loaded
-to device pages inside the first round. Writes `bench/results/throughput.json` and `.md`.
+An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in and 64 out, greedy.
+
+* *base*: no adapter. Against bare torch doing the same arithmetic on a static batch, once with its own products and
+  once with ours (oneDNN, packed weights), and against `generate`.
+* *8*, *32*: adapters of rank 8 to 128 on all linears; 8 take four requests each, 32 one each. Saved in float32, and
+  32 saved in bfloat16, which are kept in 16 bits. Against `generate` of PEFT with `adapter_names`.
+* *spread*: lengths of the Azure conversation trace (`--traces` says where it lies; gamma distributions fitted to it
+  otherwise), scaled to the same means; PEFT answers in static batches of 32.
+
+The systems take turns in one process; medians over the rounds, of the ratio in each round where a ratio is shown. Ours
+is the whole path: engine core, loop, scheduler, sampler, executor. Adapters are in host memory and loaded to device
+pages inside the round to warm up. On a machine that has other work too, `--processor-time` takes one thread for all
+systems and counts what it computed, not how long it waited: ratios of that hold still.
+
+Writes `bench/results/throughput.json` and `.md`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import platform
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from cpu_systems import RANKS, VOCAB, Asked, Bare, Ours, Peft, Transformers, make_adapters, make_model
 
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
-from manylora.execution.build import build_parts
-from manylora.types import Output, Request, SamplingParams
+from manylora.execution.machine import describe_machine
+from manylora.workloads.distributions import GammaTokens
+from manylora.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
 
 RESULTS = Path(__file__).resolve().parent / "results"
-RANKS = (8, 16, 32, 64, 128)
-VOCAB = 7296
+NUM_IN, NUM_OUT = 128, 64
+TRACE = "AzureLLMInferenceTrace_conv.csv"
+LONGEST = 1024
+
+# The ratios that are claimed: name, time of the slower side, time of the quicker, what each is.
+RATIOS = {
+    "base over bare torch": ("bare torch", "base"),
+    "base over bare torch with packed weights": ("bare torch packed", "base"),
+    "base over transformers": ("transformers", "base"),
+    "time of 8 adapters over the base": ("8 adapters", "base"),
+    "time of 32 adapters over the base": ("32 adapters", "base"),
+    "time of 32 adapters saved in bfloat16 over the base": ("32 adapters bfloat16", "base"),
+    "32 adapters over PEFT": ("PEFT", "32 adapters"),
+    "32 adapters saved in bfloat16 over PEFT": ("PEFT", "32 adapters bfloat16"),
+    "32 adapters over PEFT, spread lengths": ("PEFT spread", "32 adapters spread"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="8 requests, one round, nothing written")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only-ours", action="store_true", help="for profiling; nothing written")
+    parser.add_argument("--slow-rounds", type=int, default=3, help="of PEFT, transformers and spread lengths")
+    parser.add_argument("--spread-requests", type=int, default=64)
+    parser.add_argument("--traces", type=Path, help="folder of public traces")
+    parser.add_argument("--processor-time", action="store_true", help="one thread, and its processor time")
+    parser.add_argument("--only", help="comma-separated systems; nothing written")
     options = parser.parse_args()
+    clock = time.process_time if options.processor_time else time.perf_counter
+    if options.processor_time:
+        torch.set_num_threads(1)
     num_requests, rounds = (8, 1) if options.quick else (32, options.rounds)
-    num_in, num_out = 128, 64
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, VOCAB, (num_requests, num_in), generator=generator)
+    rng = np.random.default_rng(0)
+    fixed = [Asked(tuple(rng.integers(3, VOCAB, NUM_IN).tolist()), NUM_OUT) for _ in range(num_requests)]
+    spread = draw_spread(8 if options.quick else options.spread_requests, options.traces, rng)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         num_parameters = make_model(path / "base")
-        adapters = make_adapters(path, num_requests)
-        systems: dict[str, Callable[[], float]] = {}
-        ours = Ours(path / "base", adapters, prompts, num_out)
-        systems["base ours"] = lambda: ours.run(mixed=False)
-        systems["mixed ours"] = lambda: ours.run(mixed=True)
-        if not options.only_ours:
-            theirs = Theirs(path / "base", adapters, prompts, num_out)
-            systems["base transformers"] = theirs.run_base
-            systems["mixed PEFT"] = theirs.run_mixed
+        ranks = [RANKS[index % len(RANKS)] for index in range(num_requests)]
+        wide = make_adapters(path / "base", path / "float32", ranks)
+        narrow = make_adapters(path / "base", path / "bfloat16", ranks, torch.bfloat16)
+        ours = Ours(path / "base", {"wide": wide, "narrow": narrow}, clock)
+        systems = build_systems(path / "base", ours, wide, fixed, spread, options.only)
         seconds: dict[str, list[float]] = {name: [] for name in systems}
-        for round_number in range(-1, rounds):  # one round to warm up
+        outside: list[float] = []
+        for number in range(-1, rounds):  # one round to warm up
             for name, run in systems.items():
-                took = run()
-                print(f"round {round_number:2} {name:18} {num_requests * num_out / took:7.1f} tok/s", flush=True)
-                if round_number >= 0:
+                is_rare = name.endswith("spread") or name in ("PEFT", "transformers")
+                if is_rare and not 0 <= number < options.slow_rounds:
+                    continue
+                began = clock()
+                run()
+                took = clock() - began
+                print(f"round {number:2} {name:24} {took:8.2f} s", flush=True)
+                if number >= 0:
                     seconds[name].append(took)
+                if number >= 0 and name == "base":
+                    outside.append(1 - ours.forward_s / took)
         ours.close()
-    if options.quick or options.only_ours:
+    if options.quick or options.only:
         return
-    rates = {name: num_requests * num_out / statistics.median(times) for name, times in seconds.items()}
+    num_tokens = {name: sum(one.num_out for one in (spread if name.endswith("spread") else fixed)) for name in seconds}
     report = {
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "command": "python bench/throughput.py",
+        "command": "python bench/throughput.py"
+        + (" --traces DIR" if options.traces else "")
+        + (" --processor-time" if options.processor_time else ""),
+        "machine": {"what": describe_machine(torch.device("cpu")), "python": platform.python_version()},
         "parameters": num_parameters,
         "requests": num_requests,
-        "tokens_in": num_in,
-        "tokens_out": num_out,
+        "tokens_in": NUM_IN,
+        "tokens_out": NUM_OUT,
         "ranks": RANKS,
-        "tokens_per_s": rates,
+        "spread": {
+            "requests": len(spread),
+            "lengths": TRACE if options.traces else "gamma distributions",
+            "mean_in": float(np.mean([len(one.prompt) for one in spread])),
+            "mean_out": float(np.mean([one.num_out for one in spread])),
+        },
+        "adapter_bytes": ours.weight_bytes,
         "seconds": seconds,
+        "tokens_per_s": {name: num_tokens[name] / statistics.median(times) for name, times in seconds.items() if times},
+        "ratios": {
+            name: statistics.median(a / b for a, b in zip(seconds[slow], seconds[quick], strict=False))
+            for name, (slow, quick) in RATIOS.items()
+            if seconds.get(slow) and seconds.get(quick)
+        },
+        "outside_forward": statistics.median(outside),
         "load_average": os.getloadavg()[1],
-        "base_over_transformers": rates["base ours"] / rates["base transformers"],
-        "mixed_over_peft": rates["mixed ours"] / rates["mixed PEFT"],
+        "processor_time": options.processor_time,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "throughput.json").write_text(json.dumps(report, indent=2) + "\n")
-    (RESULTS / "throughput.md").write_text(table(report, rates))
-    print(table(report, rates))
+    (RESULTS / "throughput.md").write_text(table(report))
+    print(table(report))
 
 
-def make_model(path: Path) -> int:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=10,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    with quiet():
-        model = LlamaForCausalLM(config)
-        model.save_pretrained(path)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def make_adapters(path: Path, count: int) -> list[Path]:
-    folders = []
-    for index in range(count):
-        torch.manual_seed(1 + index)
-        rank = RANKS[index % len(RANKS)]
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=False)
-        with quiet():
-            model = get_peft_model(LlamaForCausalLM.from_pretrained(path / "base"), config)
-            model.save_pretrained(path / f"adapter-{index}")
-        folders.append(path / f"adapter-{index}")
-    return folders
-
-
-class Ours:
-    """The engine; every run is a fresh core over the same executor, so that no prefix is remembered."""
-
-    def __init__(self, model: Path, adapters: list[Path], prompts: torch.Tensor, num_out: int) -> None:
-        self.clock = WallClock()
-        self.config = EngineConfig(
-            model=ModelConfig(model=str(model), device="cpu"),
-            memory=MemoryConfig(memory_bytes=3 * 1024**3, prefix_caching=False),
-            scheduler=SchedulerConfig(max_num_seqs=64),
-            adapters=AdapterConfig(),
+def draw_spread(num: int, traces: Path | None, rng: np.random.Generator) -> list[Asked]:
+    """Draw lengths with the trace's spread and our means."""
+    bounds = TokenBounds(min_prompt=4, max_prompt=LONGEST, max_output=LONGEST // 2)
+    lengths: Lengths
+    if traces is not None:
+        lengths = TraceLengths(file=traces / TRACE, bounds=TokenBounds())
+    else:
+        lengths = ParametricLengths(
+            prompt=GammaTokens(shape=1.338, scale=700.0), output=GammaTokens(shape=1.646, scale=300.0)
         )
-        self.parts = build_parts(self.config, self.clock)
-        self.versions = [self.parts.reader.read(folder.name, str(folder)) for folder in adapters]
-        self.prompts = [tuple(prompt) for prompt in prompts.tolist()]
-        self.num_out = num_out
-        self.core = EngineCore(
-            base=self.parts.base,
-            num_pages=self.parts.num_pages,
-            executor=self.parts.executor,
-            scheduler=self.config.scheduler,
-            memory=self.config.memory,
-            adapters=self.config.adapters,
-            served_name="base",
-        )
-        for index, version in enumerate(self.versions):
-            self.core.adapters.register(f"adapter-{index}", version, self.clock.now())
-
-    def run(self, *, mixed: bool) -> float:
-        greedy = SamplingParams(temperature=0.0, max_tokens=self.num_out, ignore_eos=True)
-        start = self.clock.now()
-        arrivals = [
-            (
-                start,
-                Request(
-                    request_id=f"{start}-{index}",
-                    prompt=prompt,
-                    sampling=greedy,
-                    model=f"adapter-{index}" if mixed else "base",
-                ),
-            )
-            for index, prompt in enumerate(self.prompts)
-        ]
-        num_tokens = 0
-
-        def take(outputs: list[Output], now: float) -> None:
-            nonlocal num_tokens
-            num_tokens += sum(len(output.tokens) for output in outputs)
-
-        EngineLoop(self.core, self.clock, on_outputs=take, arrivals=arrivals).run()
-        assert num_tokens == len(self.prompts) * self.num_out
-        return self.clock.now() - start
-
-    def close(self) -> None:
-        self.parts.close()
+    drawn = lengths.draw(num, rng)
+    # Scaled so that this draw has the means, whatever the trace's are.
+    prompt, _ = bounds.fit(drawn.prompt, drawn.output, NUM_IN / float(drawn.prompt.mean()))
+    _, output = bounds.fit(drawn.prompt, drawn.output, NUM_OUT / float(drawn.output.mean()))
+    return [
+        Asked(tuple(rng.integers(3, VOCAB, num_in).tolist()), num_out)
+        for num_in, num_out in zip(prompt.tolist(), output.tolist(), strict=True)
+    ]
 
 
-class Theirs:
-    """transformers, and PEFT with one adapter name per row."""
+def build_systems(
+    base: Path, ours: Ours, adapters: list[Path], fixed: list[Asked], spread: list[Asked], only: str | None
+) -> dict[str, Callable[[], None]]:
+    """Return what takes turns, by name."""
 
-    def __init__(self, model: Path, adapters: list[Path], prompts: torch.Tensor, num_out: int) -> None:
-        self.prompts = prompts
-        self.options = {
-            "max_new_tokens": num_out,
-            "min_new_tokens": num_out,
-            "do_sample": False,
-            "attention_mask": torch.ones_like(prompts),
-        }
-        with quiet():
-            self.base = AutoModelForCausalLM.from_pretrained(model).eval()
-            base = AutoModelForCausalLM.from_pretrained(model)
-            self.peft = PeftModel.from_pretrained(base, adapters[0], adapter_name=adapters[0].name)
-            for folder in adapters[1:]:
-                self.peft.load_adapter(folder, adapter_name=folder.name)
-            self.peft.eval()
-        self.names = [folder.name for folder in adapters]
+    def mixed(kind: str, asked: list[Asked], num_adapters: int) -> Callable[[], None]:
+        names = [f"{kind}-{index % num_adapters}" for index in range(len(asked))]
+        return lambda: ours.run(asked, names)
 
-    def run_base(self) -> float:
-        start = time.perf_counter()
-        with torch.inference_mode():
-            self.base.generate(self.prompts, **self.options)
-        return time.perf_counter() - start
+    def base_beside(bare: Bare) -> Callable[[], None]:
+        def run() -> None:
+            bare.run(fixed)
+            # The same tokens, but where two were all but equally likely.
+            pairs = zip(bare.answers, expected, strict=True)
+            assert sum(theirs == mine for theirs, mine in pairs) >= len(fixed) * 3 // 4, "it computes something else"
 
-    def run_mixed(self) -> float:
-        start = time.perf_counter()
-        with torch.inference_mode():
-            self.peft.generate(input_ids=self.prompts, adapter_names=self.names, **self.options)
-        return time.perf_counter() - start
+        return run
 
+    ours.run(fixed)
+    expected = ours.answers
+    chosen = set(only.split(",")) if only else None
+    makers: dict[str, Callable[[], Callable[[], None]]] = {
+        "base": lambda: lambda: ours.run(fixed),
+        "bare torch": lambda: base_beside(Bare(base, is_packed=False)),
+        "bare torch packed": lambda: base_beside(Bare(base, is_packed=True)),
+        "8 adapters": lambda: mixed("wide", fixed, 8),
+        "32 adapters": lambda: mixed("wide", fixed, len(adapters)),
+        "32 adapters bfloat16": lambda: mixed("narrow", fixed, len(adapters)),
+        "transformers": lambda: run_with(Transformers(base), fixed),
+        "PEFT": lambda: lambda: peft().run_mixed(fixed),
+        "32 adapters spread": lambda: mixed("wide", spread, len(adapters)),
+        "PEFT spread": lambda: lambda: peft().run_mixed(spread),
+    }
+    kept: list[Peft] = []
 
-def table(report: dict[str, object], rates: dict[str, float]) -> str:
-    machine = report["machine"]
-    assert isinstance(machine, dict)
-    return "\n".join(
-        [
-            "# Throughput on the CPU",
-            "",
-            f"`{report['command']}` on {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}: an",
-            f"{report['parameters'] / 1e6:.0f}M-parameter Llama in fp32, {report['requests']} requests, "  # type: ignore[operator]
-            f"{report['tokens_in']} tokens in, {report['tokens_out']} out, greedy;",
-            f"*mixed*: {report['requests']} adapters of rank {RANKS[0]}-{RANKS[-1]} on all linears, one per request.",
-            "Generated tokens per second, prompts included in the time, medians. At the end the load average",
-            f"of the machine was {report['load_average']:.1f}: where that is above its cores, it had other work too.",
-            "",
-            "| | no adapter | mixed adapters |",
-            "|---|---|---|",
-            "| transformers `generate` (+ PEFT `adapter_names`) | "
-            f"{rates['base transformers']:.0f} | {rates['mixed PEFT']:.0f} |",
-            f"| manylora | {rates['base ours']:.0f} | {rates['mixed ours']:.0f} |",
-            f"| ratio | {report['base_over_transformers']:.2f} | {report['mixed_over_peft']:.2f} |",
-            "",
-        ]
-    )
+    def peft() -> Peft:
+        if not kept:
+            kept.append(Peft(base, adapters))
+        return kept[0]
+
+    return {name: make() for name, make in makers.items() if chosen is None or name in chosen}
 
 
-def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def run_with(system: Transformers, asked: list[Asked]) -> Callable[[], None]:
+    return lambda: system.run(asked)
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+def table(report: dict[str, Any]) -> str:
+    rates, ratios, spread = report["tokens_per_s"], report["ratios"], report["spread"]
+    megabytes = {name: size / 1e6 for name, size in report["adapter_bytes"].items()}
+    lines = [
+        "# Throughput on the CPU",
+        "",
+        f"`{report['command']}` on {report['machine']['what']}: an "
+        f"{report['parameters'] / 1e6:.0f}M-parameter Llama in fp32, {report['requests']} requests, "
+        f"{report['tokens_in']} tokens in, {report['tokens_out']} out, greedy"
+        f"{'; seconds are processor time of one thread' if report['processor_time'] else ''}. "
+        f"Adapters have rank {RANKS[0]} to {RANKS[-1]} on all linears; 32 of them are {megabytes['wide']:.0f} MB in "
+        f"float32 and {megabytes['narrow']:.0f} MB in bfloat16. *Spread*: {spread['requests']} requests with lengths "
+        f"from {spread['lengths']}, {spread['mean_in']:.0f} in and {spread['mean_out']:.0f} out on average. Generated "
+        "tokens per second, prompts included in the time; medians over the rounds, ratios of each round. At the end "
+        f"the load average of the machine was {report['load_average']:.1f}: where that is above its cores, it had "
+        "other work, and only the ratios mean something.",
+        "",
+        "| system | tokens/s | rounds |",
+        "|---|---:|---:|",
+        *(f"| {name} | {rate:.0f} | {len(report['seconds'][name])} |" for name, rate in rates.items()),
+        "",
+        "| ratio | |",
+        "|---|---:|",
+        *(f"| {name} | {ratio:.2f} |" for name, ratio in ratios.items()),
+        f"| share of a base run outside the model's forward | {report['outside_forward']:.1%} |",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
