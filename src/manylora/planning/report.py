@@ -36,10 +36,11 @@ def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureT
     """Return several plans side by side, given what is special about each."""
     labels = tuple(plans[0][0])
     with_cost = any(plan.cost is not None for _, plan in plans)
-    columns = (*labels, "req/s per replica", "measured there", "replicas", "hit rate", "device busy", "binds")
+    there = f"P{plans[0][1].promise.percentile:g} there"
+    columns = (*labels, "req/s per replica", there, "replicas", "hit rate", "device busy", "binds")
     rows = []
     for settings, plan in plans:
-        row = [*settings.values(), f"{plan.capacity.rate:.2f}", _promised(plan, plan.capacity.kept)]
+        row = [*settings.values(), f"{plan.capacity.rate:.2f}", _measured(plan.capacity.kept)]
         row += [_count(plan), _share(plan.usage.hit_rate if plan.usage else None)]
         row += [_share(plan.usage.device_busy if plan.usage else None), plan.binds or "-"]
         if with_cost:
@@ -107,7 +108,7 @@ def _outcome(plan: Plan) -> FigureTable:
         ("what binds", BINDS[plan.binds or "device"]),
     ]
     if plan.demand.rate is not None and plan.served is not None:
-        how = _promised(plan, plan.served) if plan.is_simulated else "by division: too many to simulate together"
+        how = _promised(plan, plan.served) if plan.is_simulated else "by division, too many to simulate together"
         rows.append((f"replicas for {plan.demand.rate:g} req/s", f"{_count(plan)} ({how})"))
     rows += [
         ("adapters found on the device", _share(usage.hit_rate)),
@@ -148,15 +149,20 @@ def _promise(plan: Plan) -> str:
     return ", ".join(f"P{percentile} {name.upper()} <= {limit:g} s" for name, limit in plan.promise.limits())
 
 
-def _promised(plan: Plan, trial: Trial | None) -> str:
+def _measured(trial: Trial | None, prefix: str = "") -> str:
     if trial is None:
         return "-"
-    percentile = f"{plan.promise.percentile:g}"
-    return ", ".join(f"P{percentile} {name.upper()} {seconds:.3g} s" for name, seconds in trial.measured.items())
+    return ", ".join(f"{prefix}{name.upper()} {seconds:.3g} s" for name, seconds in trial.measured.items())
+
+
+def _promised(plan: Plan, trial: Trial | None) -> str:
+    return _measured(trial, f"P{plan.promise.percentile:g} ")
 
 
 def _count(plan: Plan) -> str:
-    return "-" if plan.num_replicas is None else str(plan.num_replicas)
+    if plan.num_replicas is None:
+        return "-"
+    return str(plan.num_replicas) if plan.is_simulated else f"about {plan.num_replicas}"
 
 
 def _share(value: float | None) -> str:
