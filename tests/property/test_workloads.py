@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.workloads import AdapterSet, WorkloadSpec, make_workload
-from manylora.workloads.arrivals import Arrivals, GammaArrivals, OnOffArrivals, PoissonArrivals, StepArrivals
+from manylora.workloads.arrivals import Arrivals, GammaArrivals, PoissonArrivals
 from manylora.workloads.distributions import Distribution, ExponentialTokens, GammaTokens, LognormalTokens
 from manylora.workloads.drift import Drift
 from manylora.workloads.lengths import ParametricLengths, TokenBounds
 from manylora.workloads.locality import Sessions
+from manylora.workloads.modulated import OnOffArrivals, StepArrivals
 from manylora.workloads.popularity import (
     GeometricShares,
     Popularity,

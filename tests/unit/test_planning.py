@@ -17,9 +17,10 @@ from manylora.sim.cost import FixedCost
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
 from manylora.workloads import AdapterSet, WorkloadSpec
-from manylora.workloads.arrivals import PoissonArrivals, StepArrivals
+from manylora.workloads.arrivals import PoissonArrivals
 from manylora.workloads.distributions import FixedTokens
 from manylora.workloads.lengths import ParametricLengths
+from manylora.workloads.modulated import StepArrivals
 from manylora.workloads.popularity import TurnTaking
 
 STEP_S = 0.1

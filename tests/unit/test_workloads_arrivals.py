@@ -13,12 +13,11 @@ from manylora.workloads.arrivals import (
     Arrivals,
     Extent,
     GammaArrivals,
-    OnOffArrivals,
     PoissonArrivals,
     ReplayArrivals,
-    StepArrivals,
     WeibullArrivals,
 )
+from manylora.workloads.modulated import OnOffArrivals, StepArrivals
 from manylora.workloads.scale import peak_tokens, scale_to_memory
 
 PROCESSES = [
@@ -72,6 +71,8 @@ def test_gaps_vary_as_asked(process: Arrivals, cov: float) -> None:
 def test_steps_are_silent_where_their_rate_is_zero() -> None:
     times = StepArrivals(rates=(0.0, 4.0), step_s=5.0).arrive(Extent(num_requests=500), np.random.default_rng(0)).times
     assert np.all(times % 10.0 >= 5.0)
+    silent = StepArrivals(rates=(0.0, 4.0), step_s=5.0).arrive(Extent(duration_s=3.0), np.random.default_rng(0))
+    assert len(silent.times) == 0
 
 
 def test_on_off_is_silent_most_of_the_time() -> None:

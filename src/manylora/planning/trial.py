@@ -20,7 +20,8 @@ from manylora.sim.cost import CostModel
 from manylora.sim.scenario import Scenario
 from manylora.sim.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import Workload, WorkloadSpec, make_workload
-from manylora.workloads.arrivals import Arrivals, StepArrivals
+from manylora.workloads.arrivals import Arrivals
+from manylora.workloads.modulated import StepArrivals
 
 __all__ = ["Effort", "Trial", "TrialRun", "Trials", "at_rate"]
 

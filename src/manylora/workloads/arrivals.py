@@ -26,11 +26,11 @@ __all__ = [
     "Arrived",
     "Extent",
     "GammaArrivals",
-    "OnOffArrivals",
     "PoissonArrivals",
     "ReplayArrivals",
-    "StepArrivals",
     "WeibullArrivals",
+    "check_rate",
+    "need_end",
     "renewal_times",
 ]
 
@@ -90,12 +90,14 @@ class Arrivals(Protocol):
         ...
 
 
-def _check_rate(rate: float) -> None:
+def check_rate(rate: float) -> None:
+    """Raise a ``ConfigError`` for what is no rate."""
     if not (rate > 0 and math.isfinite(rate)):
         raise ConfigError(f"Got rate = {rate!r}, expected requests per second above 0")
 
 
-def _need_end(extent: Extent, kind: str) -> None:
+def need_end(extent: Extent, kind: str) -> None:
+    """Raise a ``ConfigError`` if arrivals of a kind that never ends would have none."""
     if extent.is_open:
         raise ConfigError(f"Got neither num_requests nor duration_s, but {kind!r} arrivals have no end of their own")
 
@@ -137,11 +139,11 @@ class PoissonArrivals:
     rate: float
 
     def __post_init__(self) -> None:
-        _check_rate(self.rate)
+        check_rate(self.rate)
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""
-        _need_end(extent, self.kind)
+        need_end(extent, self.kind)
         mean_s = 1 / self.rate
         return Arrived(
             renewal_times(
@@ -164,13 +166,13 @@ class GammaArrivals:
     cov: float
 
     def __post_init__(self) -> None:
-        _check_rate(self.rate)
+        check_rate(self.rate)
         if not self.cov > 0:
             raise ConfigError(f"Got cov = {self.cov!r}, expected above 0")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""
-        _need_end(extent, self.kind)
+        need_end(extent, self.kind)
         shape = 1 / self.cov**2
         scale_s = 1 / (self.rate * shape)
         # The gap met at time 0 is drawn in proportion to its length, and time 0 lies anywhere in it.
@@ -192,96 +194,17 @@ class WeibullArrivals:
     shape: float
 
     def __post_init__(self) -> None:
-        _check_rate(self.rate)
+        check_rate(self.rate)
         if not self.shape > 0:
             raise ConfigError(f"Got shape = {self.shape!r}, expected above 0")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""
-        _need_end(extent, self.kind)
+        need_end(extent, self.kind)
         power = 1 / self.shape
         scale_s = 1 / (self.rate * math.gamma(1 + power))
         first_gap = lambda: float(scale_s * rng.gamma(1 + power) ** power * rng.random())  # noqa: E731
         return Arrived(renewal_times(lambda num: scale_s * rng.weibull(self.shape, num), first_gap, self.rate, extent))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnOffArrivals:
-    """Silence and bursts: Poisson while on, nothing while off; both last exponentially long.
-
-    Args:
-        rate: Mean requests per second over both.
-        on_s: Mean seconds of a burst.
-        off_s: Mean seconds of a silence.
-    """
-
-    kind: ClassVar[str] = "on-off"
-    rate: float
-    on_s: float
-    off_s: float
-
-    def __post_init__(self) -> None:
-        _check_rate(self.rate)
-        if not (self.on_s > 0 and self.off_s > 0):
-            raise ConfigError(f"Got on_s = {self.on_s!r}, off_s = {self.off_s!r}, expected both above 0 seconds")
-
-    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
-        """Return the arrivals within an extent."""
-        _need_end(extent, self.kind)
-        share_on = self.on_s / (self.on_s + self.off_s)
-        # Time that passes while on is a Poisson process; silences are inserted where bursts end.
-        inside = PoissonArrivals(rate=self.rate / share_on).arrive(
-            Extent(num_requests=extent.num_requests, duration_s=extent.duration_s), rng
-        )
-        starts_off = rng.random() >= share_on
-        busy_s = float(inside.times[-1]) if len(inside.times) else 0.0
-        bursts: list[FloatArray] = []
-        while sum(float(part.sum()) for part in bursts) <= busy_s:
-            bursts.append(rng.exponential(self.on_s, max(16, math.ceil(busy_s / self.on_s))))
-        ends = np.cumsum(np.concatenate(bursts))
-        silences = np.concatenate([[0.0], np.cumsum(rng.exponential(self.off_s, len(ends)))])
-        lead_s = float(rng.exponential(self.off_s)) if starts_off else 0.0
-        times = inside.times + silences[np.searchsorted(ends, inside.times, side="right")] + lead_s
-        return Arrived(extent.cut(times))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepArrivals:
-    """Poisson with a rate that changes in steps, over and over: a day, or a spike.
-
-    Args:
-        rates: Requests per second, step by step; 0 is silence.
-        step_s: Seconds of each.
-    """
-
-    kind: ClassVar[str] = "steps"
-    rates: tuple[float, ...]
-    step_s: float
-
-    def __post_init__(self) -> None:
-        if not self.rates or min(self.rates) < 0 or not 0 < sum(self.rates) < math.inf:
-            raise ConfigError(f"Got rates = {self.rates!r}, expected numbers from 0, not all of them 0")
-        if not self.step_s > 0:
-            raise ConfigError(f"Got step_s = {self.step_s!r}, expected above 0 seconds")
-
-    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
-        """Return the arrivals within an extent."""
-        _need_end(extent, self.kind)
-        # A unit Poisson process, its time stretched by the inverse of the expected number of arrivals.
-        expected = np.concatenate([[0.0], np.cumsum(np.asarray(self.rates) * self.step_s)])
-        cycle, cycle_s = float(expected[-1]), self.step_s * len(self.rates)
-        units = extent.num_requests
-        if extent.duration_s is not None:
-            whole, rest_s = divmod(extent.duration_s, cycle_s)
-            due = whole * cycle + float(np.interp(rest_s, self.step_s * np.arange(len(expected)), expected))
-            due_extent = Extent(num_requests=units, duration_s=max(due, 1e-12))
-        else:
-            due_extent = Extent(num_requests=units)
-        unit_times = PoissonArrivals(rate=1.0).arrive(due_extent, rng).times
-        cycles, rest = np.divmod(unit_times, cycle)
-        step = np.searchsorted(expected, rest, side="right") - 1
-        within_s = (rest - expected[step]) / np.asarray(self.rates)[step]
-        return Arrived(extent.cut(cycles * cycle_s + step * self.step_s + within_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +222,7 @@ class ReplayArrivals:
 
     def __post_init__(self) -> None:
         if self.rate is not None:
-            _check_rate(self.rate)
+            check_rate(self.rate)
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent; all of the trace, once, within an open one."""

@@ -37,10 +37,8 @@ from manylora.workloads.arrivals import (
     Arrivals,
     Extent,
     GammaArrivals,
-    OnOffArrivals,
     PoissonArrivals,
     ReplayArrivals,
-    StepArrivals,
     WeibullArrivals,
 )
 from manylora.workloads.callers import AzureFunctions2019, AzureFunctions2021, ServeGenClients
@@ -55,6 +53,7 @@ from manylora.workloads.distributions import (
 from manylora.workloads.drift import Drift
 from manylora.workloads.lengths import Lengths, ParametricLengths, ReplayLengths, TraceLengths
 from manylora.workloads.locality import OrderReplay, Sessions, StackDistances
+from manylora.workloads.modulated import OnOffArrivals, StepArrivals
 from manylora.workloads.popularity import (
     ExplicitShares,
     GeometricShares,
