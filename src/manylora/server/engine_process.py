@@ -18,7 +18,8 @@ import msgspec
 import zmq
 
 from manylora.clock import WallClock
-from manylora.server.protocol import EngineSetup, Message, decode_command, encode
+from manylora.server.garbage import leave_out_of_collections
+from manylora.server.protocol import EngineSetup, Message, Ready, decode_command, encode
 from manylora.server.service import EngineService
 
 __all__ = ["main", "pack_setup"]
@@ -76,6 +77,8 @@ def main() -> int:
     messages.connect(setup.messages_address)
 
     def send(message: Message) -> None:
+        if isinstance(message, Ready):
+            leave_out_of_collections()
         messages.send(encode(message), copy=False)
 
     service = EngineService(

@@ -34,6 +34,7 @@ from manylora.errors import ConfigError
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
 from manylora.server.context import Context
+from manylora.server.garbage import leave_out_of_collections
 from manylora.server.latency import LatencyWindow
 from manylora.server.link import EngineLink
 from manylora.server.metrics import Metrics
@@ -303,6 +304,7 @@ def run(
 
         def say_ready() -> None:
             adapters = len(life.supervisor.adapters)
+            leave_out_of_collections()
             print(f"manylora serves {life.supervisor.served_name} with {adapters} adapters at {life.url}", flush=True)
 
         loop = asyncio.get_running_loop()

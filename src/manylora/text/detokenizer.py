@@ -21,6 +21,9 @@ __all__ = ["Detokenizer", "TextDelta", "TokenLogprob"]
 CONTEXT_TOKENS = 8
 """Prompt tokens the first answer token is decoded after, so that it keeps its leading space."""
 
+MAX_WINDOW_TOKENS = 16
+"""Tokens the window grows to before it is cut to the newest: a cut costs a decode more."""
+
 MAX_UNREADABLE_TOKENS = 32
 """Tokens without a readable end after which the text is let go as it is: no character is that long."""
 
@@ -174,12 +177,15 @@ class Detokenizer:
             # The prompt ended within a character that is now whole, or a decoder took back what it said.
             said = said.rstrip(REPLACEMENT)
             if not text.startswith(said):
-                text, said = self._decode(self._window[self._num_said :]), ""
+                self._window = self._window[self._num_said :]
+                text, said = self._decode(self._window), ""
         new = text[len(said) :]
         if new:  # tokens without text stay in the window: a decoder strips the space of what would come first
-            self._window = self._window[self._num_said :]
+            if len(self._window) > MAX_WINDOW_TOKENS:
+                self._window = self._window[self._num_said :]
+                text = self._decode(self._window)
             self._num_said = len(self._window)
-            self._said = self._decode(self._window)
+            self._said = text
             self._num_chars += len(new)
         elif num_new > MAX_SILENT_TOKENS:
             del self._window[self._num_said :]
