@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from manylora.errors import ConfigError
-from manylora.routing import ROUTERS, AffinityRouter, Dispatcher, ReplicaLoad, make_router
+from manylora.routing import ROUTERS, AffinityRouter, Dispatcher, ReplicaLoad, Router, RouterContext, StepModel
+from manylora.routing import make_router as make_router_of
 from manylora.types import Request
+
+STEPS = StepModel(
+    step_s=0.02,
+    request_s=0.0001,
+    rank_s=0.00001,
+    prompt_token_s=0.0001,
+    prompt_token_rank_s=0.0,
+    is_padded=True,
+)
+
+
+def make_router(name: str, rng: Random, **context: object) -> Router:
+    settings = {"steps": STEPS, "max_num_seqs": 30} | context
+    return make_router_of(name, RouterContext(rng=rng, **settings))  # type: ignore[arg-type]
 
 
 def request(index: int, model: str = "") -> Request:
@@ -28,7 +44,8 @@ def test_every_router_chooses_a_replica_that_exists_and_the_same_one_again(name:
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_one_replica_gets_everything(name: str):
-    assert make_router(name, Random(0)).choose(request(0, "a"), [ReplicaLoad(5)]) == 0
+    dispatcher = Dispatcher(make_router(name, Random(0)), 1)
+    assert [dispatcher.dispatch(request(index, "a")) for index in range(40)] == [0] * 40
 
 
 def test_the_least_loaded_gets_the_next():
@@ -89,8 +106,46 @@ def test_an_end_is_counted_where_the_request_was_sent():
     assert dispatcher.loads[second].num_requests == 1
 
 
+def loaded(*ranks: int) -> ReplicaLoad:
+    """Return a replica where requests of these ranks are under way."""
+    load = ReplicaLoad()
+    for rank in ranks:
+        load.add(10, rank)
+    return load
+
+
+@pytest.mark.parametrize(("is_padded", "replica"), [(True, 1), (False, 0)])
+def test_a_large_rank_goes_where_it_slows_others_down_least(is_padded: bool, replica: int):
+    """Many small ranks here, more large ones there: the kernels decide who would feel another large one less."""
+    router = make_router("rank-aware", Random(0), steps=replace(STEPS, is_padded=is_padded), ranks={"large": 64})
+    assert router.choose(request(0, "large"), [loaded(*[8] * 20), loaded(*[64] * 22)]) == replica
+
+
+def test_a_promise_about_to_break_comes_last():
+    router = make_router("rank-aware", Random(0), ranks={"large": 64}, tbt_s=0.03)
+    # Padded, 20 requests beside rank 64 take 0.02 + 0.0021 + 21 x 64 x 0.00001 = 0.036 s a step; 8 take 0.027 s.
+    assert router.choose(request(0, "large"), [loaded(*[64] * 20), loaded(*[8] * 8)]) == 1
+
+
+def test_ranks_are_counted_while_requests_are_under_way():
+    dispatcher = Dispatcher(make_router("least-loaded", Random(0)), 1, {"a": 8, "b": 64})
+    for index, model in enumerate(("a", "b", "")):
+        dispatcher.dispatch(request(index, model))
+    (load,) = dispatcher.loads
+    assert (load.sum_rank, load.max_rank) == (72, 64)
+    dispatcher.ended("1")
+    assert (load.sum_rank, load.max_rank, dict(load.ranks)) == (8, 8, {8: 1, 0: 1})
+
+
+def test_first_fit_fills_one_replica_after_the_other():
+    dispatcher = Dispatcher(make_router("first-fit", Random(0), max_num_seqs=2), 3)
+    assert [dispatcher.dispatch(request(index)) for index in range(8)] == [0, 0, 1, 1, 2, 2, 0, 1]
+
+
 def test_wrong_settings_are_named():
     with pytest.raises(ConfigError, match=r"'nearest'.*affinity"):
         make_router("nearest", Random(0))
+    with pytest.raises(ConfigError, match="what steps take"):
+        make_router("rank-aware", Random(0), steps=None)
     with pytest.raises(ConfigError, match="overload"):
         AffinityRouter(overload=1.0)

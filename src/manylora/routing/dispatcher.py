@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from manylora.routing.router import ReplicaLoad, Router
@@ -16,13 +17,15 @@ class Dispatcher:
     Args:
         router: Picks the replica.
         num_replicas: How many there are.
+        ranks: Rank of each adapter by name; what is not here counts as the base.
     """
 
-    def __init__(self, router: Router, num_replicas: int) -> None:
+    def __init__(self, router: Router, num_replicas: int, ranks: Mapping[str, int] | None = None) -> None:
         assert num_replicas >= 1
         self._router = router
+        self._ranks = ranks or {}
         self._loads = [ReplicaLoad() for _ in range(num_replicas)]
-        self._under_way: dict[str, tuple[int, int]] = {}  # request id -> replica, prompt tokens
+        self._under_way: dict[str, tuple[int, int, int]] = {}  # request id -> replica, prompt tokens, rank
 
     @property
     def loads(self) -> Seq[ReplicaLoad]:
@@ -32,15 +35,13 @@ class Dispatcher:
     def dispatch(self, request: Request) -> int:
         """Return the replica for a request, and count it there until ``ended``."""
         replica = self._router.choose(request, self._loads)
-        num_tokens = len(request.prompt)
-        self._under_way[request.request_id] = replica, num_tokens
-        self._loads[replica].num_requests += 1
-        self._loads[replica].num_prompt_tokens += num_tokens
+        num_tokens, rank = len(request.prompt), self._ranks.get(request.model, 0)
+        self._under_way[request.request_id] = replica, num_tokens, rank
+        self._loads[replica].add(num_tokens, rank)
         return replica
 
     def ended(self, request_id: str) -> int:
         """Learn that a request is over, or was refused; return the replica it was sent to."""
-        replica, num_tokens = self._under_way.pop(request_id)
-        self._loads[replica].num_requests -= 1
-        self._loads[replica].num_prompt_tokens -= num_tokens
+        replica, num_tokens, rank = self._under_way.pop(request_id)
+        self._loads[replica].remove(num_tokens, rank)
         return replica

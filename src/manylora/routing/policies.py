@@ -1,4 +1,4 @@
-"""Routing policies: by chance, by load, by adapter, and the two of them together.
+"""Routing policies: by chance, by load, by adapter, and the two of them together; by rank in ``rank_aware.py``.
 
 Where a request goes decides which replica needs its adapter. Spread evenly, every replica comes to hold every adapter;
 kept together, each holds a share of them and hits its cache more often, but a popular adapter may be more than one
@@ -8,24 +8,29 @@ replica can serve. ``affinity`` does the second until load calls for the first.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 
 from manylora.errors import ConfigError
+from manylora.routing.rank_aware import RankAwareRouter, StepModel
 from manylora.routing.router import ReplicaLoad, Router
 from manylora.types import Request
 
 __all__ = [
     "ROUTERS",
     "AffinityRouter",
+    "FirstFitRouter",
     "LeastLoadedRouter",
     "PowerOfTwoRouter",
     "RandomRouter",
+    "RouterContext",
     "make_router",
 ]
 
-ROUTERS = ("affinity", "least-loaded", "power-of-two", "random")
+ROUTERS = ("affinity", "first-fit", "least-loaded", "power-of-two", "random", "rank-aware")
 
 OVERLOAD = 1.25
 """How far above the mean a replica's load may go before an adapter spills over; the factor of the source's examples."""
@@ -51,6 +56,26 @@ class LeastLoadedRouter:
 
     def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
         """Look at all of them."""
+        return min(range(len(replicas)), key=lambda index: _load(replicas, index))
+
+
+class FirstFitRouter:
+    """The first replica with a free seat: fills one after the other, so that the last ones could be switched off.
+
+    Args:
+        max_num_seqs: Seats of a replica. When all are taken, the least loaded gets the request.
+
+    Source: the bin packing that Punica uses to consolidate, and CaraServe compares with.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+
+    def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
+        """Go from the first on."""
+        for index, replica in enumerate(replicas):
+            if replica.num_requests < self._max_num_seqs:
+                return index
         return min(range(len(replicas)), key=lambda index: _load(replicas, index))
 
 
@@ -113,26 +138,56 @@ class AffinityRouter:
         return order
 
 
-def make_router(name: str, rng: Random, *, base_name: str = "") -> Router:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterContext:
+    """What a router may be told of the service it stands in front of.
+
+    Args:
+        rng: The chance of those that draw.
+        base_name: The base model's name in requests.
+        max_num_seqs: Requests that a replica runs at once.
+        ranks: Rank of each adapter by name.
+        steps: What steps take, where it is known.
+        mean_answer_tokens: Usual length of an answer.
+        tbt_s: Longest time between tokens that was promised, in seconds.
+    """
+
+    rng: Random
+    base_name: str = ""
+    max_num_seqs: int = 128
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    steps: StepModel | None = None
+    mean_answer_tokens: float = 200.0
+    tbt_s: float | None = None
+
+
+def make_router(name: str, context: RouterContext) -> Router:
     """Make a router by its name in ``ROUTERS``.
 
     Args:
         name: Which.
-        rng: The chance of those that draw.
-        base_name: The base model's name in requests.
+        context: What it may know.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is none of that name, or it needs to know what steps take and nobody does.
     """
     match name:
         case "affinity":
-            return AffinityRouter(base_name)
+            return AffinityRouter(context.base_name)
+        case "first-fit":
+            return FirstFitRouter(context.max_num_seqs)
         case "least-loaded":
             return LeastLoadedRouter()
         case "power-of-two":
-            return PowerOfTwoRouter(rng)
+            return PowerOfTwoRouter(context.rng)
         case "random":
-            return RandomRouter(rng)
+            return RandomRouter(context.rng)
+        case "rank-aware":
+            if context.steps is None:
+                raise ConfigError("Router 'rank-aware' needs to know what steps take")
+            return RankAwareRouter(
+                context.steps, context.ranks, mean_answer_tokens=context.mean_answer_tokens, tbt_s=context.tbt_s
+            )
     raise ConfigError(f"Got router = {name!r}, expected one of {', '.join(ROUTERS)}")
 
 

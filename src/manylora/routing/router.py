@@ -6,8 +6,9 @@ simulated engines, of processes and of other machines, and none rests on figures
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from manylora.types import Request
@@ -22,10 +23,35 @@ class ReplicaLoad:
     Args:
         num_requests: Requests sent to it that have not ended.
         num_prompt_tokens: Their prompts, in tokens.
+        sum_rank: Sum of the ranks of their adapters.
+        ranks: How many of them have an adapter of each rank; the base is rank 0.
     """
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
+    sum_rank: int = 0
+    ranks: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank among them."""
+        return max(self.ranks, default=0)
+
+    def add(self, num_prompt_tokens: int, rank: int) -> None:
+        """Count a request that is sent."""
+        self.num_requests += 1
+        self.num_prompt_tokens += num_prompt_tokens
+        self.sum_rank += rank
+        self.ranks[rank] += 1
+
+    def remove(self, num_prompt_tokens: int, rank: int) -> None:
+        """Count a request that is over."""
+        self.num_requests -= 1
+        self.num_prompt_tokens -= num_prompt_tokens
+        self.sum_rank -= rank
+        self.ranks[rank] -= 1
+        if not self.ranks[rank]:
+            del self.ranks[rank]
 
 
 class Router(Protocol):

@@ -51,6 +51,7 @@ class Setup:
         tensor_parallel: Devices of a replica.
         num_replicas: Engines that share the workload.
         router: Which of them serves a request.
+        router_tbt_s: Time between tokens that the ``rank-aware`` router keeps to, in seconds.
         utilization: Share of a device's memory that the engine may take.
         host_s: Time that the device waits for the host between two steps, in seconds.
         scheduler_time_s: What deciding a step takes, in seconds.
@@ -74,6 +75,7 @@ class Setup:
     tensor_parallel: int = 1
     num_replicas: int = 1
     router: str = "affinity"
+    router_tbt_s: float | None = None
     utilization: float = 0.9
     host_s: float = 1e-3
     scheduler_time_s: float = 0.0
@@ -140,6 +142,7 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         adapters=setup.adapters,
         num_replicas=setup.num_replicas,
         router=setup.router,
+        router_tbt_s=setup.router_tbt_s,
         scheduler_time_s=setup.scheduler_time_s,
         drag=cost.drag if isinstance(cost, FittedCost) else {},
         max_tokens=setup.max_tokens,

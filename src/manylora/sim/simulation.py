@@ -30,13 +30,14 @@ from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
-from manylora.routing import Dispatcher, make_router
+from manylora.routing import Dispatcher, Router, RouterContext, make_router
 from manylora.scheduling import LengthPredictor, Sequence
 from manylora.scheduling.prediction import NoisyPredictor, OraclePredictor
 from manylora.sim.adapters import adapter_versions
 from manylora.sim.cost import CostModel
 from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.prompts import PromptMaker
+from manylora.sim.step_model import step_model
 from manylora.types import Output, Request, SampledToken, SamplingParams, Tier
 from manylora.workloads import RequestSpec, Workload
 
@@ -62,6 +63,7 @@ class SimulationConfig:
         adapters: The adapter cache.
         num_replicas: Engines that share the workload.
         router: Which of them serves a request, by name in ``routing.ROUTERS``.
+        router_tbt_s: Time between tokens that the ``rank-aware`` router keeps to, in seconds; ``None`` for none.
         scheduler_time_s: What deciding a step takes, in seconds.
         drag: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
@@ -79,6 +81,7 @@ class SimulationConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     num_replicas: int = 1
     router: str = "affinity"
+    router_tbt_s: float | None = None
     scheduler_time_s: float = 0.0
     drag: Mapping[Tier, float] = field(default_factory=dict)
     max_tokens: int | None = None
@@ -158,8 +161,7 @@ def simulate(
     cores = [_make_core(workload, config, (recorder, *sinks)) for recorder in recorders]
     for core, recorder in zip(cores, recorders, strict=True):
         recorder.watch(core.stats)
-    rng = Random(f"router/{config.seed}")
-    dispatcher = Dispatcher(make_router(config.router, rng, base_name=BASE_NAME), config.num_replicas)
+    dispatcher = Dispatcher(_make_router(workload, config, ranks), config.num_replicas, ranks)
     num_ended = 0
 
     def take(outputs: list[Output], now: float) -> None:
@@ -193,6 +195,21 @@ def simulate(
         stats=[core.stats() for core in cores],
         duration_s=clock.now(),
     )
+
+
+def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[str, int]) -> Router:
+    num_tokens = sum(request.num_output_tokens for request in workload.requests)
+    context = RouterContext(
+        rng=Random(f"router/{config.seed}"),
+        base_name=BASE_NAME,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        ranks=ranks,
+        # Only for the one that asks: a profile with jitter would draw for it.
+        steps=step_model(config.cost) if config.router == "rank-aware" else None,
+        mean_answer_tokens=max(1.0, num_tokens / max(1, len(workload.requests))),
+        tbt_s=config.router_tbt_s,
+    )
+    return make_router(config.router, context)
 
 
 def _make_core(workload: Workload, config: SimulationConfig, sinks: tuple[EventSink, ...]) -> EngineCore:
