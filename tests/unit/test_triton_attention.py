@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from triton_cases import TOLERANCE, poison, relative_error
+from triton_cases import DEVICE, DTYPES, HALVES, TOLERANCE, poison, relative_error
 
 from manylora.adapters.shape import PageShape
 from manylora.engine.ports import PlannedSequence
-from manylora.execution.device_ops import DirectOps
+from manylora.execution.device_ops import make_device_ops
 from manylora.execution.page_tables import PageTables
 from manylora.execution.paged_attention import AttentionCall
 from manylora.execution.pages import PageStorage
@@ -36,7 +36,7 @@ def make_pool(block: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> P
         element_bytes=dtype.itemsize,
         dtype=name,
     )
-    pool = PageStorage(shape, NUM_PAGES, torch.device("cpu"))
+    pool = PageStorage(shape, NUM_PAGES, DEVICE)
     pool.flat.fill_(float("nan"))
     return pool
 
@@ -90,18 +90,20 @@ def check(
         torch.cat([pair[kv][start:] for pair, (start, _) in zip(contexts, spans, strict=True)]).transpose(0, 1)
         for kv in range(2)
     ]
-    before = pool.blocks.clone()
-    ops = DirectOps(torch.device("cpu"))
+    given = [part.to(DEVICE) for part in (query, *new)]
+    before = pool.blocks.cpu().clone()
+    ops = make_device_ops(DEVICE)
     batch = TritonBatch(ops, pool, PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
     module = SimpleNamespace(layer_idx=LAYER)
-    found = batch.attend(AttentionCall(module, query, *new, 0.3, window, softcap, None, {}))  # type: ignore[arg-type]
+    found = batch.attend(AttentionCall(module, *given, 0.3, window, softcap, None, {}))  # type: ignore[arg-type]
     assert found.shape == (num_rows, heads, head_dim)
 
+    after = pool.blocks.cpu()
     row, written = 0, torch.zeros_like(before, dtype=torch.bool)
     for (start, count), (key, value), sequence in zip(spans, contexts, sequences, strict=True):
         for position in range(start, start + count):
             place = (sequence.pages[position // block], LAYER, slice(None), position % block)
-            assert torch.equal(pool.blocks[place], torch.stack((key[position], value[position])))
+            assert torch.equal(after[place], torch.stack((key[position], value[position])))
             written[place] = True
         grouped = [part.double().repeat_interleave(heads // kv_heads, 1) for part in (key, value)]
         scores = torch.einsum("qhd,khd->hqk", query.transpose(0, 1)[row : row + count].double(), grouped[0]) * 0.3
@@ -114,8 +116,8 @@ def check(
         assert relative_error(found[row : row + count], expected) < TOLERANCE[dtype]
         row += count
     kept = ~written
-    assert torch.equal(pool.blocks[kept].isnan(), before[kept].isnan()), "a write went astray"
-    torch.testing.assert_close(pool.blocks[kept], before[kept], equal_nan=True, atol=0, rtol=0)
+    assert torch.equal(after[kept].isnan(), before[kept].isnan()), "a write went astray"
+    torch.testing.assert_close(after[kept], before[kept], equal_nan=True, atol=0, rtol=0)
 
 
 MIXED = [(0, 9), (17, 1), (5, 7), (0, 1), (4, 4)]
@@ -146,9 +148,10 @@ def test_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
 
 
 @pytest.mark.usefixtures("poison")
-def test_half_precision() -> None:
-    check(MIXED, dtype=torch.float16)
-    check(DECODE, dtype=torch.float16, splits=2)
+@pytest.mark.parametrize("half", HALVES)
+def test_half_precision(half: str) -> None:
+    check(MIXED, dtype=DTYPES[half])
+    check(DECODE, dtype=DTYPES[half], splits=2)
 
 
 @pytest.mark.usefixtures("poison")
@@ -169,7 +172,7 @@ def test_random_steps(seed: int) -> None:
 
 
 def test_tables_are_rewritten_where_they_changed() -> None:
-    ops = DirectOps(torch.device("cpu"))
+    ops = make_device_ops(DEVICE)
     tables = PageTables(ops, num_lines=2, width=4)
     one, two = tables.place([planned(1, 0, 1, [5]), planned(2, 0, 1, [7, 8])])
     assert tables.table[one, :1].tolist() == [5] and tables.table[two, :2].tolist() == [7, 8]

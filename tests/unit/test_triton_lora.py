@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from triton_cases import TOLERANCE, Group, Pool, make_base, poison, relative_error
+from triton_cases import DEVICE, HALVES, TOLERANCE, Group, Pool, make_base, poison, relative_error
 
 from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
 from manylora.execution.lora_ragged import StepTables
@@ -46,12 +46,12 @@ def run(
     width = sum(shape.sizes.values())
     x = torch.full((num_rows, shape.in_features), float("nan"), dtype=dtype)
     # Rows of a wider tensor, as slices of a fused product are.
-    out = torch.full((num_rows, width + 5), 7.0, dtype=dtype)[:, :width]
-    expected = out.double()
+    out = torch.full((num_rows, width + 5), 7.0, dtype=dtype, device=DEVICE)[:, :width]
+    expected = out.double().cpu()
     for start, stop, i in segments:
         x[start:stop] = torch.randn(stop - start, shape.in_features).to(dtype)
-        out[start:stop] = torch.randn(stop - start, width).to(dtype)
-        expected[start:stop] = out[start:stop].double()
+        out[start:stop] = torch.randn(stop - start, width).to(DEVICE, dtype)
+        expected[start:stop] = out[start:stop].double().cpu()
         offset = 0
         for module, size in shape.sizes.items():
             if (dense := adapters[i][1].get(f"{group}.{module}")) is not None:
@@ -59,12 +59,12 @@ def run(
             offset += size
     parts = batch.parts(group, is_sampled=is_sampled)
     assert parts is not None
-    LORA_KERNELS[kernel](x, out, parts)
+    LORA_KERNELS[kernel](x.to(DEVICE), out, parts)
     return out, expected
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("page_elements", "dtype"), [(200, "float32"), (1 << 14, "float16")])
+@pytest.mark.parametrize(("page_elements", "dtype"), [(200, "float32"), *((1 << 14, half) for half in HALVES)])
 @pytest.mark.parametrize("kernel", ["naive", "padded", "ragged"])
 def test_mixed_adapters_equal_dense_products(kernel: str, page_elements: int, dtype: str) -> None:
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_the_same_sums_whatever_shares_the_batch() -> None:
     torch.manual_seed(0)
     pool = Pool.make(make_base(GROUPS, 1 << 14, "float32"), 60, np.random.default_rng(0))
     table = [pool.load({"qkv.q": 20, "qkv.v": 3})[0].table for _ in range(3)]
-    x, base = torch.randn(3, 48), torch.randn(3, 72)
+    x, base = torch.randn(3, 48, device=DEVICE), torch.randn(3, 72, device=DEVICE)
     span = pool.space.directory.groups["qkv"]
     together, alone = base.clone(), base.clone()
     StepTables.for_rows(pool.space, [(i, i + 1, table[i]) for i in range(3)]).apply(x, together, span)

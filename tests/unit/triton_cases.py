@@ -16,6 +16,12 @@ from manylora.execution.lora_tables import GroupDirectory, make_template
 from manylora.execution.pages import PageStorage
 from manylora.execution.resident import ResidentAdapter, make_resident
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""The kernels are compiled where there is a GPU, and interpreted elsewhere."""
+
+HALVES = ["float16", "bfloat16"] if DEVICE.type == "cuda" else ["float16"]
+"""Products of bfloat16 are wrong in the interpreter."""
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
@@ -77,10 +83,8 @@ class Pool:
     free: list[int]
 
     @classmethod
-    def make(
-        cls, base: BaseShape, num_pages: int, rng: np.random.Generator, device: torch.device | None = None
-    ) -> Pool:
-        storage = PageStorage(base.page, num_pages, device or torch.device("cpu"))
+    def make(cls, base: BaseShape, num_pages: int, rng: np.random.Generator) -> Pool:
+        storage = PageStorage(base.page, num_pages, DEVICE)
         storage.flat.fill_(float("nan"))
         space = LoraSpace(GroupDirectory.of(base), storage.flat)
         return cls(base, storage, space, [int(page) for page in rng.permutation(num_pages)])

@@ -10,7 +10,7 @@ import torch
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
-from manylora.config import GIB, EngineConfig, MemoryConfig
+from manylora.config import GIB, EngineConfig, MemoryConfig, ModelConfig
 from manylora.engine.ports import EngineParts
 from manylora.errors import ConfigError
 from manylora.execution.decode_graphs import DecodeGraphs
@@ -22,7 +22,7 @@ from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, StepContext, ch
 from manylora.execution.lora_ragged import LoraSpace
 from manylora.execution.lora_tables import GroupDirectory
 from manylora.execution.machine import describe_machine
-from manylora.execution.models import context_limit, load_model
+from manylora.execution.models import LoadedModel, context_limit, load_model
 from manylora.execution.pages import PageStorage
 from manylora.execution.probe import measure_activations, probe_model
 from manylora.execution.reader import HostReader
@@ -47,7 +47,11 @@ DEFAULT_CPU_BYTES = GIB
 
 
 def build_parts(
-    config: EngineConfig, clock: Clock, *, make_sampler: Callable[[BaseShape], TokenSampler] | None = None
+    config: EngineConfig,
+    clock: Clock,
+    *,
+    make_sampler: Callable[[BaseShape], TokenSampler] | None = None,
+    load: Callable[[ModelConfig], LoadedModel] = load_model,
 ) -> EngineParts:
     """Load the model and build everything a live ``EngineCore`` needs.
 
@@ -55,11 +59,12 @@ def build_parts(
         config: What to build; ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
         clock: Woken when steps and loads complete.
         make_sampler: Builds the sampler from the base's shape; the plain one, without grammars, when ``None``.
+        load: Loads the model; for models that lie in no folder.
 
     Raises:
         ConfigError: The model cannot be served, or the pool cannot hold one sequence of ``max_model_len``.
     """
-    loaded = load_model(config.model)
+    loaded = load(config.model)
     text_config = loaded.text_config
     probe = probe_model(
         loaded.model, architecture=str(text_config.model_type), num_layers=int(text_config.num_hidden_layers)

@@ -1,0 +1,436 @@
+"""Every figure that needs a GPU, in one run of less than nine minutes; see `gpu.sh`.
+
+    python bench/gpu.py [--out DIR] [--minutes 7] [--sections machine,kernels,...] [--cpu-smoke]
+
+Sections, in order: `machine` (copy bandwidth, host link), `kernels` (LoRA and attention: bytes per second and share of
+the copy's), `steps` (decoding with adapters against the base alone, and against the floor), `families` (naive, grouped,
+one launch), `loads` (adapter copies, and what decoding feels of them), `live` (Chameleon against FIFO without a cache,
+and the simulator's prediction). Each writes its rows at once; one that fails leaves its error in its place.
+`--cpu-smoke` walks the same code on a toy model in Triton's interpreter: its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import platform
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_rig import ALL_LINEAR, DTYPES, LLAMA_3_8B, SMOKE, Engine, Report, Sizes, captured, seconds, wait, wall_seconds
+
+from manylora.config import AdapterConfig, SchedulerConfig
+from manylora.engine.core import EngineCore
+from manylora.engine.loop import EngineLoop
+from manylora.execution.device_ops import make_device_ops
+from manylora.execution.lora_ragged import BatchTables
+from manylora.execution.page_tables import PageTables
+from manylora.execution.paged_attention import AttentionCall
+from manylora.execution.triton_batch import TritonBatch
+from manylora.measure import Recorder, summarise
+from manylora.sim.roofline import make_cost
+from manylora.sim.shapes import llama_3_8b_shape
+from manylora.sim.simulation import SimulationConfig, simulate
+from manylora.types import AdapterVersion, Request, SamplingParams
+from manylora.workloads import AdapterSpec, RequestSpec, Workload
+
+QV = ("q_proj", "v_proj")
+
+
+class Bench:
+    """The sections; each is a method and returns its rows."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, report: Report) -> None:
+        self.sizes, self.device, self.report = sizes, device, report
+        self.copy_bytes_per_s = self.link_bytes_per_s = 1.0
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            self._engine = Engine(self.sizes, self.device)
+        return self._engine
+
+    def adapters(self, num: int, rank: int | None, targets: tuple[str, ...]) -> tuple[list[AdapterVersion], int]:
+        """Load ``num`` adapters of a rank (of every rank in turn if ``None``); return them and the next free page."""
+        ranks = self.sizes.ranks if rank is None else (rank,)
+        specs = []
+        for i in range(num):
+            own = ranks[i % len(ranks)]
+            specs.append(AdapterSpec(name=f"{len(targets)}-{own}-{i}", rank=own, targets=targets))
+        versions = list(self.engine.versions(specs).values())
+        page = 0
+        for version in versions:
+            page = self.engine.load(version, page)
+        return versions, page
+
+    def machine(self) -> list[dict[str, Any]]:
+        num = self.sizes.copy_bytes
+        source, target = (torch.empty(num, dtype=torch.uint8, device=self.device).random_() for _ in range(2))
+        took = seconds(lambda: target.copy_(source), self.device, self.sizes.rounds)
+        self.copy_bytes_per_s = 2 * num / took
+        host = torch.zeros(num // 4, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        part = target[: num // 4]
+        self.link_bytes_per_s = host.numel() / seconds(
+            lambda: part.copy_(host, non_blocking=True), self.device, self.sizes.rounds
+        )
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU, Triton interpreted"
+        return [
+            {
+                "device": name,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "copy GB/s (read + written)": self.copy_bytes_per_s / 1e9,
+                "host link GB/s": self.link_bytes_per_s / 1e9,
+            }
+        ]
+
+    def kernels(self) -> list[dict[str, Any]]:
+        return [*self._lora_kernels(), *self._attention_kernels()]
+
+    def _lora_kernels(self) -> list[dict[str, Any]]:
+        rows = []
+        engine = self.engine
+        space = engine.runner._space
+        assert space is not None
+        batch = max(self.sizes.batches) if self.device.type == "cpu" else 64
+        for num in self.sizes.adapters:
+            for rank in (self.sizes.ranks[0], self.sizes.ranks[len(self.sizes.ranks) // 2], None):
+                versions, _ = self.adapters(num, rank, ALL_LINEAR)
+                tables = [engine.runner._resident[v.key].table for v in versions]
+                spans = [(batch * i // num, batch * (i + 1) // num, table) for i, table in enumerate(tables)]
+                step = BatchTables(space, [span for span in spans if span[1] > span[0]]).ragged  # type: ignore[misc]
+                for family in sorted({name.rpartition(".")[2] for name in space.directory.groups} - {"lm_head"}):
+                    chosen = [g for name, g in space.directory.groups.items() if name.endswith(f".{family}")]
+                    width = sum(columns for _, columns in chosen[0].modules)
+                    dtype = DTYPES[self.sizes.dtype]
+                    x = torch.randn(batch, chosen[0].in_features, device=self.device).to(dtype)
+                    out = torch.zeros(batch, width, device=self.device, dtype=dtype)
+
+                    def work(step=step, x=x, out=out, chosen=chosen) -> None:
+                        for span in chosen:  # every layer: more than the cache holds
+                            step.apply(x, out, span)
+
+                    took = seconds(captured(work, self.device), self.device, self.sizes.rounds)
+                    num_bytes = (
+                        sum(_table_bytes(table.template, g.index) for table in tables for g in chosen) * dtype.itemsize
+                    )  # type: ignore[union-attr]
+                    rows.append(
+                        {
+                            "kernel": f"lora {family}",
+                            "rows": batch,
+                            "adapters": num,
+                            "rank": rank or "mixed",
+                            "us per layer": took / len(chosen) * 1e6,
+                            "GB/s": num_bytes / took / 1e9,
+                            "share of copy": num_bytes / took / self.copy_bytes_per_s,
+                        }
+                    )
+        return rows
+
+    def _attention_kernels(self) -> list[dict[str, Any]]:
+        rows = []
+        engine, pool = self.engine, self.engine.runner._pool
+        ops = make_device_ops(self.device)
+        shape, dtype = pool.shape, pool.dtype
+        heads = self.sizes.model["num_attention_heads"]
+        for batch in self.sizes.batches:
+            plan = engine.plan(batch, (), 0)
+            width = len(plan.sequences[0].pages)
+            step = TritonBatch(ops, pool, PageTables(ops, num_lines=batch, width=width), plan.sequences)
+            query = torch.randn(heads, batch, shape.head_dim, device=self.device).to(dtype)
+            key, value = (
+                torch.randn(shape.num_kv_heads, batch, shape.head_dim, device=self.device).to(dtype) for _ in range(2)
+            )
+            calls = [
+                AttentionCall(SimpleNamespace(layer_idx=i), query, key, value, 0.1, None, None, None, {})  # type: ignore[arg-type]
+                for i in range(shape.num_layers)
+            ]
+
+            def work(step=step, calls=calls) -> None:
+                for call in calls:
+                    step.attend(call)
+
+            took = seconds(captured(work, self.device), self.device, self.sizes.rounds)
+            num_bytes = batch * (self.sizes.context + 1) * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
+            num_bytes *= dtype.itemsize
+            rows.append(
+                {
+                    "kernel": f"attention, {self.sizes.context} tokens",
+                    "rows": batch,
+                    "us per layer": took / shape.num_layers * 1e6,
+                    "GB/s": num_bytes / took / 1e9,
+                    "share of copy": num_bytes / took / self.copy_bytes_per_s,
+                }
+            )
+        return rows
+
+    def steps(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        engine, sizes = self.engine, self.sizes
+        alone: dict[int, tuple[float, float]] = {}
+        for batch in sizes.batches:
+            base_s = engine.step_s(engine.plan(batch, (), 0))
+            kv_bytes = batch * sizes.context * engine.base.page.num_bytes // engine.base.page.block_size
+            floor_s = (engine.weight_bytes + kv_bytes) / self.copy_bytes_per_s
+            alone[batch] = (base_s, floor_s)
+            rows.append(
+                {
+                    "batch": batch,
+                    "adapters": 0,
+                    "step ms": base_s * 1e3,
+                    "tokens/s": batch / base_s,
+                    "floor ms": floor_s * 1e3,
+                    "floor over step": floor_s / base_s,
+                }
+            )
+        for targets in (QV, ALL_LINEAR):
+            engine.forget_groups()
+            for batch, (base_s, floor_s) in alone.items():
+                for rank in (*sizes.ranks[::2], None):
+                    for num in (num for num in sizes.adapters if num <= batch):
+                        rows.append(self._step_row(batch, num, rank, targets, base_s, floor_s))
+                        self.report.put("steps", rows)
+        return rows
+
+    def _step_row(
+        self, batch: int, num: int, rank: int | None, targets: tuple[str, ...], base_s: float, floor_s: float
+    ) -> dict[str, Any]:
+        versions, page = self.adapters(num, rank, targets)
+        step_s = self.engine.step_s(self.engine.plan(batch, versions, page))
+        added_floor_s = sum(version.weight_bytes for version in versions) / self.copy_bytes_per_s
+        return {
+            "batch": batch,
+            "adapters": num,
+            "rank": rank or "mixed",
+            "targets": "q, v" if targets is QV else "all linears",
+            "step ms": step_s * 1e3,
+            "tokens/s": batch / step_s,
+            "floor ms": (floor_s + added_floor_s) * 1e3,
+            "floor over step": (floor_s + added_floor_s) / step_s,
+            "added": step_s / base_s - 1.0,
+            "added at least (bytes)": added_floor_s / base_s,
+        }
+
+    def families(self) -> list[dict[str, Any]]:
+        """Return what adapters add to a step by kernel: published 169 / 30 / 10.9 % at batch 128, 40 adapters."""
+        engine = self.engine
+        batch = max(self.sizes.batches)
+        num = min(40, self.sizes.adapters[-1])
+        engine.forget_groups()
+        versions, page = self.adapters(num, self.sizes.ranks[1], QV)
+        base, mixed = engine.plan(batch, (), page), engine.plan(batch, versions, page)
+        rows = []
+        for kernel in ("naive", "grouped", "padded", "ragged", None):
+            engine.use_kernel(kernel)
+            base_s, mixed_s = engine.step_s(base), engine.step_s(mixed)
+            rows.append(
+                {
+                    "kernel": kernel or "ragged, captured",
+                    "batch": batch,
+                    "adapters": num,
+                    "rank": self.sizes.ranks[1],
+                    "base ms": base_s * 1e3,
+                    "added ms": (mixed_s - base_s) * 1e3,
+                    "added": mixed_s / base_s - 1.0,
+                }
+            )
+        return rows
+
+    def loads(self) -> list[dict[str, Any]]:
+        engine = self.engine
+        rank = self.sizes.ranks[len(self.sizes.ranks) // 2]
+        (version,), page = self.adapters(1, rank, ALL_LINEAR)
+        copy_s = wall_seconds(lambda: engine.load(version, 0), self.device, self.sizes.rounds)
+        plan = engine.plan(max(self.sizes.batches), (), page)
+        alone_s = engine.step_s(plan)
+        is_done = threading.Event()
+
+        def keep_loading() -> None:
+            while not is_done.is_set():
+                engine.load(version, 0)
+
+        thread = threading.Thread(target=keep_loading)
+        thread.start()
+        beside_s = engine.step_s(plan)
+        is_done.set()
+        thread.join()
+        num_bytes = version.num_pages * engine.base.page.num_bytes
+        return [
+            {
+                "rank": rank,
+                "MB": num_bytes / 1e6,
+                "ms": copy_s * 1e3,
+                "GB/s": num_bytes / copy_s / 1e9,
+                "share of link": num_bytes / copy_s / self.link_bytes_per_s,
+                "step alone ms": alone_s * 1e3,
+                "step beside loads ms": beside_s * 1e3,
+                "slower": beside_s / alone_s - 1.0,
+            }
+        ]
+
+    def live(self) -> list[dict[str, Any]]:
+        engine, sizes = self.engine, self.sizes
+        specs = tuple(
+            AdapterSpec(name=f"live-{i}", rank=sizes.ranks[i % len(sizes.ranks)], targets=QV)
+            for i in range(sizes.live_adapters)
+        )
+        engine.forget_groups()
+        versions = engine.versions(specs)
+        batch = max(sizes.batches)
+        num_in, num_out = (256, 64) if self.device.type == "cuda" else (8, 2)
+        # Near saturation: as many requests per second as decoding alone would finish, less a tenth.
+        step_s = engine.step_s(engine.plan(batch, [], 0))
+        rate = 0.9 * batch / step_s / num_out / (1.0 if self.device.type == "cuda" else 4.0)
+        rng = np.random.default_rng(0)
+        popularity = 1.0 / np.arange(1, sizes.live_adapters + 1)
+        popularity /= popularity.sum()
+        times = np.cumsum(rng.exponential(1.0 / rate, size=max(4, int(rate * sizes.live_s))))
+        workload = Workload(
+            name="live",
+            requests=tuple(
+                RequestSpec(
+                    arrival_s=float(t),
+                    num_prompt_tokens=int(rng.integers(num_in // 2, num_in)),
+                    num_output_tokens=int(rng.integers(1, 2 * num_out)),
+                    adapter=specs[int(rng.choice(len(specs), p=popularity))].name,
+                )
+                for t in times
+            ),
+            adapters=specs,
+        )
+        pages_each = -(-(num_in + 2 * num_out) // engine.base.page.block_size)
+        # A quarter of the adapters fit beside the KV of a full batch.
+        num_pages = batch * pages_each + sum(version.num_pages for version in versions.values()) // 4 + 8
+        rows = []
+        for name, policy, adapters in (
+            ("Chameleon", "chameleon", AdapterConfig(eviction="chameleon", look_ahead=10)),
+            ("FIFO, no cache", "fifo", AdapterConfig(eviction="none", look_ahead=0)),
+        ):
+            scheduler = SchedulerConfig(policy=policy, max_num_seqs=batch)
+            measured = self._serve(workload, versions, scheduler, adapters, min(num_pages, sizes.num_pages))
+            rows.append({"engine": name, "how": "live", "rate": rate, **measured})
+            if self.device.type == "cuda":
+                run = simulate(
+                    workload,
+                    SimulationConfig(
+                        base=llama_3_8b_shape(),
+                        cost=make_cost("llama-3-8b", "h200", lora_kernel="ragged", targets=QV),
+                        num_pages=num_pages,
+                        scheduler=scheduler,
+                        adapters=adapters,
+                        exact_caps=True,
+                    ),
+                )
+                rows.append({"engine": name, "how": "simulated", "rate": rate, **_latencies(run.records)})
+        return rows
+
+    def _serve(
+        self,
+        workload: Workload,
+        versions: dict[str, AdapterVersion],
+        scheduler: SchedulerConfig,
+        adapters: AdapterConfig,
+        num_pages: int,
+    ) -> dict[str, float]:
+        engine = self.engine
+        recorder = Recorder(ranks={spec.name: spec.rank for spec in workload.adapters})
+        core = EngineCore(
+            base=engine.base,
+            num_pages=num_pages,
+            executor=engine.executor,
+            scheduler=scheduler,
+            memory=engine.config.memory,
+            adapters=adapters,
+            served_name="base",
+            sinks=(recorder,),
+        )
+        now = engine.clock.now()
+        for name, version in versions.items():
+            core.adapters.register(name, version, now)
+        start = engine.clock.now() + 0.1
+        rng = np.random.default_rng(1)
+        arrivals = [
+            (
+                start + spec.arrival_s,
+                Request(
+                    request_id=str(i),
+                    prompt=tuple(int(t) for t in rng.integers(3, engine.base.vocab_size, spec.num_prompt_tokens)),
+                    sampling=SamplingParams(temperature=0.0, max_tokens=spec.num_output_tokens, ignore_eos=True),
+                    model=spec.adapter or "base",
+                ),
+            )
+            for i, spec in enumerate(workload.requests)
+        ]
+        EngineLoop(core, engine.clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+        return _latencies(recorder.records)
+
+
+def _latencies(records: list[Any]) -> dict[str, float]:
+    summary = summarise(records)
+    assert summary.ttft is not None
+    return {
+        "requests": summary.num_requests,
+        "TTFT p50 ms": summary.ttft.p50 * 1e3,
+        "TTFT p99 ms": summary.ttft.p99 * 1e3,
+        "tokens/s": summary.output_tokens_per_s,
+        "hit rate": summary.hit_rate if summary.hit_rate is not None else "",  # type: ignore[dict-item]
+    }
+
+
+def _table_bytes(template: Any, group: int) -> int:
+    """Return the elements of a group's tiles."""
+    header = template.header[group]
+    first = template.header.size
+    total = 0
+    for start, count in [(header[0], header[1]), *zip(header[3::2], header[4::2], strict=True)]:
+        lines = template.tiles[(start - first) // 6 : (start - first) // 6 + count]
+        total += int((lines[:, 2] * lines[:, 4]).sum())
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    parser.add_argument("--minutes", type=float, default=7.0, help="no section starts after this")
+    parser.add_argument("--sections", default="machine,kernels,steps,families,loads,live")
+    parser.add_argument("--cpu-smoke", action="store_true")
+    options = parser.parse_args()
+    if not (options.cpu_smoke or torch.cuda.is_available()):
+        print("There is no GPU; --cpu-smoke shows that the script works")
+        return
+    began = time.monotonic()
+    device = torch.device("cpu" if options.cpu_smoke else "cuda")
+    report = Report(options.out)
+    bench = Bench(SMOKE if options.cpu_smoke else LLAMA_3_8B, device, report)
+    with torch.inference_mode():
+        for section in options.sections.split(","):
+            if time.monotonic() - began > 60 * options.minutes:
+                report.put(section, {"left out": "no time"})
+                continue
+            run: Callable[[], list[dict[str, Any]]] = getattr(bench, section)
+            at = time.monotonic()
+            try:
+                report.put(section, run())
+            except Exception as error:
+                traceback.print_exc()
+                # What was measured before it failed stays.
+                rows = report.content.get(section, [])
+                report.put(section, [*rows, {"error": f"{type(error).__name__}: {error}"[:500]}])
+            wait(device)
+            gc.collect()
+            print(f"{section}: {time.monotonic() - at:.1f} s", flush=True)
+    if bench._engine is not None:
+        bench._engine.parts.close()
+    print(report.markdown())
+
+
+if __name__ == "__main__":
+    main()

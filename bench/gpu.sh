@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call of less than nine minutes; results in the folder given.
+#
+#     bench/gpu.sh OUT               on a machine with an NVIDIA GPU, torch, triton and transformers
+#     bench/gpu.sh OUT --cpu-smoke   the same code on a toy model, interpreted on the CPU: does the script work?
+#
+# Nothing is downloaded. PYTHON names the interpreter (python3 by default).
+set -uo pipefail
+out=${1:?usage: bench/gpu.sh OUT [--cpu-smoke]}
+mode=${2:-}
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+mkdir -p "$out"
+export PYTHONPATH="$PWD/src:$PWD/bench${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+
+missing=$("$python" - <<'PY'
+from importlib.util import find_spec
+needed = ("torch", "triton", "transformers", "safetensors", "tokenizers", "msgspec", "numpy", "jinja2")
+print(" ".join(name for name in needed if find_spec(name) is None))
+PY
+)
+if [ -n "$missing" ]; then
+    echo "missing: $missing; install them, or put unpacked wheels on PYTHONPATH" | tee "$out/missing.txt"
+    exit 1
+fi
+
+if [ "$mode" = --cpu-smoke ]; then
+    export TRITON_INTERPRET=1
+    exec "$python" bench/gpu.py --out "$out" "${@:2}"
+fi
+nvidia-smi --query-gpu=name,memory.total,driver_version,clocks.sm,clocks.mem --format=csv | tee "$out/machine.csv"
+
+# First of all: right. The tests of the kernels run on the GPU where there is one.
+if "$python" -c "import pytest, hypothesis" 2>/dev/null; then
+    timeout 150 "$python" -m pytest -q -p no:cacheprovider -o addopts= -o filterwarnings=default -o timeout=0 \
+        tests/unit/test_triton_lora.py tests/unit/test_triton_attention.py >"$out/kernel_tests.txt" 2>&1
+    tail -n 15 "$out/kernel_tests.txt"
+else
+    echo "pytest or hypothesis is missing: kernels were not compared with their reference" | tee "$out/kernel_tests.txt"
+fi
+timeout 380 "$python" bench/gpu.py --out "$out" --minutes 5.5
+status=$?
+[ $status -eq 124 ] && echo "stopped after its time; what was measured until then is in $out"
+exit $status

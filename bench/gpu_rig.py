@@ -1,0 +1,300 @@
+"""What the GPU benchmarks share: a model of random weights, adapters of random weights, clocks and a report."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from manylora.adapters.layout import lay_out
+from manylora.adapters.shape import BaseShape
+from manylora.clock import WallClock
+from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.engine.ports import AdapterLoad, EngineParts, PlannedSequence, StepPlan
+from manylora.execution.build import build_parts
+from manylora.execution.executor import TorchExecutor
+from manylora.execution.host_store import HostAdapter
+from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS
+from manylora.execution.lora_tables import make_template
+from manylora.execution.models import LoadedModel
+from manylora.execution.paged_attention import ATTENTION_NAME, register_attention
+from manylora.sim.adapters import adapter_versions
+from manylora.types import AdapterVersion, SamplingParams, Tier
+from manylora.workloads import AdapterSpec
+
+ALL_LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is: Llama-3-8B on a GPU, or a toy that walks the same code on a CPU."""
+
+    model: dict[str, Any]
+    dtype: str
+    batches: tuple[int, ...]
+    adapters: tuple[int, ...]
+    ranks: tuple[int, ...]
+    context: int
+    rounds: int
+    num_pages: int
+    copy_bytes: int
+    live_adapters: int
+    live_s: float
+
+
+LLAMA_3_8B = Sizes(
+    model={
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500000.0,
+    },
+    dtype="bfloat16",
+    batches=(1, 32, 64, 128),
+    adapters=(1, 8, 64),
+    ranks=(8, 16, 32, 64, 128),
+    context=512,
+    rounds=20,
+    num_pages=28_000,  # 56 GB: 64 adapters of rank 128 on all linears (43 GB), and KV of the largest batch
+    copy_bytes=1 << 30,
+    live_adapters=500,
+    live_s=20.0,
+)
+
+SMOKE = Sizes(
+    model={
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+    },
+    dtype="float32",
+    batches=(1, 3),
+    adapters=(1, 2),
+    ranks=(4, 20),
+    context=9,
+    rounds=1,
+    num_pages=120,
+    copy_bytes=1 << 16,
+    live_adapters=4,
+    live_s=0.2,
+)
+
+
+@dataclass
+class Report:
+    """Figures by section, on disk after each, so that a section that fails takes no other with it."""
+
+    folder: Path
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, section: str, value: Any) -> None:
+        self.content[section] = value
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "gpu.json").write_text(json.dumps(self.content, indent=1) + "\n")
+        (self.folder / "gpu.md").write_text(self.markdown())
+
+    def markdown(self) -> str:
+        parts = ["# GPU figures\n"]
+        for section, value in self.content.items():
+            parts.append(f"\n## {section}\n\n")
+            rows = value if isinstance(value, list) else [value]
+            if not rows:
+                continue
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            parts.append("| " + " | ".join(names) + " |\n|" + "---|" * len(names) + "\n")
+            parts += ["| " + " | ".join(_cell(row.get(name, "")) for name in names) + " |\n" for row in rows]
+        return "".join(parts)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Return the median time of ``work``, after two rounds to warm up; with device events where there is a device."""
+    for _ in range(2):
+        work()
+    wait(device)
+    times = []
+    for _ in range(rounds):
+        if device.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) / 1e3)
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def wall_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Return the median wall time of ``work`` to the end of what it gave the device."""
+    times = []
+    for number in range(-2, rounds):
+        began = time.perf_counter()
+        work()
+        wait(device)
+        if number >= 0:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def captured(work: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    """Return a replay of ``work`` as one graph, so that launches are not what is timed; ``work`` itself on a CPU."""
+    work()
+    if device.type != "cuda":
+        return work
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+class Engine:
+    """A model of random weights, on the very parts that serve."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.clock = WallClock()
+        kernels = {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "on"}
+        self.config = EngineConfig(
+            model=ModelConfig(model="random", device=device.type, dtype=sizes.dtype, **kernels),
+            memory=MemoryConfig(num_pages=sizes.num_pages, prefix_caching=False),
+            scheduler=SchedulerConfig(max_num_seqs=max(sizes.batches)),
+            adapters=AdapterConfig(look_ahead=10),
+        )
+        self.parts: EngineParts = build_parts(self.config, self.clock, load=self._make_model)
+        assert isinstance(self.parts.executor, TorchExecutor)
+        self.executor = self.parts.executor
+        self.runner = self.executor._runner
+        self.base: BaseShape = self.parts.base
+        pool = self.runner._pool.flat
+        for page in range(0, pool.shape[0], 512):  # never time zeros
+            pool[page : page + 512].normal_(0.0, 0.02)
+        self._images: dict[int, HostAdapter] = {}
+        self._served = (self.runner._graphs, self.runner._space)
+
+    def _make_model(self, config: ModelConfig) -> LoadedModel:
+        register_attention()
+        dtype = DTYPES[self.sizes.dtype]
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(
+                LlamaConfig(**self.sizes.model), attn_implementation=ATTENTION_NAME, dtype=dtype
+            )
+        model.requires_grad_(False)
+        return LoadedModel(name="random", model=model.eval(), text_config=model.config, dtype=dtype, device=self.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: all but the embedding's table."""
+        model = self.runner._model
+        table = model.get_input_embeddings().weight
+        return sum(p.numel() * p.element_size() for p in model.parameters() if p is not table)
+
+    def versions(self, specs: Sequence[AdapterSpec]) -> dict[str, AdapterVersion]:
+        """Return adapters of random weights, on the host's shelf; those of a rank share their numbers."""
+        versions = adapter_versions(specs, self.base)
+        rng = np.random.default_rng(0)
+        for spec in specs:
+            kind = hash((spec.rank, spec.targets))
+            if kind not in self._images:
+                ranks = {m.name: spec.rank for m in self.base.modules if m.name.rpartition(".")[2] in spec.targets}
+                layout = lay_out(ranks, self.base)
+                values = torch.empty(layout.num_pages, self.base.page.num_elements, dtype=DTYPES[self.sizes.dtype])
+                block = torch.from_numpy(rng.standard_normal(1 << 16, dtype=np.float32) * 0.01).to(values.dtype)
+                flat = values.view(-1)
+                for start in range(0, flat.numel(), block.numel()):
+                    flat[start : start + block.numel()] = block[: flat.numel() - start]
+                image = values.pin_memory() if self.device.type == "cuda" else values
+                space = self._served[1]
+                assert space is not None
+                self._images[kind] = HostAdapter(layout, image, make_template(layout, space.directory))
+            # One image for all of a rank: page-locking hundreds of gigabytes would take longer than the run.
+            self.executor._store._adapters[versions[spec.name].key] = self._images[kind]
+        return versions
+
+    def load(self, version: AdapterVersion, first_page: int) -> int:
+        """Copy an adapter to pages from ``first_page`` on; return the first page behind it."""
+        stop = first_page + version.num_pages
+        work = self.executor.load_adapter(
+            AdapterLoad(version=version, tier=Tier.DEVICE, pages=tuple(range(first_page, stop))), 0.0
+        )
+        while (result := work.poll(0.0)) is None:
+            time.sleep(0.0005)
+        assert result.error is None, result.error
+        return stop
+
+    def plan(self, batch: int, versions: Sequence[AdapterVersion], first_page: int) -> StepPlan:
+        """Return a step in which ``batch`` sequences decode, over ``versions`` in turn; the base if there are none."""
+        pages_each = -(-(self.sizes.context + 1) // self.base.page.block_size)
+        sequences = []
+        for row in range(batch):
+            version = versions[row * len(versions) // batch] if versions else None
+            start = first_page + row * pages_each
+            sequences.append(
+                PlannedSequence(
+                    seq_id=row,
+                    tokens=[3 + row % 40] * (self.sizes.context + 1),
+                    num_prompt_tokens=1,
+                    start=self.sizes.context,
+                    num_tokens=1,
+                    pages=tuple(range(start, start + pages_each)),
+                    adapter=version.key if version else None,
+                    rank=version.rank if version else 0,
+                    sampling=SamplingParams(temperature=0.0),
+                    is_sampled=True,
+                    seed=0,
+                )
+            )
+        return StepPlan(step_id=1, sequences=tuple(sequences))
+
+    def step_s(self, plan: StepPlan) -> float:
+        """Return the median wall time of the whole step: inputs, model, sampling, tokens on the host."""
+        return wall_seconds(lambda: self.runner.run(plan), self.device, self.sizes.rounds)
+
+    def forget_groups(self) -> None:
+        """Let graphs be captured for the groups that the next step's adapters change, not for all there ever were."""
+        if (graphs := self.runner._graphs) is not None:
+            graphs._present[:] = False
+            graphs._written = None
+
+    def use_kernel(self, name: str | None) -> None:
+        """Run adapters by another kernel, without graphs; ``None`` goes back to what serves."""
+        runner = self.runner
+        if name is None:
+            runner._graphs, runner._space = self._served
+            name = "ragged"
+        else:
+            runner._graphs = None
+            runner._space = self._served[1] if name in TABLE_KERNELS else None
+        runner._step.kernel = LORA_KERNELS[name]
+        runner._last_lora = None
