@@ -46,9 +46,20 @@ def test_a_fit_finds_what_the_steps_were_made_of():
         assert cost.seconds(step.features) + fitted.turn_s == pytest.approx(expected, rel=0.03)
 
 
+def test_which_law_a_kernel_follows_is_found():
+    """Padded kernels grow with the batch times the largest rank, others with the sum of ranks."""
+    base = {"step": 3e-3, "context_token": 2e-7, "prompt_pair": 5e-9, "prompt_row_rank": 4e-7}
+    padded = fit_profile(sweep(make_profile(terms={**base, "padded_row_rank": 4e-6}), seconds=2.0))
+    ragged = fit_profile(sweep(make_profile(terms={**base, "rank": 2e-5}), seconds=2.0))
+    assert padded.terms["padded_row_rank"] == pytest.approx(4e-6, rel=0.02)
+    assert padded.terms["rank"] < 1e-7
+    assert ragged.terms["rank"] == pytest.approx(2e-5, rel=0.02)
+    assert ragged.terms["padded_row_rank"] < 1e-8
+
+
 def test_how_much_loads_slow_down_steps_is_found_too():
     truth = make_profile(drag={"host": 0.5, "device": 0.25})
-    fitted = fit_profile(sweep(truth))
+    fitted = fit_profile(sweep(truth, seconds=2.0))
     assert fitted.drag["host"] == pytest.approx(0.5, rel=0.05)
     assert fitted.drag["device"] == pytest.approx(0.25, rel=0.1)
     assert all(error.r2 > 0.98 for error in fitted.errors)
