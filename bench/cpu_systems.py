@@ -5,21 +5,18 @@ All of them take the same requests: a prompt, and how many tokens to answer with
 
 from __future__ import annotations
 
-import contextlib
-import io
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from manylora.bench.peers import Asked, Peft, Transformers, quiet
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
@@ -33,14 +30,6 @@ __all__ = ["RANKS", "VOCAB", "Asked", "Bare", "Ours", "Peft", "Transformers", "m
 RANKS = (8, 16, 32, 64, 128)
 VOCAB = 7296
 LAYERS, HEADS, HIDDEN, INTERMEDIATE = 10, 12, 768, 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One request: a prompt, and how many tokens to answer with."""
-
-    prompt: tuple[int, ...]
-    num_out: int
 
 
 def make_model(path: Path) -> int:
@@ -249,54 +238,3 @@ def _rotations(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
-
-
-class Transformers:
-    """`generate` of transformers: a static batch, padded, that runs until its longest answer is complete."""
-
-    def __init__(self, model: Path) -> None:
-        with quiet():
-            self.model: Any = AutoModelForCausalLM.from_pretrained(model).eval()
-
-    def run(self, asked: Sequence[Asked], **options: Any) -> None:
-        """Answer one batch; answers that are longer than asked are not counted by the caller."""
-        longest = max(len(one.prompt) for one in asked)
-        ids = torch.tensor([[0] * (longest - len(one.prompt)) + list(one.prompt) for one in asked])
-        mask = torch.tensor([[0] * (longest - len(one.prompt)) + [1] * len(one.prompt) for one in asked])
-        num_out = max(one.num_out for one in asked)
-        with torch.inference_mode():
-            self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=num_out,
-                min_new_tokens=num_out,
-                do_sample=False,
-                **options,
-            )
-
-
-class Peft(Transformers):
-    """The same with PEFT's `adapter_names`: an adapter per row."""
-
-    def __init__(self, model: Path, adapters: Sequence[Path]) -> None:
-        super().__init__(model)
-        with quiet():
-            self.model = PeftModel.from_pretrained(self.model, adapters[0], adapter_name=adapters[0].name)
-            for folder in adapters[1:]:
-                self.model.load_adapter(folder, adapter_name=folder.name)
-            self.model.eval()
-        self._names = [folder.name for folder in adapters]
-
-    def run_mixed(self, asked: Sequence[Asked], batch_size: int = 32) -> None:
-        """Answer in static batches; request *i* takes adapter *i*, going round."""
-        names = [self._names[index % len(self._names)] for index in range(len(asked))]
-        for first in range(0, len(asked), batch_size):
-            self.run(asked[first : first + batch_size], adapter_names=names[first : first + batch_size])
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """PEFT and transformers warn and draw progress bars about what is meant here."""
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield

@@ -1,204 +1,21 @@
-"""What a scheduling decision costs: one step's planning, with many running, many waiting and many adapters.
+"""What a scheduling decision costs; the same as `manylora bench core`, where it is explained.
 
-The real core on an executor that does nothing and is done at once. Every sequence decodes, requests end all the
-time and others take their place, the pool is too small for all adapters, so that a step admits, loads and evicts
-as it would in service. Timed is `launch` (squash, plan, admit, describe), which is what stands between two steps
-of the device, and beside it the whole turn with `collect` (taking tokens in, ending requests).
-
-Run it: `python bench/decision.py` (`--quick` for a smoke test); it writes `results/decision.json` and `.md`.
+Run it: `python bench/decision.py` (`--quick` for a smoke test, `--profile` for where the time goes); it writes
+`results/decision.json` and `.md`.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import gc
 import json
-import platform
-import pstats
-import random
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median, quantiles
-from time import perf_counter
 
-from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
-from manylora.engine.core import EngineCore
-from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.bench.core import SCALES, decision_table, measure_decision
+from manylora.config import AdapterConfig
 from manylora.scheduling import POLICIES
-from manylora.sim.shapes import llama_3_8b_shape
-from manylora.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams, Tier
 
 RESULTS = Path(__file__).parent / "results"
-STEP_S = 0.03
-TOKEN = SampledToken(token_id=1)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How much of everything, and the time one decision may take."""
-
-    running: int
-    waiting: int
-    adapters: int
-    goal_us: float
-
-
-SCALES = (Scale(64, 1_000, 1_000, 150.0), Scale(128, 3_000, 3_000, 500.0), Scale(256, 10_000, 10_000, 1500.0))
-
-
-class Done:
-    """Work that is done."""
-
-    def __init__(self, result: StepResult | LoadResult, ready_at: float) -> None:
-        self.result = result
-        self.ready_at = ready_at
-
-    def poll(self, now: float) -> StepResult | LoadResult | None:
-        return self.result if now >= self.ready_at else None
-
-
-class NullExecutor:
-    """Does nothing; a load takes two steps' time."""
-
-    def launch(self, plan: StepPlan, now: float) -> Done:
-        return Done(StepResult(tokens={part.seq_id: TOKEN for part in plan.sequences if part.is_sampled}), now)
-
-    def load_adapter(self, load: AdapterLoad, now: float) -> Done:
-        return Done(LoadResult(), now + 2 * STEP_S)
-
-    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Microseconds a step, over the steps timed."""
-
-    policy: str
-    running: int
-    waiting: int
-    adapters: int
-    goal_us: float
-    launch_us: float
-    launch_p90_us: float
-    turn_us: float
-    admitted_per_step: float
-    mean_running: float
-
-
-def made_up_version(index: int) -> AdapterVersion:
-    num_pages = (2, 3, 5, 10, 20)[index % 5]
-    return AdapterVersion(
-        key=AdapterKey(f"{index:032x}"),
-        source="",
-        rank=8,
-        total_rank=8,
-        num_modules=1,
-        target_modules=("q_proj",),
-        num_pages=num_pages,
-        weight_bytes=num_pages << 21,
-        host_bytes=num_pages << 21,
-        disk_bytes=num_pages << 21,
-    )
-
-
-def measure(policy: str, eviction: str, scale: Scale, *, num_steps: int, profile: bool = False) -> Cost:
-    """Fill an engine, let it settle, and time so many steps."""
-    rng = random.Random(0)
-    core = EngineCore(
-        base=llama_3_8b_shape(),
-        # Room for the running requests and some forty of their adapters' worth beside: far from all adapters.
-        num_pages=scale.running * 40,
-        executor=NullExecutor(),
-        scheduler=SchedulerConfig(
-            policy=policy, max_num_seqs=scale.running, max_waiting=10 * scale.waiting, predictor="noisy"
-        ),
-        memory=MemoryConfig(prefix_caching=False),
-        adapters=AdapterConfig(eviction=eviction, host_bytes=1 << 50),
-        served_name="base",
-    )
-    for index in range(scale.adapters):
-        core.adapters.register(f"a{index}", made_up_version(index), 0.0)
-    # Zipf popularity with the exponent of real adapters.
-    weights = [(rank + 1) ** -0.92 for rank in range(scale.adapters)]
-    names = iter(rng.choices([f"a{index}" for index in range(scale.adapters)], weights=weights, k=400_000))
-    count = 0
-
-    def ask(now: float) -> None:
-        nonlocal count
-        count += 1
-        prompt = tuple(range(rng.randint(16, 128)))
-        sampling = SamplingParams(max_tokens=rng.randint(10, 200), ignore_eos=True)
-        core.add_request(Request(request_id=f"r{count}", prompt=prompt, sampling=sampling, model=next(names)), now)
-
-    now = 0.0
-
-    def turn(timed: Callable[[], float]) -> tuple[float, float]:
-        nonlocal now
-        now += STEP_S
-        while len(core._policy) < scale.waiting:
-            ask(now)
-        began = timed()
-        core.collect(now)
-        planned = timed()
-        core.launch(now)
-        ended = timed()
-        return ended - planned, ended - began
-
-    for _ in range(200):
-        turn(perf_counter)
-    launches, turns, num_running = [], [], 0
-    num_before = count
-    gc.collect()
-    gc.freeze()
-    profiler = cProfile.Profile()
-    for _ in range(num_steps):
-        if profile:
-            profiler.enable()
-        launch_s, turn_s = turn(perf_counter)
-        if profile:
-            profiler.disable()
-        launches.append(launch_s * 1e6)
-        turns.append(turn_s * 1e6)
-        num_running += core.stats().num_running
-    gc.unfreeze()
-    if profile:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-    return Cost(
-        policy=policy,
-        running=scale.running,
-        waiting=scale.waiting,
-        adapters=scale.adapters,
-        goal_us=scale.goal_us,
-        launch_us=median(launches),
-        launch_p90_us=quantiles(launches, n=10)[-1],
-        turn_us=median(turns),
-        admitted_per_step=(count - num_before) / num_steps,
-        mean_running=num_running / num_steps,
-    )
-
-
-def report(costs: list[Cost], eviction: str, num_steps: int) -> str:
-    lines = [
-        "# The cost of a scheduling decision",
-        "",
-        f"`python bench/decision.py`: medians over {num_steps} steps in microseconds, eviction `{eviction}`, "
-        f"Python {platform.python_version()} on {platform.machine()}, one core. The *decision* is `EngineCore.launch`: "
-        "who is squashed, who runs, who is let in, what is loaded and evicted for it, and the plan that says so. "
-        "The *turn* adds `collect`: tokens taken in, requests ended.",
-        "",
-        "| policy | running | waiting | adapters | decision | its P90 | goal | turn | admitted a step |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {cost.policy} | {cost.mean_running:.0f} of {cost.running} | {cost.waiting:,} | {cost.adapters:,} "
-        f"| {cost.launch_us:.0f} | {cost.launch_p90_us:.0f} | {cost.goal_us:.0f} | {cost.turn_us:.0f} "
-        f"| {cost.admitted_per_step:.2f} |"
-        for cost in costs
-    ]
-    return "\n".join([*lines, ""])
 
 
 def main() -> None:
@@ -212,7 +29,7 @@ def main() -> None:
     costs = []
     for scale in SCALES[:1] if options.quick else SCALES:
         for policy in options.policy or sorted(POLICIES):
-            cost = measure(policy, options.eviction, scale, num_steps=num_steps, profile=options.profile)
+            cost = measure_decision(policy, options.eviction, scale, num_steps=num_steps, profile=options.profile)
             print(
                 f"{policy:14} {scale.running:4} running {scale.waiting:6} waiting: {cost.launch_us:7.0f} us decision, "
                 f"{cost.launch_p90_us:7.0f} p90, {cost.turn_us:7.0f} us turn, goal {scale.goal_us:.0f}, "
@@ -221,9 +38,12 @@ def main() -> None:
             )
             costs.append(cost)
     if not (options.quick or options.profile):
+        table = decision_table(
+            costs, command="python bench/decision.py", eviction=options.eviction, num_steps=num_steps
+        )
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "decision.json").write_text(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n")
-        (RESULTS / "decision.md").write_text(report(costs, options.eviction, num_steps))
+        (RESULTS / "decision.md").write_text(table)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import decision
 import policies
 import pytest
 
+from manylora.bench.core import Scale, measure_decision
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.scheduling import POLICIES
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_decision_is_timed_with_everything_full(policy):
-    cost = decision.measure(policy, "lru", decision.Scale(4, 12, 10, 1e6), num_steps=40)
+    cost = measure_decision(policy, "lru", Scale(4, 12, 10, 1e6), num_steps=40)
     assert 0 < cost.launch_us <= cost.turn_us
     assert cost.mean_running > 3
     assert cost.admitted_per_step > 0

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markdown import Markdown
 
+from manylora.cli import options
 from manylora.cli.bench_serve import BenchServeCommand, bench_serve
-from manylora.cli.terminal import note, out
+from manylora.cli.options import MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.terminal import note, notes, out
+from manylora.cli.values import collect_adapters
+from manylora.config import AdapterConfig
+from manylora.measure.tables import FigureTable
+from manylora.scheduling import POLICIES
 
 __all__ = ["bench_app"]
 
@@ -53,3 +60,94 @@ def bench_http(
     out.print(Markdown(table))
     if save_to is not None:
         save(save_to, http_report(results, command), table)
+
+
+@bench_app.command("core")
+def bench_core(
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="|".join(sorted(POLICIES)), help="Repeatable; by default all.")
+    ] = None,
+    eviction: Annotated[str, typer.Option(help="What makes room for adapters.")] = AdapterConfig().eviction,
+    steps: Annotated[int, typer.Option(min=10, help="Steps timed at each scale.")] = 1000,
+    quick: Annotated[bool, typer.Option("--quick", help="The smallest scale alone.")] = False,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure what deciding a step costs: up to 256 requests running, 10,000 waiting, 10,000 adapters.
+
+    The real core on an executor that does nothing; needs no model.
+    """
+    from manylora.bench.core import SCALES, decision_table, measure_decision
+
+    unknown = [name for name in policy or () if name not in POLICIES]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r}: expected {', '.join(sorted(POLICIES))}", param_hint="--policy")
+    costs = []
+    for scale in SCALES[:1] if quick else SCALES:
+        for name in policy or sorted(POLICIES):
+            with notes.status(f"{name}, {scale.running} running, {scale.waiting:,} waiting"):
+                costs.append(measure_decision(name, eviction, scale, num_steps=steps))
+    table = decision_table(costs, command="manylora bench core", eviction=eviction, num_steps=steps)
+    out.print(Markdown(table))
+    if save_to is not None:
+        save(save_to, [asdict(cost) for cost in costs], table)
+
+
+@bench_app.command("offline")
+def bench_offline(
+    model: options.ModelArgument,
+    lora_modules: options.LoraModules = None,
+    lora_dir: options.LoraDirs = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests a round.")] = 32,
+    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
+    random_output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; one more comes before.")] = 3,
+    against_peers: Annotated[
+        bool, typer.Option("--against-peers", help="Take turns with transformers and PEFT.")
+    ] = False,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = MODEL_DEFAULTS.dtype,
+    device: options.Device = MODEL_DEFAULTS.device,
+    memory: options.Memory = None,
+    save_to: SaveTo = None,
+) -> None:
+    """Measure tokens per second in this process, without a server: the base, and all adapters mixed.
+
+    [bold]manylora bench offline demo --against-peers[/bold]
+    """
+    import torch
+
+    from manylora.bench.machine import machine
+    from manylora.bench.offline import draw_requests, measure_offline
+    from manylora.offline import Engine
+
+    checkpoint, _, adapters = resolve_model(model, None, collect_adapters(lora_modules or (), lora_dir or ()))
+    place = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    with Engine(
+        checkpoint,
+        adapters=adapters,
+        dtype=dtype,
+        device=device,
+        memory_bytes=parse_memory(memory),
+        prefix_caching=False,
+    ) as engine:
+        asked = draw_requests(
+            num_prompts, random_input_len, random_output_len, vocab_size=engine.tokenizer.vocab_size, seed=seed
+        )
+        result = measure_offline(
+            engine,
+            Path(checkpoint),
+            asked,
+            adapters={name: Path(path) for name, path in adapters.items()},
+            rounds=rounds,
+            with_peers=against_peers,
+            device=place,
+            on_round=lambda name, number, took: note(f"round {number + 1} {name}: {took:.2f} s"),
+        )
+    rows = [(name, f"{rate:,.1f}") for name, rate in result.tokens_per_s.items()]
+    rows += [(name, f"x {ratio:.2f}") for name, ratio in result.ratios.items()]
+    title = f"{num_prompts} requests of {random_input_len} tokens in and {random_output_len} out on {place}"
+    table = FigureTable(title=title, columns=("", "tokens/s"), rows=tuple(rows))
+    out.print(table.rich())
+    if save_to is not None:
+        command = f"manylora bench offline {model}"
+        save(save_to, {"command": command, "machine": machine(), **asdict(result)}, table.markdown() + "\n")

@@ -1,0 +1,39 @@
+"""In-process benchmarks: every system gets the same requests, and ratios are those of the rounds."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner
+
+from manylora.bench.offline import draw_requests, measure_offline
+from manylora.cli.app import app
+from manylora.demo import demo_adapters, demo_model_path
+from manylora.offline import Engine
+
+
+def test_systems_take_turns_with_the_same_requests() -> None:
+    adapters = dict(list(demo_adapters().items())[:2])
+    asked = draw_requests(3, 8, 4, vocab_size=100, seed=1)
+    assert asked == draw_requests(3, 8, 4, vocab_size=100, seed=1) != draw_requests(3, 8, 4, vocab_size=100, seed=2)
+    turns: list[tuple[str, int]] = []
+    with Engine("demo", adapters=adapters, prefix_caching=False) as engine:
+        result = measure_offline(
+            engine,
+            demo_model_path(),
+            asked,
+            adapters=adapters,
+            rounds=2,
+            with_peers=True,
+            on_round=lambda name, number, took: turns.append((name, number)),
+        )
+    systems = ["manylora, base", "manylora, adapters", "transformers", "PEFT"]
+    assert turns == [(name, number) for number in (-1, 0, 1) for name in systems]
+    assert result.num_tokens == 12
+    assert {name: len(times) for name, times in result.seconds.items()} == dict.fromkeys(systems, 2)
+    assert set(result.ratios) == {"manylora, base over transformers", "manylora, adapters over PEFT"}
+
+
+def test_the_core_is_timed_from_the_command_line() -> None:
+    result = CliRunner().invoke(app, ["bench", "core", "--quick", "--policy", "fifo", "--steps", "10"])
+    assert result.exit_code == 0, result.output
+    assert "fifo" in result.output and "64 of 64" in result.output
+    assert CliRunner().invoke(app, ["bench", "core", "--policy", "lifo"]).exit_code == 2
