@@ -25,7 +25,10 @@ class Verdict(Enum):
 
     AGREES = "agrees"
     DIRECTION = "agrees in direction"
-    """Better where it was published to be better, worse where worse; by another amount."""
+    """Better where it was published to be better, worse where worse; by another amount.
+
+    Where seeds disagree on the direction (the interval holds no change), it is ``DIFFERS``.
+    """
     DIFFERS = "differs"
     NOT_REACHED = "not reached"
     """Nothing to compare: the runs do not go that far."""
@@ -81,7 +84,7 @@ class Findings:
         if len(known) < len(values):
             return Comparison(claim, None, Verdict.NOT_REACHED)
         ours = interval_of_runs(known)
-        return Comparison(claim, ours, _judge(claim, ours.middle))
+        return Comparison(claim, ours, _judge(claim, ours))
 
     def _evaluate(self, claim: Claim, seed: int) -> float | None:
         if claim.form == "order":
@@ -142,12 +145,14 @@ def _share(low: float, high: float, at: float) -> float:
     return (at - low) / (high - low)
 
 
-def _judge(claim: Claim, ours: float) -> Verdict:
-    if abs(ours - claim.published) <= claim.tolerance:
+def _judge(claim: Claim, ours: Interval) -> Verdict:
+    if abs(ours.middle - claim.published) <= claim.tolerance:
         return Verdict.AGREES
+    if claim.form not in ("change", "ratio", "crossing-ratio"):
+        return Verdict.DIFFERS
     nothing = 0.0 if claim.form == "change" else 1.0
-    is_relative = claim.form in ("change", "ratio", "crossing-ratio")
-    if is_relative and (ours - nothing) * (claim.published - nothing) > 0:
+    is_clear = not isfinite(ours.low) or not ours.low <= nothing <= ours.high
+    if is_clear and (ours.middle - nothing) * (claim.published - nothing) > 0:
         return Verdict.DIRECTION
     return Verdict.DIFFERS
 

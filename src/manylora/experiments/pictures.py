@@ -14,7 +14,7 @@ from manylora.experiments.spec import Plot, Point
 
 __all__ = ["draw"]
 
-WIDTH, HEIGHT, DPI = 6.4, 3.6, 110
+WIDTH, HEIGHT, DPI = 6.4, 3.6, 90
 COLOURS = ("#b3432b", "#3b6ea5", "#4f8a4c", "#8c6bb1", "#c98a1b", "#5f6b73", "#1aa6a6", "#d16ba5")
 
 

@@ -39,6 +39,8 @@ class Picture:
 
 def format_value(value: float, claim: Claim) -> str:
     """Return a number as its claim writes numbers."""
+    if claim.form == "order":
+        return "in order" if value == 1.0 else f"{value:.0%} of pairs in order"
     if claim.unit == "%":
         return f"{value:+.1%}" if claim.form == "change" else f"{value:.1%}"
     if claim.unit == "ms":
@@ -51,7 +53,7 @@ def format_interval(ours: Interval | None, claim: Claim) -> str:
     if ours is None:
         return "-"
     text = format_value(ours.middle, claim)
-    if isfinite(ours.low) and ours.high > ours.low:
+    if claim.form != "order" and isfinite(ours.low) and ours.high > ours.low:
         text += f" ({format_value(ours.low, claim)} to {format_value(ours.high, claim)})"
     return text
 

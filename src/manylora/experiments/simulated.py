@@ -137,12 +137,15 @@ def _by_class(records: Seq[RequestRecord], versions: dict[str, AdapterVersion], 
 
 def _against_alone(records: Seq[RequestRecord], alone: Seq[Alone]) -> dict[str, float]:
     slowdowns = np.array(_slowdowns(records, alone))
+    ttft = [one.ttft_s for one in records if one.ttft_s is not None]
+    slo_s = 5.0 * _mean(one.e2e_s for one in alone)
     return {
         "slowdown_p50": float(np.quantile(slowdowns, 0.5)) if len(slowdowns) else 0.0,
         "slowdown_p99": float(np.quantile(slowdowns, 0.99)) if len(slowdowns) else 0.0,
         "alone_e2e_mean": _mean(one.e2e_s for one in alone),
         "alone_ttft_mean": _mean(one.ttft_s for one in alone),
-        "slo_by_alone": 5.0 * _mean(one.e2e_s for one in alone),
+        "slo_by_alone": slo_s,
+        "ttft_p99_in_slo": float(np.quantile(ttft, 0.99)) / slo_s if ttft else 0.0,
     }
 
 
