@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import routing
 import simulator
 
 from manylora.cli.app import main
@@ -196,6 +197,14 @@ def test_the_speed_of_the_simulator_is_measured_on_a_run_that_ends(traces: Path)
     assert sum(share for _, share in shares) == pytest.approx(1.0)
     assert {module for module, _ in shares} >= {"engine/core.py", "built-in functions"}
     assert "| `engine/core.py` |" in simulator.report(speed, shares, "python ...")
+
+
+def test_routers_are_compared_on_one_workload():
+    workload = routing.asked(4.0, 60, seed=0)
+    rows = [routing.measure("padded", router, workload, 2) for router in ("affinity", "random")]
+    assert all(row.tpot_p50_s <= row.tpot_p99_s for row in rows)
+    assert rows[0].copies <= rows[1].copies
+    assert routing.report(rows, "settings").count("| random |") == 1
 
 
 @pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
