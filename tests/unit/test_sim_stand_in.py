@@ -40,6 +40,14 @@ def test_named_hardware_has_the_pool_that_its_memory_leaves():
     assert 24e9 < stand_in.num_pages * stand_in.base.page.num_bytes < 30e9
 
 
+def test_a_model_s_folder_and_a_data_sheet_are_names_too(tmp_path: Path):
+    sheet = tmp_path / "ours.toml"
+    sheet.write_text('name = "ours"\nlike = "a40"\nmemory_bytes = 8e9\n')
+    stand_in = find_stand_in(f"{sheet}:{demo_model_path()}", config())
+    assert stand_in.base.hidden_size == 192
+    assert stand_in.num_pages * stand_in.base.page.num_bytes < 8e9
+
+
 def test_it_speaks_the_words_of_the_checkpoint_it_is_given():
     engine = EngineConfig(model=ModelConfig(model=str(demo_model_path()), max_model_len=99), simulate="a40:llama-7b")
     base = build_simulated_parts(engine, VirtualClock()).base

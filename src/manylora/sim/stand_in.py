@@ -19,10 +19,8 @@ from manylora.engine.ports import PlannedSequence
 from manylora.errors import ConfigError
 from manylora.sim.cost import CostModel
 from manylora.sim.executor import made_up_token
-from manylora.sim.fitted import FittedCost
-from manylora.sim.models import base_shape
 from manylora.sim.profile import read_profile
-from manylora.sim.roofline import make_cost, memory_for_pool
+from manylora.sim.setup import Setup, make_config
 from manylora.types import SampledToken, Tier
 
 __all__ = ["MEAN_ANSWER_TOKENS", "StandIn", "find_stand_in", "make_teller"]
@@ -54,34 +52,34 @@ def find_stand_in(name: str, config: EngineConfig) -> StandIn:
     """Return what ``--simulate NAME`` names.
 
     Args:
-        name: The file of a cost profile, or ``hardware:model`` from what is built in (``a40:llama-7b``).
+        name: The file of a cost profile, or ``hardware:model``, each a known name or a file (``a40:llama-7b``).
         config: Its memory's sizes and its model's folder are looked at.
 
     Raises:
         ConfigError: It is neither; says what was looked for.
     """
     memory = config.memory
-    drag: Mapping[Tier, float] = {}
     hardware, colon, model = name.rpartition(":")
-    if colon and not Path(name).exists():
-        base = base_shape(model, block_size=memory.block_size)
-        cost: CostModel = make_cost(model, hardware)
-        budget = memory.memory_bytes or memory_for_pool(model, hardware, utilization=memory.gpu_memory_utilization)
-        num_pages, machine = budget // base.page.num_bytes, hardware
-    elif Path(name).is_file():
-        profile = read_profile(name)
-        base = replace(profile.base, page=replace(profile.base.page, block_size=memory.block_size))
-        cost, machine = (fitted := FittedCost(profile)), profile.machine
-        drag = fitted.drag
-        budget = memory.memory_bytes or profile.num_pages * profile.base.page.num_bytes
-        num_pages = budget // base.page.num_bytes
+    if Path(name).is_file():
+        setup, machine = Setup(profile=name), read_profile(name).machine
+    elif colon:
+        setup, machine = Setup(hardware=hardware, model=model), hardware
     else:
         raise ConfigError(
             f"Got simulate = {name!r}, expected the file of a profile that `manylora calibrate` wrote, "
             "or hardware:model, such as a40:llama-7b"
         )
-    num_pages = memory.num_pages or max(2, num_pages)
-    return StandIn(base=_in_words_of(base, config), num_pages=num_pages, cost=cost, machine=machine, drag=drag)
+    setup = replace(setup, utilization=memory.gpu_memory_utilization, scheduler=config.scheduler)
+    made = make_config(setup, seed=config.seed)
+    base = replace(made.base, page=replace(made.base.page, block_size=memory.block_size))
+    num_bytes = memory.memory_bytes or made.num_pages * made.base.page.num_bytes
+    return StandIn(
+        base=_in_words_of(base, config),
+        num_pages=memory.num_pages or max(2, num_bytes // base.page.num_bytes),
+        cost=made.cost,
+        machine=machine,
+        drag=made.drag,
+    )
 
 
 def _in_words_of(base: BaseShape, config: EngineConfig) -> BaseShape:
