@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from manylora.execution import triton_attention, triton_lora
+from manylora.execution import triton_attention, triton_lora, triton_norm
 
 CAPABILITIES = (80, 90)
 WIDE_LOAD = re.compile(r"(?:ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*0x10)")
@@ -30,7 +30,8 @@ SIGNATURE = {
     **dict.fromkeys(("query", "key", "value", "rows"), "*bf16"),
     **dict.fromkeys(("slots", "blocks"), "*i64"),
     "tables": "*i32",
-    **dict.fromkeys(("scaling", "softcap"), "fp32"),
+    **dict.fromkeys(("scaling", "softcap", "eps"), "fp32"),
+    "weight": "*bf16",
 }
 
 # (kernel, its constants, warps, whether it reads enough to need wide loads)
@@ -50,6 +51,8 @@ CASES.append((triton_attention.attend, {**HEADS, **SEEN, "SPLITS": 4, "BLOCK_M":
 LIMITED = {**SEEN, "HAS_WINDOW": True, "HAS_SOFTCAP": True}
 CASES.append((triton_attention.attend, {**HEADS, **LIMITED, "SPLITS": 1, "BLOCK_M": 64, "BLOCK_N": 32}, 4, True))
 CASES.append((triton_attention.combine, {**HEADS, "SPLITS": 4}, 4, False))
+CASES.append((triton_norm.rms_norm, {"WIDTH": 4096, "BLOCK": 4096, "IS_OFFSET": False}, 4, True))
+CASES.append((triton_norm.rms_norm, {"WIDTH": 3584, "BLOCK": 4096, "IS_OFFSET": True}, 4, True))
 
 
 def resources(cubin: bytes) -> dict[str, int]:
