@@ -7,7 +7,7 @@ is computed after this; a load is a copy.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,10 @@ from manylora.adapters.weights import ModuleWeights
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
 
-__all__ = ["PackedAdapter", "pack", "scaled_b", "unpack"]
+__all__ = ["Allocate", "PackedAdapter", "image_of", "own_memory", "pack", "scaled_b", "unpack"]
+
+Allocate = Callable[[int], mmap.mmap]
+"""Returns so many bytes of zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,22 @@ class PackedAdapter:
     image: NDArray[Any]
 
 
-def pack(name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
+def own_memory(num_bytes: int) -> mmap.mmap:
+    """Return zeros in memory mapped for one image alone.
+
+    What malloc is given back it may keep, scattered over its heap; a mapping goes back to the system when the last
+    reference does, and images are most of what a server holds.
+    """
+    return mmap.mmap(-1, num_bytes)
+
+
+def pack(
+    name: str,
+    weights: Sequence[ModuleWeights],
+    layout: AdapterLayout,
+    page: PageShape,
+    allocate: Allocate = own_memory,
+) -> NDArray[Any]:
     """Fill a layout in.
 
     The scale goes into B in float32, before the one rounding to the layout's type.
@@ -49,6 +67,7 @@ def pack(name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, pag
         weights: The pairs of every module in the layout.
         layout: Made by ``lay_out`` for their ranks.
         page: The page.
+        allocate: Gives the memory for the image.
 
     Returns:
         The image, as in ``PackedAdapter``.
@@ -58,7 +77,7 @@ def pack(name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, pag
     """
     by_module = {w.module.name: w for w in weights}
     dtype = layout.dtype
-    image = _empty_image(layout, page)
+    image = image_of(allocate(layout.num_pages * page.num_bytes), layout, page)
     for group in layout.groups.values():
         members = [by_module[part.module.name] for part in group.modules]
         a_stack = np.concatenate([w.a.as_float32() for w in members])
@@ -74,13 +93,8 @@ def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
         return weights.b.as_float32() * np.float32(weights.scale)
 
 
-def _empty_image(layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
-    """Return zeros in memory mapped for this image alone.
-
-    What malloc is given back it may keep, scattered over its heap; a mapping goes back to the system when the last
-    reference does, and images are most of what a server holds.
-    """
-    memory = mmap.mmap(-1, layout.num_pages * page.num_bytes)
+def image_of(memory: mmap.mmap, layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
+    """Return the pages of a layout in ``memory``, as many bytes as they have."""
     return np.frombuffer(memory, _STORAGE[layout.dtype]).reshape(layout.num_pages, page.elements_of(layout.dtype))
 
 

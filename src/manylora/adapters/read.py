@@ -13,7 +13,7 @@ from pathlib import Path
 
 from manylora.adapters.config import read_settings
 from manylora.adapters.layout import lay_out
-from manylora.adapters.packed import PackedAdapter, pack
+from manylora.adapters.packed import Allocate, PackedAdapter, own_memory, pack
 from manylora.adapters.precision import choose_dtype
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import StoredTensor, TensorFileReader, read_safetensors
@@ -38,6 +38,7 @@ def read_adapter(
     max_bytes: int,
     tensor_readers: Mapping[str, TensorFileReader] = SAFETENSORS,
     dtype: str | None = None,
+    allocate: Allocate = own_memory,
 ) -> PackedAdapter:
     """Read and check a PEFT directory, and pack its weights for a base.
 
@@ -51,6 +52,7 @@ def read_adapter(
         tensor_readers: Readers by file suffix; those for formats that need torch come from ``execution``.
         dtype: Type to keep the weights in; ``auto`` for the narrowest that holds them exactly (``precision``), the
             page's own when ``None``.
+        allocate: Gives the memory for the image.
 
     Raises:
         AdapterError: It cannot be served on this base; says why.
@@ -60,7 +62,7 @@ def read_adapter(
     tensors, disk_bytes = read_tensors(name, directory, max_bytes, tensor_readers)
     weights = match_weights(name, settings, tensors, base)
     layout = lay_out({w.module.name: w.rank for w in weights}, base, choose_dtype(weights, dtype or base.page.dtype))
-    image = pack(name, weights, layout, base.page)
+    image = pack(name, weights, layout, base.page, allocate)
     version = AdapterVersion(
         key=_content_key(weights, base),
         source=str(directory),

@@ -4,7 +4,7 @@
 
     step     one thread    plan -> model -> tokens
     copy     one thread    host image -> device pages, then the views of its tiles
-    read     two threads   files -> packed host image
+    read     two threads   files -> packed host image, in a process of its own
 
 Each thread takes its work first in, first out. Whoever finishes wakes the clock, and the loop sees the result
 through ``Work.poll``.
@@ -122,6 +122,7 @@ class TorchExecutor:
         """Finish the step in flight, cancel what waits and end the threads."""
         for threads in (self._reads, self._copies, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()
 
     def _watch(self, future: Future[ResultT]) -> FutureWork[ResultT]:
         future.add_done_callback(lambda _: self._clock.wake())

@@ -1,16 +1,22 @@
-"""Read adapters from disk into the host tier."""
+"""Read adapters from disk into the host tier.
+
+An adapter that is registered is read here: its caller waits for the answer anyhow. One that is read again, while others
+decode, is read by a process of its own (``packing_process``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from manylora.adapters.packed import PackedAdapter
-from manylora.adapters.read import read_adapter
+from manylora.adapters.read import WEIGHT_FILES, read_adapter
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import TensorFileReader, read_safetensors
 from manylora.errors import AdapterError
 from manylora.execution.bin_reader import read_bin
 from manylora.execution.host_store import HostAdapter, HostStore
+from manylora.execution.packing_process import PackingProcess
 from manylora.types import AdapterVersion
 
 __all__ = ["HostReader"]
@@ -33,6 +39,7 @@ class HostReader:
         self._store = store
         self._max_bytes = max_bytes
         self._dtype = dtype
+        self._helper = PackingProcess(base, max_bytes=max_bytes, dtype=dtype)
 
     def read(self, name: str, path: str) -> AdapterVersion:
         """Read an adapter and keep it in the host tier.
@@ -50,7 +57,11 @@ class HostReader:
         Raises:
             AdapterError: Its directory is gone, broken, or holds other weights by now.
         """
-        packed = self._read(version.source, version.source)
+        # What needs torch to be read (.bin) stays here: the helper is light because it does without.
+        is_light = (Path(version.source) / WEIGHT_FILES[0]).exists()
+        packed = self._helper.read(version.source, version.source) if is_light else None
+        if packed is None:
+            packed = self._read(version.source, version.source)
         if packed.version.key != version.key:
             raise AdapterError(
                 version.source,
@@ -58,6 +69,10 @@ class HostReader:
                 f"{packed.version.key[:12]} now); register it again",
             )
         return self._store.put(packed)
+
+    def close(self) -> None:
+        """End what reads; nothing is read again."""
+        self._helper.close()
 
     def _read(self, name: str, path: str) -> PackedAdapter:
         return read_adapter(
