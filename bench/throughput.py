@@ -88,8 +88,8 @@ def main() -> None:
         outside: list[float] = []
         for number in range(-1, rounds):  # one round to warm up
             for name, run in systems.items():
-                is_rare = name.endswith("spread") or name in ("PEFT", "transformers")
-                if is_rare and not 0 <= number < options.slow_rounds:
+                is_rare = is_spread(name) or name in ("PEFT", "transformers")
+                if is_rare and number < max(0, rounds - options.slow_rounds):
                     continue
                 began = clock()
                 run()
@@ -99,42 +99,64 @@ def main() -> None:
                     seconds[name].append(took)
                 if number >= 0 and name == "base":
                     outside.append(1 - ours.forward_s / took)
+                if number >= 0 and not (options.quick or options.only):
+                    write(
+                        {
+                            "command": "python bench/throughput.py"
+                            + (" --traces DIR" if options.traces else "")
+                            + (" --processor-time" if options.processor_time else ""),
+                            "processor_time": options.processor_time,
+                            "parameters": num_parameters,
+                            "requests": num_requests,
+                            "adapter_bytes": ours.weight_bytes,
+                            "outside_forward": statistics.median(outside),
+                        },
+                        seconds,
+                        {name: sum(a.num_out for a in (spread if is_spread(name) else fixed)) for name in seconds},
+                        spread_of(spread, options.traces),
+                    )
         ours.close()
-    if options.quick or options.only:
-        return
-    num_tokens = {name: sum(one.num_out for one in (spread if name.endswith("spread") else fixed)) for name in seconds}
+
+
+def is_spread(name: str) -> bool:
+    return name.endswith("spread")
+
+
+def spread_of(spread: list[Asked], traces: Path | None) -> dict[str, Any]:
+    return {
+        "requests": len(spread),
+        "lengths": TRACE if traces else "gamma distributions",
+        "mean_in": float(np.mean([len(one.prompt) for one in spread])),
+        "mean_out": float(np.mean([one.num_out for one in spread])),
+    }
+
+
+def write(
+    facts: dict[str, Any], seconds: dict[str, list[float]], num_tokens: dict[str, int], spread: dict[str, Any]
+) -> None:
+    """Write what was measured so far: PEFT takes long, and what is there before it is worth having."""
     report = {
-        "command": "python bench/throughput.py"
-        + (" --traces DIR" if options.traces else "")
-        + (" --processor-time" if options.processor_time else ""),
         "machine": {"what": describe_machine(torch.device("cpu")), "python": platform.python_version()},
-        "parameters": num_parameters,
-        "requests": num_requests,
+        **facts,
         "tokens_in": NUM_IN,
         "tokens_out": NUM_OUT,
         "ranks": RANKS,
-        "spread": {
-            "requests": len(spread),
-            "lengths": TRACE if options.traces else "gamma distributions",
-            "mean_in": float(np.mean([len(one.prompt) for one in spread])),
-            "mean_out": float(np.mean([one.num_out for one in spread])),
-        },
-        "adapter_bytes": ours.weight_bytes,
+        "spread": spread,
         "seconds": seconds,
         "tokens_per_s": {name: num_tokens[name] / statistics.median(times) for name, times in seconds.items() if times},
+        # A system that ran in the last rounds only stands beside the others' last rounds.
         "ratios": {
-            name: statistics.median(a / b for a, b in zip(seconds[slow], seconds[quick], strict=False))
+            name: statistics.median(
+                a / b for a, b in zip(reversed(seconds[slow]), reversed(seconds[quick]), strict=False)
+            )
             for name, (slow, quick) in RATIOS.items()
             if seconds.get(slow) and seconds.get(quick)
         },
-        "outside_forward": statistics.median(outside),
         "load_average": os.getloadavg()[1],
-        "processor_time": options.processor_time,
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "throughput.json").write_text(json.dumps(report, indent=2) + "\n")
     (RESULTS / "throughput.md").write_text(table(report))
-    print(table(report))
 
 
 def draw_spread(num: int, traces: Path | None, rng: np.random.Generator) -> list[Asked]:
