@@ -151,3 +151,49 @@ def bench_offline(
     if save_to is not None:
         command = f"manylora bench offline {model}"
         save(save_to, {"command": command, "machine": machine(), **asdict(result)}, table.markdown() + "\n")
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    adapters: Annotated[int, typer.Option(min=1, help="Adapters in the step.")] = 32,
+    rank: Annotated[
+        list[int] | None, typer.Option(min=1, help="Ranks, which take turns. Repeatable; by default 8 to 128.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of each adapter: 1 is decoding.")] = 1,
+    hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 768,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; one more comes before.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    save_to: SaveTo = None,
+) -> None:
+    """Measure what adapters add to a decode step, kernel by kernel, against what reading their bytes takes.
+
+    Kernels that run anywhere; those written in Triton are measured by bench/gpu.sh.
+    """
+    from manylora.bench.kernels import kernel_table, measure_kernels
+    from manylora.bench.machine import machine
+    from manylora.sim.shapes import decoder_shape
+
+    base = decoder_shape(
+        name="made up",
+        hidden_size=hidden_size,
+        num_layers=layers,
+        num_heads=max(1, hidden_size // 64),
+        num_kv_heads=max(1, hidden_size // 64),
+        head_dim=64,
+        intermediate_size=hidden_size * 8 // 3,
+        vocab_size=1000,
+        max_model_len=2048,
+        dtype="float32" if device == "cpu" else "bfloat16",
+    )
+    ranks = tuple(rank or (8, 16, 32, 64, 128))
+    result = measure_kernels(base, num_adapters=adapters, ranks=ranks, rows_each=rows, rounds=rounds, device=device)
+    title = (
+        f"{adapters} adapters of rank {'/'.join(map(str, ranks))}, {rows} row each, {layers} layers of {hidden_size}: "
+        f"{result.num_bytes / 1e6:,.0f} MB of weights a step"
+    )
+    table = kernel_table(result, title)
+    out.print(table.rich())
+    if save_to is not None:
+        report = {"command": f"manylora bench kernels --adapters {adapters}", "machine": machine(), **asdict(result)}
+        save(save_to, report, table.markdown() + "\n")
