@@ -9,7 +9,9 @@ is the same in every case, and is given beside it). Three questions:
 * adapters of rank 32, shared by more or fewer rows: does cost follow how many differ?
 * one adapter of rank 128 among 31 of rank 8: does it cost its own rank, or everybody's?
 
-Cases take turns; a time is the median over rounds. Writes `bench/results/adapter_cost.json`, `.md` and `.png`.
+Cases take turns, so all of them are in memory (10 GB); a time is the median over rounds.
+
+Writes `bench/results/adapter_cost.json`, `.md` and `.png`.
 """
 
 from __future__ import annotations
