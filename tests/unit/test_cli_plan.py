@@ -125,11 +125,21 @@ def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
         (["--percentile", "100"], "percentile = 100"),
         (["--set", "place.x=1"], "Got 'place', which nothing reads"),
         (["--compare", "gpu=a40,"], "at least one value"),
+        (["--price", "abacus=1"], "Got a price for 'abacus'"),
+        (["--json", "nowhere/plan.json"], "there is no folder nowhere"),
     ],
 )
 def test_what_is_wrong_is_named(file: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CliRunner().invoke(app, ["plan", str(file), *words, *QUICK], catch_exceptions=False)
+
+
+def test_every_variant_is_looked_at_before_the_first_is_simulated(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+    monkeypatch.setattr("manylora.cli.plan.make_plan", lambda *args, **kwargs: planned.append(args))
+    with pytest.raises(ConfigError, match="Got hardware = 'abacus'"):
+        CliRunner().invoke(app, ["plan", str(file), "--compare", "gpu=a40,abacus", *QUICK], catch_exceptions=False)
+    assert not planned
 
 
 # -- variants ----------------------------------------------------------------------------------------------------------

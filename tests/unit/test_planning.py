@@ -201,7 +201,8 @@ def test_a_promise_that_cannot_be_kept_is_a_plan_for_nothing() -> None:
         (lambda: Promise(slo=Slo(ttft_s=1.0), percentile=100.0), r"percentile = 100\.0"),
         (lambda: Demand(rate=0.0), r"rate = 0\.0"),
         (lambda: Demand(tolerance=1.0), r"tolerance = 1\.0"),
-        (lambda: Effort(num_requests=3), "num_requests=3"),
+        (lambda: Demand(tolerance=1e-18), "tolerance = 1e-18"),
+        (lambda: Effort(num_requests=3), "num_requests = 3"),
         (lambda: find_capacity(lambda rate: None, start=0.0), "start = 0.0"),  # type: ignore[arg-type,return-value]
     ],
 )

@@ -153,7 +153,7 @@ def test_what_a_model_leaves_for_pages() -> None:
     left = memory_for_pool(dims, a40, utilization=1.0)
     assert 0.9 < left / (a40.memory_bytes - dims.weight_bytes) < 1
     assert memory_for_pool(dims, a40, 2) > 2 * memory_for_pool(dims, a40)  # the weights are kept once
-    with pytest.raises(ConfigError, match=r"needs 139\.\d GB on each of 1 a100-80"):
+    with pytest.raises(ConfigError, match=r"on 1 x a100-80 needs 139\.\d GB on each"):
         memory_for_pool("llama-2-70b", "a100-80")
 
 

@@ -102,6 +102,11 @@ def test_a_config_json_is_a_model(tmp_path: Path):
         ({"setup": {"modle": "x"}}, r"setup.modle.*did you mean 'model'"),
         ({"setup": {"scheduler": {"max_num_seqs": "many"}}}, r"setup.scheduler.max_num_seqs = 'many'"),
         ({"slo": {"ttft_s": [1]}}, r"slo.ttft_s"),
+        ({"slo": {"ttft_s": -1.0}}, r"slo: Got ttft_s = -1\.0"),
+        ({"slo": {"ttft_s": float("nan")}}, r"slo.ttft_s = nan, expected a finite number"),
+        ({"setup": {"host_s": float("inf")}}, r"setup.host_s = inf, expected a finite number"),
+        ({"setup": {"host_s": 10**400}}, r"setup.host_s = 10+, expected a finite number"),
+        ({"seed": 0.5}, r"seed = 0\.5, expected a whole number"),
     ],
 )
 def test_what_is_wrong_is_named_by_where_it_stands(table: dict[str, object], message: str):
@@ -164,6 +169,8 @@ def test_options_win_over_the_file_and_results_are_written(
         (["--set", "workload.lenghts.scale=2"], "did you mean 'lengths'"),
         (["--set", "seed.x=2"], "no table"),
         (["--requests", "0"], "num_requests"),
+        (["--seed", "-1"], "seed = -1"),
+        (["--warm-up", "-5"], "warm_up_s = -5"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from manylora.config import SchedulerConfig
+from manylora.engine.ports import AdapterLoad
 from manylora.errors import ConfigError
+from manylora.sim.adapters import adapter_versions
 from manylora.sim.roofline import RooflineCost
 from manylora.sim.setup import Setup, make_config, read_dims
+from manylora.types import Tier
+from manylora.workloads import AdapterSpec
 from manylora.workloads.tables import TableReader
 
 CONFIG = {
@@ -58,7 +62,7 @@ def test_a_wrong_config_json_is_named(tmp_path: Path, content: str | None, messa
     ("setup", "message"),
     [
         (Setup(model="llama-9000b"), "Got model = 'llama-9000b'"),
-        (Setup(model="llama-2-70b"), "llama-2-70b needs"),
+        (Setup(model="llama-2-70b"), "llama-2-70b on 1 x a40 needs"),
         (Setup(hardware="abacus"), "Got hardware = 'abacus'"),
         (Setup(tensor_parallel=3), "tensor_parallel = 3"),
         (Setup(profile="nowhere.json"), r"nowhere\.json"),
@@ -68,3 +72,31 @@ def test_a_wrong_config_json_is_named(tmp_path: Path, content: str | None, messa
 def test_what_cannot_serve_is_named(setup: Setup, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(setup)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("utilization", 0.0),
+        ("host_s", float("nan")),
+        ("max_model_len", 1),
+        ("block_size", 0),
+        ("weight_bits", 0),
+        ("link_share", 0.0),
+        ("router_tbt_s", -1.0),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_named(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"Got {name} = "):
+        Setup(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_share_of_the_link_changes_nothing_else_about_copies() -> None:
+    """The kernels' own way of copying stays: a full link is no reason to copy by pages."""
+    as_published, faster = (make_config(Setup(lora_kernel="s-lora-mbgmm", link_share=share)) for share in (0.35, 1.0))
+    (version,) = adapter_versions((AdapterSpec(name="one", rank=32),), as_published.base).values()
+    load = AdapterLoad(version=version, tier=Tier.DEVICE)
+    plain = make_config(Setup(lora_kernel="s-lora-mbgmm"))
+    assert as_published.cost.load_time_s(load) == plain.cost.load_time_s(load)
+    by_pages = make_config(Setup(link_share=1.0))
+    assert by_pages.cost.load_time_s(load) < faster.cost.load_time_s(load) < plain.cost.load_time_s(load)

@@ -16,7 +16,7 @@ from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.planning import Plan, Promise, make_plan
 from manylora.planning.report import as_json, comparison_table, plan_tables
-from manylora.planning.settings import read_plan_settings
+from manylora.planning.settings import PlanSettings, read_plan_settings
 from manylora.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
 from manylora.scheduling import POLICIES
 from manylora.sim.hardware import HARDWARE
@@ -154,7 +154,9 @@ def plan_command(
         promise = Promise(slo=scenario.slo, percentile=settings.percentile)
         return make_plan(scenario, promise, settings.demand(scenario.setup.hardware), on_run=on_run)
 
-    plans = _make(variants(table, settings.compare), plan)
+    wanted = variants(table, settings.compare)
+    _check(wanted, settings, folders, json_file)
+    plans = _make(wanted, plan)
     if len(plans) == 1:
         for shown in plan_tables(plans[0][1]):
             out.print(shown.rich())
@@ -164,6 +166,20 @@ def plan_command(
         content = [{"settings": one.settings, "scenario": one.table, "plan": as_json(made)} for one, made in plans]
         json_file.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
         note(f"wrote {json_file}")
+
+
+def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ...], json_file: Path | None) -> None:
+    """Refuse what would fail only after others have been simulated for minutes."""
+    scenarios = [read_scenario(variant.table, folders=folders) for variant in wanted]
+    for scenario in scenarios:
+        scenario.make_config()
+        Promise(slo=scenario.slo, percentile=settings.percentile)
+    kinds = dict.fromkeys([*(scenario.setup.hardware for scenario in scenarios), *HARDWARE])
+    for name in settings.prices:
+        if name not in kinds:
+            raise ConfigError(f"Got a price for {name!r}, expected one of {', '.join(kinds)}")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"Got --json {str(json_file)!r}, and there is no folder {json_file.parent}")
 
 
 def _make(wanted: list[Variant], plan: Callable[[Variant, Callable[[str], None]], Plan]) -> list[tuple[Variant, Plan]]:

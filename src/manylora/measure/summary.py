@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from manylora.errors import ConfigError
 from manylora.measure.records import RequestRecord
 from manylora.measure.statistics import Percentiles, percentiles
 
@@ -34,6 +35,12 @@ class Slo:
     tbt_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tbt_s", "tpot_s", "e2e_s"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"Got {name} = {limit!r}, expected above 0 seconds")
 
     def is_met(self, record: RequestRecord) -> bool:
         """Whether a request got a full answer, and all it was promised."""

@@ -21,6 +21,10 @@ MOST_SIMULATED = 8
 """Replicas that are simulated together; more are counted by division."""
 
 
+LEAST_TOLERANCE = 1e-4
+"""Finer than any trial can tell two rates apart."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """What is planned for.
@@ -42,8 +46,8 @@ class Demand:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"Got {name} = {value!r}, expected above 0")
-        if not 0 < self.tolerance < 1:
-            raise ConfigError(f"Got tolerance = {self.tolerance!r}, expected a share in (0, 1)")
+        if not LEAST_TOLERANCE <= self.tolerance < 1:
+            raise ConfigError(f"Got tolerance = {self.tolerance!r}, expected a share in [{LEAST_TOLERANCE}, 1)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

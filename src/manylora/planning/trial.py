@@ -44,8 +44,14 @@ class Effort:
     spans: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.num_requests < 10 or self.seeds < 1 or not 0 <= self.warm_up < 1 or self.spans < 0:
-            raise ConfigError(f"Got {self}, expected num_requests >= 10, seeds >= 1, warm_up in [0, 1), spans >= 0")
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ConfigError(f"Got {name} = {getattr(self, name)!r}, expected {expected}")
+
+        check(self.num_requests >= 10, "num_requests", "at least 10 in a run")
+        check(self.seeds >= 1, "seeds", "at least 1")
+        check(0 <= self.warm_up < 1, "warm_up", "a share in [0, 1)")
+        check(self.spans >= 0, "spans", "0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

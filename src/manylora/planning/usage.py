@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.measure import Timeline
+from manylora.measure import Timeline, summarise
 from manylora.planning.meter import PARTS
 from manylora.planning.promise import Promise
 from manylora.planning.trial import Trial, TrialRun
@@ -84,7 +84,6 @@ class Usage:
 def usage_of(trial: Trial) -> Usage:
     """Return what a trial used, given one that was not given up."""
     assert trial.runs, "a trial that was given up has no runs"
-    summaries = [one.run.summary() for one in trial.runs]
     timelines = [timeline for one in trial.runs for timeline in one.run.timelines]
     time_s = sum(one.run.duration_s * len(one.run.timelines) for one in trial.runs)
     counted = [record for one in trial.runs for record in one.counted]
@@ -97,7 +96,7 @@ def usage_of(trial: Trial) -> Usage:
         hit_rate=sum(looked_at) / len(looked_at) if looked_at else None,
         device_busy=sum(sum(timeline.steps.took_s) for timeline in timelines) / time_s,
         link_busy=sum(sum(timeline.loads[Tier.DEVICE].busy_s) for timeline in timelines) / time_s,
-        adapter_wait=sum(one.adapter_wait_share for one in summaries) / len(summaries),
+        adapter_wait=summarise(counted).adapter_wait_share,
         preempted=sum(record.num_preemptions > 0 for record in counted) / len(counted),
         mean_running=sum(sum(timeline.steps.num_sequences) for timeline in timelines) / max(1, num_steps),
         step_parts=_parts(trial.runs),

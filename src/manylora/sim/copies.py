@@ -13,7 +13,7 @@ from manylora.errors import ConfigError
 from manylora.sim.hardware import Hardware
 from manylora.types import AdapterVersion
 
-__all__ = ["COPY_PATHS", "CopyPath", "copy_time_s", "find_copy_path"]
+__all__ = ["COPY_PATHS", "CopyPath", "copies_of_kernel", "copy_time_s", "find_copy_path"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,11 @@ COPY_PATHS: dict[str, CopyPath] = {
     )
 }
 """Paths by name."""
+
+
+def copies_of_kernel(lora_kernel: str) -> str:
+    """Return the name of the path that goes with a family of kernels, where nothing else was chosen."""
+    return "s-lora" if lora_kernel.startswith("s-lora") else "pages"
 
 
 def find_copy_path(path: str | CopyPath) -> CopyPath:

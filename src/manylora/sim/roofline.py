@@ -22,7 +22,7 @@ from typing import NamedTuple
 from manylora.engine.features import StepFeatures, step_features
 from manylora.engine.ports import AdapterLoad, StepPlan
 from manylora.errors import ConfigError
-from manylora.sim.copies import CopyPath, copy_time_s, find_copy_path
+from manylora.sim.copies import CopyPath, copies_of_kernel, copy_time_s, find_copy_path
 from manylora.sim.dims import ATTENTION_TARGETS, ModelDims
 from manylora.sim.hardware import Hardware, find_hardware
 from manylora.sim.lora_cost import LORA_KERNELS, DeviceRates, adapter_targets
@@ -176,7 +176,7 @@ def make_cost(
         lora_kernel=lora_kernel,
         tensor_parallel=tensor_parallel,
         targets=targets,
-        copies=copies or ("s-lora" if lora_kernel.startswith("s-lora") else "pages"),
+        copies=copies or copies_of_kernel(lora_kernel),
         host_s=host_s,
     )
 
@@ -210,5 +210,8 @@ def memory_for_pool(
     fixed = dims.weight_bytes / tensor_parallel + activations + device.context_bytes
     left = int(tensor_parallel * (utilization * device.memory_bytes - fixed))
     if left <= 0:
-        raise ConfigError(f"{dims.name} needs {fixed / 1e9:.1f} GB on each of {tensor_parallel} {device.name}")
+        raise ConfigError(
+            f"{dims.name} on {tensor_parallel} x {device.name} needs {fixed / 1e9:.1f} GB on each for weights and "
+            f"activations, and {utilization:.0%} of its {device.memory_bytes / 1e9:.0f} GB may be used"
+        )
     return left

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -46,6 +47,12 @@ class Scenario:
     slo: Slo = field(default_factory=Slo)
     seed: int = 0
     warm_up_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"Got seed = {self.seed!r}, expected 0 or more")
+        if not 0 <= self.warm_up_s < math.inf:
+            raise ConfigError(f"Got warm_up_s = {self.warm_up_s!r}, expected 0 or more seconds")
 
     def make_workload(self) -> Workload:
         """Make the workload.
@@ -97,10 +104,10 @@ def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -
             raise ConfigError(f"Got {key!r}, which nothing reads: {nearest(key, known)}")
         if key in sections:
             values[key] = reader.read(sections[key], value, key)
-        elif isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"Got {key} = {value!r}, expected a number")
+        elif isinstance(value, bool) or not isinstance(value, int if key == "seed" else int | float):
+            raise ConfigError(f"Got {key} = {value!r}, expected a {'whole ' if key == 'seed' else ''}number")
         else:
-            values[key] = int(value) if key == "seed" else float(value)
+            values[key] = value
     if "workload" not in values:
         raise ConfigError("There is no [workload]: who asks for what?")
     return Scenario(**values)

@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from random import Random
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.errors import ConfigError
-from manylora.sim.copies import CopyPath, find_copy_path
+from manylora.sim.copies import CopyPath, copies_of_kernel, find_copy_path
 from manylora.sim.cost import CostModel
 from manylora.sim.dims import ATTENTION_TARGETS, ModelDims
 from manylora.sim.fitted import FittedCost
@@ -91,10 +92,18 @@ class Setup:
     def __post_init__(self) -> None:
         if not 0 < self.utilization <= 1:
             raise ConfigError(f"Got utilization = {self.utilization!r}, expected a share in (0, 1]")
-        if self.host_s < 0:
+        if not 0 <= self.host_s < math.inf:
             raise ConfigError(f"Got host_s = {self.host_s!r}, expected 0 or more seconds")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"Got max_model_len = {self.max_model_len!r}, expected at least 2 tokens")
+        if self.block_size < 1:
+            raise ConfigError(f"Got block_size = {self.block_size!r}, expected at least 1 token")
+        if self.weight_bits is not None and self.weight_bits < 1:
+            raise ConfigError(f"Got weight_bits = {self.weight_bits!r}, expected at least 1")
+        if self.link_share is not None and not 0 < self.link_share <= 1:
+            raise ConfigError(f"Got link_share = {self.link_share!r}, expected a share in (0, 1]")
+        if self.router_tbt_s is not None and not self.router_tbt_s > 0:
+            raise ConfigError(f"Got router_tbt_s = {self.router_tbt_s!r}, expected above 0 seconds")
 
 
 def read_dims(model: str) -> ModelDims:
@@ -160,7 +169,7 @@ def _measured(setup: Setup, seed: int) -> tuple[BaseShape, CostModel, int]:
 def _copies(setup: Setup) -> str | CopyPath | None:
     if setup.link_share is None:
         return setup.copies
-    return replace(find_copy_path(setup.copies or "pages"), link_share=setup.link_share)
+    return replace(find_copy_path(setup.copies or copies_of_kernel(setup.lora_kernel)), link_share=setup.link_share)
 
 
 def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, CostModel, int]:

@@ -13,7 +13,7 @@
     [workload.lengths]
     kind = "trace"
     file = "AzureLLMInferenceTrace_conv.csv"
-    scale = 0.14
+    scale = 0.173
 
     [workload.adapters]
     count = 100

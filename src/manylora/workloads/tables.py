@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -94,8 +95,8 @@ class TableReader:
             return tuple(self._value(arguments[0], one, f"{where}[{index}]") for index, one in enumerate(value))
         if hint is Path:
             return self._path(value, where)
-        if hint is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+        if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return _finite(value, where)
         if isinstance(hint, type) and (hint in self._kinds or dataclasses.is_dataclass(hint)):
             return self.read(hint, value, where)
         assert isinstance(hint, type), f"{where}: cannot read a {hint}"
@@ -111,8 +112,19 @@ class TableReader:
         for candidate in candidates:
             if candidate.exists():
                 return candidate
-        looked = ", ".join(str(candidate.parent) for candidate in candidates)
+        looked = ", ".join(dict.fromkeys(str(candidate.parent) for candidate in candidates))
         raise ConfigError(f"Got {where} = {value!r}, which is not in {looked}")
+
+
+def _finite(value: int | float, where: str) -> float:
+    """Return a number that can be reckoned with: TOML knows ``nan`` and ``inf`` as well, and no limit."""
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"Got {where} = {value!r}, expected a finite number")
+    return number
 
 
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
