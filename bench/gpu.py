@@ -286,9 +286,10 @@ class Bench:
         versions = engine.versions(specs)
         batch = max(sizes.batches)
         num_in, num_out = (256, 64) if self.device.type == "cuda" else (8, 2)
-        # Near saturation: as many requests per second as decoding alone would finish, less a tenth.
+        # Near saturation: what prompts and decoding take of the device when nothing of adapters is in the way.
         step_s = engine.step_s(engine.plan(batch, [], 0))
-        rate = 0.9 * batch / step_s / num_out / (1.0 if self.device.type == "cuda" else 4.0)
+        token_s = engine.step_s(engine.prompt_plan()) / sizes.context
+        rate = 0.85 / (num_out * step_s / batch + 0.75 * num_in * token_s)
         rng = np.random.default_rng(0)
         popularity = 1.0 / np.arange(1, sizes.live_adapters + 1)
         popularity /= popularity.sum()
@@ -311,8 +312,8 @@ class Bench:
         num_pages = batch * pages_each + sum(version.num_pages for version in versions.values()) // 4 + 8
         rows = []
         for name, policy, adapters in (
-            ("Chameleon", "chameleon", AdapterConfig(eviction="chameleon", look_ahead=10)),
-            ("FIFO, no cache", "fifo", AdapterConfig(eviction="none", look_ahead=0)),
+            ("Chameleon", "chameleon", AdapterConfig(eviction="chameleon", host_bytes=1 << 40)),
+            ("FIFO, no cache", "fifo", AdapterConfig(eviction="none", look_ahead=0, host_bytes=1 << 40)),
         ):
             scheduler = SchedulerConfig(policy=policy, max_num_seqs=batch)
             measured = self._serve(workload, versions, scheduler, adapters, min(num_pages, sizes.num_pages))
@@ -410,7 +411,8 @@ def main() -> None:
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     report = Report(options.out)
     bench = Bench(SMOKE if options.cpu_smoke else LLAMA_3_8B, device, report)
-    with torch.inference_mode():
+    # Not inference mode: adapters are copied on threads that are not in it, and could not write to its tensors.
+    with torch.no_grad():
         for section in options.sections.split(","):
             if time.monotonic() - began > 60 * options.minutes:
                 report.put(section, {"left out": "no time"})

@@ -277,6 +277,24 @@ class Engine:
             )
         return StepPlan(step_id=1, sequences=tuple(sequences))
 
+    def prompt_plan(self) -> StepPlan:
+        """Return a step of one prompt, as long as the context of ``plan``."""
+        num_tokens = self.sizes.context
+        sequence = PlannedSequence(
+            seq_id=0,
+            tokens=[3 + i % 40 for i in range(num_tokens)],
+            num_prompt_tokens=num_tokens,
+            start=0,
+            num_tokens=num_tokens,
+            pages=tuple(range(-(-num_tokens // self.base.page.block_size))),
+            adapter=None,
+            rank=0,
+            sampling=SamplingParams(temperature=0.0),
+            is_sampled=True,
+            seed=0,
+        )
+        return StepPlan(step_id=1, sequences=(sequence,))
+
     def step_s(self, plan: StepPlan) -> float:
         """Return the median wall time of the whole step: inputs, model, sampling, tokens on the host."""
         return wall_seconds(lambda: self.runner.run(plan), self.device, self.sizes.rounds)

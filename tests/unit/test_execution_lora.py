@@ -10,7 +10,7 @@ from manylora.adapters.layout import AdapterLayout, Tile, lay_out
 from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
 from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment, add_embedding
 from manylora.execution.lora_parts import GroupParts, Part
-from manylora.execution.pages import PageStorage
+from manylora.execution.pages import PageStorage, consecutive
 from manylora.execution.resident import ResidentAdapter, make_resident
 
 IN, SIZES, VOCAB = 24, (20, 8, 12), 50
@@ -150,3 +150,8 @@ def test_tiles_behind_one_another_become_one_view() -> None:
     adapter, _, _ = load(base, storage, 0, dict.fromkeys(NAMES, 40))
     weights = adapter.groups[GROUP]
     assert sum(len(module.b) for module in weights.modules) <= 5 and len(weights.a) <= 2
+
+
+def test_pages_that_follow_one_another_are_one_copy() -> None:
+    assert list(consecutive([5, 6, 7, 2, 9, 10])) == [(0, 5, 3), (3, 2, 1), (4, 9, 2)]
+    assert list(consecutive([4])) == [(0, 4, 1)] and list(consecutive([])) == []

@@ -71,11 +71,12 @@ def compile_case(kernel: Any, constants: dict[str, Any], warps: int, capability:
     signature = {name: "constexpr" if name in constants else SIGNATURE.get(name, "i32") for name in names}
     if is_split:
         signature["out"] = "*fp32"
-    # What a launch finds out by itself: pointers and strides that are multiples of 16.
+    # What a launch finds out by itself: pointers and strides of rows that are multiples of 16.
+    free = {kernel.params[index].name for index in range(len(names)) if kernel.params[index].do_not_specialize}
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if signature[name].startswith("*") or name.endswith("stride")
+        if signature[name].startswith("*") or (name.endswith("stride") and name not in free)
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})

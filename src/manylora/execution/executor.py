@@ -150,7 +150,10 @@ class TorchExecutor:
             self._pool.write(load.pages, adapter.image)
             resident = make_resident(adapter.layout, load.pages, self._pool, adapter.template)
             if self._copy_stream is not None:
-                self._copy_stream.synchronize()
+                # Asleep, not spinning: the step beside us needs the core.
+                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                done.record(self._copy_stream)
+                done.synchronize()
         self._resident[key] = resident
 
 

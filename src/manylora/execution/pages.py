@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from manylora.adapters.shape import PageShape
 
-__all__ = ["PageStorage", "image_tensor"]
+__all__ = ["PageStorage", "consecutive", "image_tensor"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,6 +41,15 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def consecutive(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (index of the first, first page, how many) for each stretch of pages that follow one another."""
+    first = 0
+    for index in range(1, len(pages) + 1):
+        if index == len(pages) or pages[index] != pages[index - 1] + 1:
+            yield first, pages[first], index - first
+            first = index
 
 
 class PageStorage:
@@ -83,5 +92,5 @@ class PageStorage:
             for row, page in enumerate(pages):
                 target[page] = rows[row]
             return
-        for row, page in enumerate(pages):
-            self._bytes[page].copy_(source[row], non_blocking=True)
+        for row, page, count in consecutive(pages):
+            self._bytes[page : page + count].copy_(source[row : row + count], non_blocking=True)

@@ -28,7 +28,7 @@ __all__ = ["attend", "combine", "store"]
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def store(
     key,
     value,
@@ -56,7 +56,7 @@ def store(
         tl.store(target + BLOCK_SIZE * row_stride, tl.load(value + source, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "table_stride", "window", "num_rows"])
 def attend(
     query,
     query_head_stride,
@@ -166,7 +166,7 @@ def attend(
             tl.store(place + 1, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def combine(
     partials,
     sums,

@@ -42,7 +42,8 @@ _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
 
-@triton.jit
+# Numbers that say nothing of alignment are not specialised: a kernel compiled in the middle of serving is a pause.
+@triton.jit(do_not_specialize=["work_stride", "line"])
 def plan(step, work, work_stride, sizes, line, MODULES: tl.constexpr, PAD: tl.constexpr, BLOCKS: tl.constexpr):
     """List group ``program_id(0)``'s work; ``sizes[group]`` gets how many items, and to how many tiles to pad."""
     group = tl.program_id(0)
@@ -67,7 +68,7 @@ def plan(step, work, work_stride, sizes, line, MODULES: tl.constexpr, PAD: tl.co
     tl.store(sizes + 2 * group + 1, padded)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["work_stride", "group", "line", "rank_stride", "split_stride"])
 def shrink(
     x,
     x_stride,
@@ -119,7 +120,7 @@ def shrink(
         tl.store(target + (first_rank + ranks)[None, :], total, mask=is_row & is_rank)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_column_blocks", "group", "line", "rank_stride", "split_stride"])
 def expand(
     out,
     out_stride,
