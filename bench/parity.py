@@ -42,7 +42,7 @@ from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.ports import EngineParts, Executor, PlannedSequence
 from manylora.engine.status import EngineStats
-from manylora.engine.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord
+from manylora.engine.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord, write_step_log
 from manylora.events import AdapterEvicted, Event, RequestAdmitted, RequestArrived, RequestPreempted
 from manylora.execution.build import build_parts
 from manylora.measure import Recorder, Summary, summarise
@@ -61,6 +61,8 @@ VOCAB_SIZE = 7296
 NUM_ADAPTERS = 50
 NUM_SEEDS = 5
 LOAD = 0.8
+
+Records = dict[str, list[RequestRecord]]
 
 
 @dataclass(frozen=True)
@@ -193,22 +195,22 @@ def make_requests(count: int, rate: float) -> list[tuple[float, Request]]:
     return out
 
 
-def capacity(bench: Bench, profile: CostProfile, count: int) -> float:
+def capacity(bench: Bench, profile: CostProfile, versions: Sequence[AdapterVersion], count: int) -> float:
     """Return requests per second when all are there at once: what a queue without end is worked off at."""
     requests = [(0.0, request) for _, request in make_requests(count, 1.0)]
-    outcome = bench.simulate(FittedCost(profile), bench.read_adapters(), requests)
+    outcome = bench.simulate(FittedCost(profile), versions, requests)
     return count / max(record.finished_at for record in outcome.records)
 
 
 def measure(
-    num_requests: int, sweep_s: float, pool_bytes: int
-) -> tuple[dict[str, Any], dict[str, list[RequestRecord]]]:
+    num_requests: int, sweep_s: float, pool_bytes: int, logs: Path | None = None
+) -> tuple[dict[str, Any], Records]:
     with tempfile.TemporaryDirectory(prefix="parity-") as place:
         bench = Bench(Path(place), pool_bytes)
         before = bench.sweep(sweep_s, seed=0)
-        rate = LOAD * capacity(bench, fit_profile(before), num_requests)
-        requests = make_requests(num_requests, rate)
         versions = bench.read_adapters()
+        rate = LOAD * capacity(bench, fit_profile(before), versions, num_requests)
+        requests = make_requests(num_requests, rate)
         lines: list[LogLine] = []
         load_average = os.getloadavg()[0]
         start_s = bench.clock.now()
@@ -221,6 +223,9 @@ def measure(
         )
         after = bench.sweep(sweep_s, seed=1)
         bench.parts.close()
+        if logs is not None:
+            for name, log in (("before", before), ("live", [before[0], *lines]), ("after", after)):
+                write_step_log(logs / f"{name}.jsonl", log)
         profile = fit_profile([*before, *after])
         replayed = replay(bench, live, lines, start_s, versions, {one.request_id: one for _, one in requests})
         began_at = perf_counter()
@@ -460,9 +465,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--sweep", type=float, default=75.0, help="seconds of each of the two calibration sweeps")
     parser.add_argument("--pool", type=int, default=280, help="the pool, in MiB")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the step logs there")
     options = parser.parse_args()
     num_requests, sweep_s = (60, 12.0) if options.quick else (options.requests, options.sweep)
-    figures, records = measure(num_requests, sweep_s, options.pool * MIB)
+    figures, records = measure(num_requests, sweep_s, options.pool * MIB, options.logs)
     print(table(figures))
     if not options.quick:
         RESULTS.mkdir(exist_ok=True)

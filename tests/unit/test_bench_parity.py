@@ -46,10 +46,11 @@ class SimulatedBench(parity.Bench):
 @pytest.fixture(scope="module")
 def outcomes() -> Sequence[parity.Outcome]:
     bench, profile = SimulatedBench(), make_profile()
-    requests = parity.make_requests(120, parity.LOAD * parity.capacity(bench, profile, 120))
+    versions = bench.read_adapters()
+    requests = parity.make_requests(120, parity.LOAD * parity.capacity(bench, profile, versions, 120))
     slower = make_profile(terms={**profile.terms, "step": 4e-3})
     costs = [FittedCost(profile), FittedCost(profile, random.Random(0)), FittedCost(slower)]
-    return [bench.simulate(cost, bench.read_adapters(), requests) for cost in costs]
+    return [bench.simulate(cost, versions, requests) for cost in costs]
 
 
 def test_equal_runs_are_alike_throughout(outcomes: Sequence[parity.Outcome]):
