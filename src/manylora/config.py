@@ -115,6 +115,8 @@ class SchedulerConfig:
         policy: Order of waiting requests, by name in ``scheduling.POLICIES``.
         max_num_seqs: Most sequences running at once.
         max_num_batched_tokens: Most tokens in one step: what chunks long prompts.
+        step_target_s: Seconds a step should take at most: prompts are cut to it, and shorter where pages run short.
+            ``None`` cuts them by tokens alone; with a target, tokens bound a step as well.
         max_loras: Most distinct adapters in one step; ``None`` is no limit (there is no slot to run out of).
         max_waiting: Most requests waiting; more are refused with 429.
         chunked_prefill: Cut prompts to the step; otherwise each runs whole, and a step is as long as it makes it.
@@ -138,6 +140,7 @@ class SchedulerConfig:
     policy: str = "fifo"
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
+    step_target_s: float | None = None
     max_loras: int | None = None
     max_waiting: int = 2048
     chunked_prefill: bool = True
@@ -167,6 +170,7 @@ class SchedulerConfig:
         _check(self.slo_s is None or self.slo_s > 0, "slo_s", self.slo_s, "above 0")
         _check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
         _check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1")
+        _check(self.step_target_s is None or self.step_target_s > 0, "step_target_s", self.step_target_s, "above 0")
         _check(self.max_loras is None or self.max_loras >= 1, "max_loras", self.max_loras, "at least 1")
         _check(self.max_waiting >= 1, "max_waiting", self.max_waiting, "at least 1")
         gap = self.steps_between_admissions

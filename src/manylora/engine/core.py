@@ -30,6 +30,7 @@ from manylora.engine.ports import Executor, PlannedSequence, StepPlan, StepResul
 from manylora.engine.prefetch import Prefetcher
 from manylora.engine.running import RunningSet
 from manylora.engine.status import EngineStats
+from manylora.engine.step_costs import StepCosts
 from manylora.errors import CapacityError, RequestError
 from manylora.events import (
     Event,
@@ -151,6 +152,7 @@ class EngineCore:
             in_flight=lambda: list(self._sequences.values()),
         )
         self._predictor = predictor or make_predictor(scheduler, seed)
+        costs = StepCosts()
         self._policy = make_policy(
             scheduler.policy,
             PolicyContext(
@@ -160,6 +162,7 @@ class EngineCore:
                 predictor=self._predictor,
                 nearness=self._nearness,
                 num_claimable_pages=lambda is_first: self.store.num_claimable(Depth.WANTED if is_first else Depth.IDLE),
+                prompt_s=costs.prompt_s,
             ),
         )
         self._running = RunningSet(
@@ -168,6 +171,7 @@ class EngineCore:
             policy=self._policy,
             scheduler=scheduler,
             memory=memory,
+            costs=costs,
             on_hit=self._on_adapter_hit,
             emit=self._emit,
         )
@@ -363,6 +367,7 @@ class EngineCore:
                 self._hand_out(sequence, tokens[planned.seq_id], now)
         self._counters.steps += 1
         self._costs.step.observe(num_tokens, now - step.launched_at)
+        self._running.took(now - step.launched_at)
         self._emit(StepFinished(now, step.plan.step_id, now - step.launched_at, len(step.sequences), num_tokens))
 
     def _hand_out(self, sequence: Sequence, token: SampledToken, now: float) -> None:

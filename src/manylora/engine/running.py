@@ -1,10 +1,10 @@
 """The running set: who is in it, who gets how many tokens in a step, who is let in and who must leave.
 
 A step is ``{sequence: number of tokens}``. Decoding sequences get their one token first, then prompts share
-what is left of the token budget in chunks, so a long prompt slows decoding by a bounded amount and never
-stops it. Every sequence is admitted with pages for all tokens it has, so only decoding ones grow; when a
-page is missing then, idle things go first, then adapters others wait for, then the youngest sequence is
-pre-empted (its tokens stay, its KV is computed again).
+what is left of the budget (tokens, or time: ``step_budget.py``) in chunks, so a long prompt slows decoding by a
+bounded amount and never stops it. Every sequence is admitted with pages for all tokens it has, so only decoding
+ones grow; when a page is missing then, idle things go first, then adapters others wait for, then the youngest
+sequence is pre-empted (its tokens stay, its KV is computed again).
 
 Liveness: sequences are ordered by arrival. The oldest running one may pre-empt every other; the one the policy
 puts first in line may claim everything that running ones do not hold; a request is accepted only if it fits
@@ -24,6 +24,8 @@ from collections.abc import Callable
 
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.engine.adapter_cache import AdapterCache, Readiness
+from manylora.engine.step_budget import StepBudget, target_s
+from manylora.engine.step_costs import StepCosts, StepLoad
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageStore, num_blocks
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus
@@ -44,6 +46,7 @@ class RunningSet:
         policy: Who goes first.
         scheduler: What a step may hold.
         memory: Block size and prefix caching.
+        costs: What steps take; told of each that was planned here.
         on_hit: Told of each sequence that found its adapter on the device when first looked at.
         emit: Takes events.
     """
@@ -56,6 +59,7 @@ class RunningSet:
         policy: Policy,
         scheduler: SchedulerConfig,
         memory: MemoryConfig,
+        costs: StepCosts,
         on_hit: Callable[[Sequence], None],
         emit: EventSink,
     ) -> None:
@@ -64,6 +68,8 @@ class RunningSet:
         self._policy = policy
         self._scheduler = scheduler
         self._memory = memory
+        self._costs = costs
+        self._load: StepLoad | None = None  # of the step planned last, while somebody asks for costs
         self._on_hit = on_hit
         self._emit = emit
         # A running sequence needs at least one token of every step's budget.
@@ -91,10 +97,10 @@ class RunningSet:
             self._emit(RequestSquashed(now, sequence.request.request_id, sequence.num_computed))
             self._send_back(sequence, now)
         num_preemptions = self.num_preemptions
-        decodes, prompts = self._plan_running(now)
+        decodes, prompts, budget = self._plan_running(now)
         is_short = self.num_preemptions > num_preemptions  # of memory: let the step run before anybody is let in
         if not (decodes or prompts) or (self._may_admit() and not is_short):
-            admitted, is_loading = self._admit(self._budget_after(decodes, prompts), now)
+            admitted, is_loading = self._admit(budget, now)
             if admitted:
                 prompts += admitted
                 self._num_steps_since_admission = -1  # the step that comes is theirs
@@ -102,7 +108,14 @@ class RunningSet:
             if self._is_held_up:
                 return []
         self._num_steps_since_admission += 1
-        return prompts if prompts and not self._scheduler.mixed_steps else decodes + prompts
+        planned = prompts if prompts and not self._scheduler.mixed_steps else decodes + prompts
+        self._load = self._costs.load_of(planned) if self._costs.is_asked else None
+        return planned
+
+    def took(self, seconds: float) -> None:
+        """Learn how long the step that was planned last took."""
+        if self._load is not None and self._load.tokens:
+            self._costs.observe(self._load, seconds)
 
     def _may_admit(self) -> bool:
         return self._is_held_up or self._num_steps_since_admission >= self._scheduler.steps_between_admissions
@@ -123,15 +136,23 @@ class RunningSet:
         if sequence is self._first_in_line:
             self._first_in_line = None
 
-    def _budget_after(self, decodes: list[_Planned], prompts: list[_Planned]) -> int:
-        """Return the tokens left in the step for more prompts."""
-        num_tokens = sum(num_tokens for _, num_tokens in prompts)
-        if self._scheduler.mixed_steps:
-            num_tokens += len(decodes)
-        return self._scheduler.max_num_batched_tokens - num_tokens
+    def _budget_after(self, decodes: list[_Planned]) -> StepBudget:
+        """Return what is left of the step for prompts."""
+        is_mixed = self._scheduler.mixed_steps
+        num_tokens = self._scheduler.max_num_batched_tokens - (len(decodes) if is_mixed else 0)
+        longest_s = self._scheduler.step_target_s
+        if longest_s is None:
+            return StepBudget(num_tokens, self._costs, None, None)
+        self._costs.is_asked = True
+        step_s = target_s(longest_s, self._store.num_claimable(Depth.IDLE) / self._store.pool.num_pages)
+        return StepBudget(num_tokens, self._costs, self._costs.load_of(decodes) if is_mixed else None, step_s)
 
-    def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned]]:
-        """Give running sequences their tokens: decoding ones first, then prompt chunks, each oldest first."""
+    def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned], StepBudget]:
+        """Give running sequences their tokens: decoding ones first, then prompt chunks, each oldest first.
+
+        Returns:
+            Both, and what is left of the step.
+        """
         decodes: list[_Planned] = []
         prompts: list[_Planned] = []
         unfinished = []
@@ -144,20 +165,20 @@ class RunningSet:
                 has_room = num_tokens <= len(sequence.table.pages) * block_size
                 if has_room or self._grow(sequence, now):
                     decodes.append((sequence, 1))
-        budget = self._budget_after(decodes, prompts)
+        budget = self._budget_after(decodes)
         for sequence in unfinished:
-            if budget > 0 and sequence.status is SequenceStatus.RUNNING:
-                num_tokens = self._prompt_tokens(sequence, budget)
-                prompts.append((sequence, num_tokens))
-                budget -= num_tokens
-        return decodes, prompts
+            if not budget.is_spent and sequence.status is SequenceStatus.RUNNING:
+                prompts.append((sequence, self._take(sequence, budget)))
+        return decodes, prompts, budget
 
-    def _prompt_tokens(self, sequence: Sequence, budget: int) -> int:
-        """Return how much of a prompt goes into a step with ``budget`` tokens left.
+    def _take(self, sequence: Sequence, budget: StepBudget) -> int:
+        """Return how much of a prompt goes into the step, and count it.
 
         Without chunking a prompt runs whole: the last one in a step may overshoot the budget, and ends it.
         """
-        return min(sequence.num_to_run, budget) if self._scheduler.chunked_prefill else sequence.num_to_run
+        num_tokens = budget.room_for(sequence) if self._scheduler.chunked_prefill else sequence.num_to_run
+        budget.take(sequence, num_tokens)
+        return num_tokens
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Claim a page for a decoding sequence's next token; return whether it can run in this step.
@@ -195,8 +216,8 @@ class RunningSet:
         sequence.status = SequenceStatus.WAITING
         self._policy.send_back(sequence, now)
 
-    def _admit(self, budget: int, now: float) -> tuple[list[_Planned], bool]:
-        """Let waiting sequences in, in the policy's order, while there are seats and tokens.
+    def _admit(self, budget: StepBudget, now: float) -> tuple[list[_Planned], bool]:
+        """Let waiting sequences in, in the policy's order, while there are seats and room in the step.
 
         Returns:
             Who was let in with how many tokens, and whether any other could not be because its adapter is on its way.
@@ -204,7 +225,7 @@ class RunningSet:
         planned: list[_Planned] = []
         is_loading = False
         self._policy.begin(now)
-        while budget > 0 and len(self._running) < self._num_seats:
+        while not budget.is_spent and len(self._running) < self._num_seats:
             sequence = self._policy.offer()
             if sequence is None:
                 break
@@ -212,9 +233,7 @@ class RunningSet:
             outcome = self._try_admit(sequence, now, Depth.WANTED if is_first else Depth.IDLE)
             self._policy.report(sequence, outcome)
             if outcome is Outcome.ADMITTED:
-                num_tokens = self._prompt_tokens(sequence, budget)
-                planned.append((sequence, num_tokens))
-                budget -= num_tokens
+                planned.append((sequence, self._take(sequence, budget)))
             is_loading |= outcome is Outcome.ADAPTER_LOADING
         first = self._policy.first_in_line
         is_waiting = first is not None and first.status is SequenceStatus.WAITING

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from manylora.errors import ConfigError
 from manylora.scheduling.adapter_aware import AdapterAwarePolicy
+from manylora.scheduling.boost import BoostPolicy
 from manylora.scheduling.chameleon import ChameleonPolicy, StaticQueuesPolicy
 from manylora.scheduling.fifo import FifoPolicy
 from manylora.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
@@ -18,6 +19,7 @@ __all__ = [
     "POLICIES",
     "PREDICTORS",
     "AdapterAwarePolicy",
+    "BoostPolicy",
     "ChameleonPolicy",
     "FifoPolicy",
     "LengthEstimate",
@@ -38,6 +40,7 @@ __all__ = [
 
 POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "adapter-aware": AdapterAwarePolicy,
+    "boost": BoostPolicy,
     "chameleon": ChameleonPolicy,
     "fifo": FifoPolicy,
     "sjf": ShortestFirstPolicy,

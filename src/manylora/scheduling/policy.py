@@ -87,6 +87,7 @@ class PolicyContext:
         predictor: Guesses output lengths.
         nearness: Where a sequence's adapter is.
         num_claimable_pages: Pages an admission could get now; with ``True``, that of the first in line.
+        prompt_s: What a sequence's prompt takes of the device, in seconds, as learnt so far.
     """
 
     config: SchedulerConfig
@@ -95,6 +96,7 @@ class PolicyContext:
     predictor: LengthPredictor
     nearness: Callable[[Sequence], Nearness]
     num_claimable_pages: Callable[[bool], int]
+    prompt_s: Callable[[Sequence], float]
 
 
 class Policy(Protocol):

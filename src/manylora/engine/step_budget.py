@@ -1,0 +1,86 @@
+"""What is left of a step for prompts: tokens, and where a step has a target, seconds.
+
+::
+
+    |-- decoding --|------------- prompts -------------|   a step
+                   |-- chunk --|-- chunk --|  left ....|   until tokens or seconds are spent
+
+Tokens alone make steps uneven: 512 tokens on adapters of rank 128 may take twice the time of as many at rank 8. A
+target cuts prompts to time instead, so that those who decode feel every step alike, and none is shorter than it
+needs to be.
+
+A long step serves prompts at the expense of those who decode, who stay longer and hold their pages longer. While there
+are pages that costs nothing but their pace; when pages run short it costs everybody's turn, for who decodes slowly is
+who fills the pool. So the fuller the pool, the shorter the steps.
+"""
+
+from __future__ import annotations
+
+from manylora.engine.step_costs import StepCosts, StepLoad
+from manylora.scheduling import Sequence
+
+__all__ = ["StepBudget", "target_s"]
+
+ROOMY = 0.25
+"""Share of pages that could be claimed above which a step may take its whole target."""
+
+LEAST_OF_TARGET = 0.3
+"""Share of the target that a step may take when no page is left: less would mostly be spent on reading weights."""
+
+PROMPT_SHARE = 0.2
+"""Share of a step that is kept for prompts, however many decode: else they would wait for ever on a slow device."""
+
+LEAST_TOKENS = 16
+"""Tokens that are worth a chunk."""
+
+
+def target_s(longest_s: float, claimable_share: float) -> float:
+    """Return how long a step should take, in seconds.
+
+    Args:
+        longest_s: With pages to spare.
+        claimable_share: Share of all pages that an admission could claim.
+    """
+    return longest_s * max(LEAST_OF_TARGET, min(1.0, claimable_share / ROOMY))
+
+
+class StepBudget:
+    """Counts down as prompts take their parts.
+
+    Args:
+        num_tokens: Left after decoding.
+        costs: What tokens cost.
+        decoding: What decodes in the same step.
+        step_s: How long the step should take, in seconds; ``None`` for no matter.
+    """
+
+    def __init__(self, num_tokens: int, costs: StepCosts, decoding: StepLoad | None, step_s: float | None) -> None:
+        self._num_tokens = num_tokens
+        self._costs = costs
+        self._seconds: float | None = None
+        if step_s is not None:
+            spent_s = costs.step_s(decoding or StepLoad(1.0, 0.0, 0.0, 0.0))
+            self._seconds = max(step_s - spent_s, PROMPT_SHARE * step_s, LEAST_TOKENS * costs.token_s(0))
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left that would be worth a chunk."""
+        if self._num_tokens <= 0:
+            return True
+        return self._seconds is not None and self._seconds < LEAST_TOKENS * self._costs.token_s(0)
+
+    def room_for(self, sequence: Sequence) -> int:
+        """Return how many of a sequence's tokens fit; at least one, unless it is spent."""
+        num_tokens = min(sequence.num_to_run, self._num_tokens)
+        if self._seconds is None:
+            return num_tokens
+        rank = sequence.version.rank if sequence.version else 0
+        in_time = int(self._seconds / max(1e-9, self._costs.token_s(rank)))
+        return min(num_tokens, max(LEAST_TOKENS, in_time))
+
+    def take(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count a chunk, which may be more than there is room for."""
+        self._num_tokens -= num_tokens
+        if self._seconds is not None:
+            rank = sequence.version.rank if sequence.version else 0
+            self._seconds -= num_tokens * self._costs.token_s(rank)

@@ -1,0 +1,190 @@
+"""First come, first served, except that a small request is dated back: by more, the longer the line.
+
+A request's key is ``arrival + backlog * log(size)``: one whose size is less by a factor of e goes ahead of those that
+came up to a backlog before it. *Backlog* is what the prompts that wait would take of the device, in seconds. With a
+short line the order is that of arrival, and a small request passes only who came a moment earlier; with a long one it
+passes nearly everybody who is larger, when that helps it most and costs the others least beside what they wait anyway.
+
+Why this form: shortest first has the best mean and a long tail, order of arrival has nearly the best tail and a poor
+mean. Between them lies dating back: arrival less ``log(1 / (1 - exp(-g * size))) / g``, where ``g`` is the rate at
+which the tail falls off, has the shortest tail of all orders that know sizes which are not heavy-tailed, and a mean not
+far from the best. Near saturation ``1/g`` is the mean wait and sizes are small beside it, which leaves the logarithm.
+We take the backlog for the mean wait: it is the wait of who comes now, not of who came.
+
+*Size* is a product, so that each factor dates back by itself: what the prompt takes of the device, for a first token
+waits for prompts; the pages of the adapter; and, squared, the weighted size of Chameleon, which knows of the predicted
+answer. Wrong predictions move a request by a part of its key, and never into another queue.
+
+Nobody starves. Whoever is first in line stays so until admitted. The oldest of all is passed by ``MAX_BYPASS``
+admissions at most (``bypass.py``), then is first in line, and alone; so everybody comes to be the oldest. The backlog
+that counts is bounded, so that the order does not turn to shortest first where more comes than can ever be served.
+
+Source: the key after Yu and Scully, "Strongly tail-optimal scheduling in the light-tailed M/G/1" (2024), the weighted
+size after Chameleon, section 4.3.1; the backlog in place of a constant, and the bound, are ours (``docs/adr/0021``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from math import log
+
+from manylora.scheduling.bypass import LOOK_AHEAD, MAX_BYPASS, Bypass
+from manylora.scheduling.line import Line
+from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
+from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.sequence import Sequence
+
+__all__ = ["BoostPolicy"]
+
+SHORTEST_S, LONGEST_S = 0.05, 5.0
+"""The backlog that counts lies between these, in seconds."""
+
+STALE = 1.25
+"""The order is made anew when the backlog has changed by this factor."""
+
+FIRST_FIT_AFTER, WINDOW = 16, 2048
+"""Requests that sizes are measured against; anew each time their number has doubled, then every so many."""
+
+_Key = tuple[float, int]
+
+
+class BoostPolicy:
+    """Offers the first in line, then sequences by key; a pre-empted one comes back with what is left of it."""
+
+    def __init__(self, context: PolicyContext) -> None:
+        self._context = context
+        self._sizer = RequestSizer(context.config.request_size)
+        self._demands: deque[Demand] = deque(maxlen=WINDOW)
+        self._num_arrivals = 0
+        self._fit_after = FIRST_FIT_AFTER
+        self._line = Line()
+        self._waiting: dict[int, Sequence] = {}  # by seq_id, as all below
+        self._prompt_s: dict[int, float] = {}
+        self._log_size: dict[int, float] = {}
+        self._keys: dict[int, _Key] = {}
+        self._order: list[_Key] = []
+        self._backlog_s = 0.0
+        self._scale_s = SHORTEST_S  # the backlog that the keys were made with
+        self._bypass = Bypass()
+        self._first: Sequence | None = None
+        self._offers: list[Sequence] | None = None  # lined up when first asked for: most steps have no seat
+        self._is_blocked = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    # -- sequences come and go ---------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Measure it and put it in its place."""
+        demand = self._demand(sequence)
+        if sequence.admitted_at is None:
+            self._learn(demand)
+        prompt_s = self._context.prompt_s(sequence)
+        self._waiting[sequence.seq_id] = sequence
+        self._line.add(sequence)
+        self._prompt_s[sequence.seq_id] = prompt_s
+        self._backlog_s += prompt_s
+        size = prompt_s * max(1, sequence.num_adapter_pages) * self._sizer.size(demand) ** 2
+        self._log_size[sequence.seq_id] = log(max(size, 1e-30))
+        self._put(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence."""
+        self._take_out(sequence)
+        self._bypass.forgive(sequence)
+
+    def finish(self, sequence: Sequence, now: float) -> None:
+        """Nothing to give back."""
+
+    def send_back(self, sequence: Sequence, now: float) -> None:
+        """Let it wait again, measured by what is left of it."""
+        self.add(sequence, now)
+
+    def _demand(self, sequence: Sequence) -> Demand:
+        output = self._context.predictor.predict(sequence).p50 - sequence.num_output_tokens
+        adapter = sequence.num_adapter_pages * self._context.block_size
+        return Demand(prompt=sequence.num_to_run, output=max(1, output), adapter=adapter)
+
+    def _learn(self, demand: Demand) -> None:
+        """Measure sizes against recent requests. Those who wait keep theirs: they will soon be gone."""
+        self._demands.append(demand)
+        self._num_arrivals += 1
+        if self._num_arrivals == 1 or self._num_arrivals >= self._fit_after:
+            self._sizer.fit(self._demands)
+            self._fit_after = max(FIRST_FIT_AFTER, self._num_arrivals + min(self._num_arrivals, WINDOW))
+
+    def _take_out(self, sequence: Sequence) -> None:
+        seq_id = sequence.seq_id
+        del self._waiting[seq_id], self._log_size[seq_id]
+        self._line.remove(sequence)
+        self._backlog_s -= self._prompt_s.pop(seq_id)
+        del self._order[bisect_left(self._order, self._keys.pop(seq_id))]
+
+    def _put(self, sequence: Sequence) -> None:
+        at = sequence.arrived_at + self._scale_s * self._log_size[sequence.seq_id]
+        key = self._keys[sequence.seq_id] = (at, sequence.seq_id)
+        insort(self._order, key)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def squash(self, now: float) -> list[Sequence]:
+        """Nobody: who passes stays."""
+        return []
+
+    def begin(self, now: float) -> None:
+        """Set the order right if the backlog has changed, and name the first in line."""
+        backlog_s = min(max(self._backlog_s, SHORTEST_S), LONGEST_S)
+        if not 1 / STALE < backlog_s / self._scale_s < STALE:
+            self._scale_s = backlog_s
+            self._order.clear()
+            for sequence in self._waiting.values():
+                self._put(sequence)
+        oldest = self._line.head
+        if oldest is not None:
+            # Whoever goes before the oldest passes it, whether it was offered or not.
+            self._bypass.refuse(oldest)
+        worn = self._bypass.exhausted
+        if worn is not None:
+            self._first = worn
+        elif self._first is None or self._first.seq_id not in self._waiting:
+            self._first = self._waiting[self._order[0][1]] if self._order else None
+        self._offers = None
+        self._is_blocked = False
+
+    @property
+    def first_in_line(self) -> Sequence | None:
+        """Who had the least key when the last one was admitted, or was passed too often."""
+        return self._first
+
+    def offer(self) -> Sequence | None:
+        """Return the next by key, after the first in line."""
+        if self._offers is None:
+            self._offers = self.upcoming(LOOK_AHEAD)
+            self._offers.reverse()
+        return self._offers.pop() if self._offers and not self._is_blocked else None
+
+    def report(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Go on, count who was passed, or stop."""
+        if outcome is Outcome.ADMITTED:
+            self._take_out(sequence)
+            self._is_blocked = self._bypass.admit(sequence)
+        elif outcome is Outcome.NO_PAGES:
+            self._is_blocked = True
+        elif outcome is Outcome.ADAPTER_LOADING:
+            self._bypass.forgive(sequence)
+        else:
+            self._bypass.refuse(sequence)
+            self._is_blocked = sequence.num_bypassed >= MAX_BYPASS
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        """Return the first in line and the next by key."""
+        rest = [self._waiting[seq_id] for _, seq_id in self._order[:count]]
+        if self._first is None or self._first.seq_id not in self._waiting:
+            return rest
+        return [self._first, *(one for one in rest if one is not self._first)][:count]
+
+    def queues(self) -> tuple[QueueStatus, ...]:
+        """One line."""
+        return (QueueStatus(num_waiting=len(self._waiting)),)
