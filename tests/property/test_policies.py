@@ -109,6 +109,7 @@ DISCIPLINES = st.fixed_dictionaries(
         "overlap_loads": st.booleans(),
         "reserve_output": st.booleans(),
         "steps_between_admissions": st.sampled_from([0, 0, 1, 10]),
+        "step_target_s": st.sampled_from([None, 0.0201, 0.022]),
     }
 )
 

@@ -126,6 +126,15 @@ def serve(
         int,
         typer.Option(help="Most tokens in one step; longer prompts are cut to it.", rich_help_panel="Scheduling"),
     ] = _SCHEDULER.max_num_batched_tokens,
+    step_target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Cut prompts so that a step takes no longer, by costs learnt while serving; and shorter where memory "
+            "runs short.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = _SCHEDULER.step_target_s,
     max_waiting: Annotated[
         int, typer.Option(help="Most requests waiting; more get a 429.", rich_help_panel="Scheduling")
     ] = _SCHEDULER.max_waiting,
@@ -309,6 +318,7 @@ def serve(
             policy=policy,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            step_target_s=step_target,
             max_loras=max_loras,
             max_waiting=max_waiting,
             chunked_prefill=not no_chunked_prefill,

@@ -20,7 +20,7 @@ admissions at most (``bypass.py``), then is first in line, and alone; so everybo
 that counts is bounded, so that the order does not turn to shortest first where more comes than can ever be served.
 
 Source: the key after Yu and Scully, "Strongly tail-optimal scheduling in the light-tailed M/G/1" (2024), the weighted
-size after Chameleon, section 4.3.1; the backlog in place of a constant, and the bound, are ours (``docs/adr/0021``).
+size after Chameleon, section 4.3.1; the backlog in place of a constant, and the bound, are ours (``docs/adr/0022``).
 """
 
 from __future__ import annotations
