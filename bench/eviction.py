@@ -41,7 +41,7 @@ from manylora.engine.adapter_cache import AdapterCache, Readiness
 from manylora.memory import EVICTION_POLICIES, Depth, Owner, PageStore, ReloadCosts, make_eviction_policy
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor
-from manylora.sim.shapes import llama_2_7b_shape
+from manylora.sim.models import base_shape
 from manylora.types import AdapterKey, AdapterVersion
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,7 +53,7 @@ NUM_ADAPTERS, NUM_USES = 500, 12_000
 RATE = 8.0
 """Uses per second, all adapters together: Chameleon's medium load."""
 
-BASE = llama_2_7b_shape()
+BASE = base_shape("llama-2-7b")
 
 Uses = list[tuple[float, int]]  # seconds, adapter
 

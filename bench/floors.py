@@ -16,7 +16,7 @@ from typing import Any
 
 from manylora.adapters.shape import BaseShape, ModuleKind
 from manylora.sim.hardware import Hardware, find_hardware
-from manylora.sim.shapes import llama_3_8b_shape
+from manylora.sim.models import base_shape
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TARGETS = {
@@ -90,7 +90,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    base = llama_3_8b_shape()
+    base = base_shape("llama-3-8b")
     devices = [find_hardware(name) for name in ("h200", "a100-80")]
     report = {
         "command": "python bench/floors.py",

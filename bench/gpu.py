@@ -35,8 +35,8 @@ from manylora.execution.page_tables import PageTables
 from manylora.execution.paged_attention import AttentionCall
 from manylora.execution.triton_batch import TritonBatch
 from manylora.measure import Recorder, summarise
+from manylora.sim.models import base_shape
 from manylora.sim.roofline import make_cost
-from manylora.sim.shapes import llama_3_8b_shape
 from manylora.sim.simulation import SimulationConfig, simulate
 from manylora.types import AdapterVersion, Request, SamplingParams
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
@@ -322,7 +322,7 @@ class Bench:
                 run = simulate(
                     workload,
                     SimulationConfig(
-                        base=llama_3_8b_shape(),
+                        base=base_shape("llama-3-8b"),
                         cost=make_cost("llama-3-8b", "h200", lora_kernel="ragged", targets=QV),
                         num_pages=num_pages,
                         scheduler=scheduler,

@@ -32,7 +32,6 @@ from manylora.adapters.shape import BaseShape
 from manylora.adapters.size import square_adapter_bytes
 from manylora.memory.pool import Owner, PagePool
 from manylora.sim.models import base_shape
-from manylora.sim.shapes import llama_2_7b_shape, llama_3_8b_shape
 
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
@@ -46,8 +45,8 @@ TARGETS = {
 PUBLISHED = {"failures": 342, "external": 0.183, "resident": 68, "paged_internal": 0.006, "paged_resident": 76}
 
 
-LLAMA_2_7B = llama_2_7b_shape()
-LLAMA_3_8B = llama_3_8b_shape()
+LLAMA_2_7B = base_shape("llama-2-7b")
+LLAMA_3_8B = base_shape("llama-3-8b")
 LLAMA_3_70B = base_shape("llama-3-70b")
 
 

@@ -32,13 +32,13 @@ from manylora.scheduling.clustering import cluster, cut_offs
 from manylora.scheduling.request_size import Demand, RequestSizer
 from manylora.sim.adapters import adapter_versions
 from manylora.sim.cost import FixedCost
-from manylora.sim.shapes import llama_2_7b_shape
+from manylora.sim.models import base_shape
 from manylora.sim.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-LLAMA_7B = llama_2_7b_shape()
+LLAMA_7B = base_shape("llama-2-7b")
 # The card has 28 GiB left beside the weights; the published evaluation scales its trace down until KV and adapters fill
 # them at the peak. Lengths are scaled here as well, but compute would run out first: so the pool is scaled as well.
 NUM_PAGES = 16 * GIB // LLAMA_7B.page.num_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.events import Event
 from manylora.sim.cost import FixedCost
-from manylora.sim.shapes import llama_3_8b_shape
+from manylora.sim.models import base_shape
 from manylora.sim.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
@@ -45,7 +45,7 @@ def run() -> tuple[Run, list[Event]]:
     """Serve it on three replicas with pools too small for it."""
     events: list[Event] = []
     config = SimulationConfig(
-        base=llama_3_8b_shape(),
+        base=base_shape("llama-3-8b"),
         cost=FixedCost(),
         num_pages=300,
         num_replicas=3,

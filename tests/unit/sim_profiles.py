@@ -12,8 +12,8 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.engine.step_log import LogHeader, LogLine, StepRecord
 from manylora.sim.build import build_simulated_parts
 from manylora.sim.fitted import FittedCost
+from manylora.sim.models import base_shape
 from manylora.sim.profile import CostProfile, LoadCost, RowCost
-from manylora.sim.shapes import llama_3_8b_shape
 
 TRUTH = {
     "step": 3e-3,
@@ -29,7 +29,7 @@ ROWS = RowCost(knots=(0, 16, 64), row_s=(1e-5, 4e-5, 8e-5))
 
 def make_profile(**fields: object) -> CostProfile:
     known: dict[str, object] = {
-        "base": llama_3_8b_shape(),
+        "base": base_shape("llama-3-8b"),
         "num_pages": 600,
         "machine": "a machine",
         "lora_kernel": "grouped",

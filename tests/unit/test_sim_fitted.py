@@ -19,8 +19,8 @@ from manylora.sim.calibrate import fit_profile, split_log
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.fitted import FittedCost
+from manylora.sim.models import base_shape
 from manylora.sim.profile import Noise, StepCost, read_profile
-from manylora.sim.shapes import llama_3_8b_shape
 from manylora.types import AdapterKey, SamplingParams, Tier
 
 
@@ -187,7 +187,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, content: str | None, mess
 
 
 def header(**fields: str) -> LogHeader:
-    return LogHeader(base=llama_3_8b_shape(), num_pages=9, **fields)
+    return LogHeader(base=base_shape("llama-3-8b"), num_pages=9, **fields)
 
 
 def test_a_profile_is_of_one_engine():

@@ -39,12 +39,12 @@ def test_a_saved_tokenizer_loads_alike(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no tokenizer from .*: none of its files"):
+    with pytest.raises(ConfigError, match=r"no tokenizer from .*: none of its files"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{broken")
     with pytest.raises(ConfigError, match="no tokenizer from"):
         Tokenizer.load(tmp_path)
-    with pytest.raises(ConfigError, match="no tokenizer from .*: there is no such folder$"):
+    with pytest.raises(ConfigError, match=r"no tokenizer from .*: there is no such folder$"):
         Tokenizer.load(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="slow tokenizer"):
         Tokenizer(object(), "x")

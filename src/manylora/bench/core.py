@@ -21,7 +21,7 @@ from time import perf_counter
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.sim.shapes import llama_3_8b_shape
+from manylora.sim.models import base_shape
 from manylora.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams, Tier
 
 __all__ = ["SCALES", "DecisionCost", "Scale", "decision_table", "measure_decision"]
@@ -106,7 +106,7 @@ def measure_decision(
     """Fill an engine, let it settle, and time so many steps."""
     rng = random.Random(0)
     core = EngineCore(
-        base=llama_3_8b_shape(),
+        base=base_shape("llama-3-8b"),
         # Room for the running requests and some forty of their adapters' worth beside: far from all adapters.
         num_pages=scale.running * 40,
         executor=_NullExecutor(),

@@ -16,7 +16,7 @@ from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.engine.ports import AdapterLoad, EngineParts, LoadResult, StepPlan, StepResult
 from manylora.sim.build import SimulatedReader
-from manylora.sim.shapes import llama_3_8b_shape
+from manylora.sim.models import base_shape
 from manylora.types import AdapterKey, SampledToken, Tier
 
 __all__ = ["NUM_TICKS", "TICK_S", "PacedExecutor", "build_paced_parts", "write_paced_tokenizer"]
@@ -65,7 +65,7 @@ class PacedExecutor:
 
 def build_paced_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     """Build an engine's parts around a ``PacedExecutor``: Llama-3-8B's sizes, no weights."""
-    base = llama_3_8b_shape(block_size=config.memory.block_size)
+    base = base_shape("llama-3-8b", block_size=config.memory.block_size)
     return EngineParts(
         base=base,
         num_pages=config.memory.num_pages or 1 << 16,

@@ -15,7 +15,7 @@ from manylora.errors import AdapterError, AdapterNotFound
 from manylora.sim.cost import CostModel, FixedCost
 from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.fitted import FittedCost
-from manylora.sim.shapes import llama_3_8b_shape
+from manylora.sim.models import base_shape
 from manylora.sim.stand_in import StandIn, find_stand_in, make_teller
 from manylora.types import AdapterKey, AdapterVersion
 
@@ -97,7 +97,7 @@ def build_simulated_parts(
     if config.simulate is not None and cost is None and shape is None:
         made_up = find_stand_in(config.simulate, config)
     else:
-        base = shape or llama_3_8b_shape(block_size=config.memory.block_size)
+        base = shape or base_shape("llama-3-8b", block_size=config.memory.block_size)
         pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
         num_pages = config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes)
         drag = cost.drag if isinstance(cost, FittedCost) else {}

@@ -6,7 +6,7 @@ import hashlib
 
 from manylora.adapters.shape import ELEMENT_BYTES, BaseShape, ModuleKind, PageShape, TargetModule
 
-__all__ = ["decoder_shape", "llama_2_7b_shape", "llama_3_8b_shape"]
+__all__ = ["decoder_shape"]
 
 
 def decoder_shape(
@@ -81,38 +81,6 @@ def decoder_shape(
         modules=tuple(modules),
         all_linear=all_linear,
         eos_token_ids=eos_token_ids,
-    )
-
-
-def llama_2_7b_shape() -> BaseShape:
-    """Return the shape of Llama-2-7B: 32 layers, 32 heads of 128 without grouping; a page is 8 MiB."""
-    return decoder_shape(
-        name="llama-2-7b",
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        intermediate_size=11008,
-        vocab_size=32_000,
-        max_model_len=4096,
-    )
-
-
-def llama_3_8b_shape(*, max_model_len: int = 8192, block_size: int = 16, dtype: str = "bfloat16") -> BaseShape:
-    """Return the shape of Llama-3-8B: 32 layers, 32 query and 8 key/value heads of 128; a page is 2 MiB."""
-    return decoder_shape(
-        name="llama-3-8b",
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        vocab_size=128256,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        dtype=dtype,
     )
 
 
