@@ -1,0 +1,110 @@
+"""What the host does before a captured decode step can be replayed, without a GPU: numbers into buffers.
+
+    python bench/graph_inputs.py
+
+Llama-3-8B's 129 groups, contexts of 700 tokens, every sequence with an adapter of its own of rank 32 on all linears.
+*inputs* is every step's; *adapters* only when the batch changes; *table* once per adapter, when it arrives. The copies
+to a device are not in it. Medians of 60 rounds; the least as well, for machines that are not quiet. Writes
+`bench/results/graph_inputs.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from manylora.adapters.layout import lay_out
+from manylora.adapters.shape import PageShape
+from manylora.engine.ports import PlannedSequence
+from manylora.execution.decode_graphs import DecodeGraphs
+from manylora.execution.device_ops import DirectOps
+from manylora.execution.lora import StepContext
+from manylora.execution.lora_naive import apply_naive
+from manylora.execution.lora_ragged import LoraSpace, StepTables, measure
+from manylora.execution.lora_tables import AdapterTable, GroupDirectory, make_template
+from manylora.execution.machine import describe_machine
+from manylora.execution.page_tables import PageTables
+from manylora.execution.pages import PageStorage
+from manylora.sim.shapes import llama_3_8b_shape
+from manylora.types import SamplingParams
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CONTEXT, RANK, BLOCK = 700, 32, 16
+
+
+def microseconds(work: Callable[[], object]) -> tuple[float, float]:
+    times = []
+    for _ in range(60):
+        began = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - began) * 1e6)
+    return statistics.median(times), min(times)
+
+
+def main() -> None:
+    base, cpu = llama_3_8b_shape(), torch.device("cpu")
+    # Only the numbers matter, so the pages are small.
+    page = PageShape(block_size=BLOCK, num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, dtype="float32")
+    pool = PageStorage(page, 8000, cpu)
+    directory = GroupDirectory.of(base)
+    space = LoraSpace(directory, pool.flat)
+    layout = lay_out(dict.fromkeys(base.all_linear, RANK), base)
+    template = make_template(layout, directory)
+    pages = range(layout.num_pages)
+    rows = []
+    for batch in (1, 32, 64, 128):
+        graphs = DecodeGraphs(
+            ops=DirectOps(cpu),
+            model=torch.nn.Identity(),
+            step=StepContext(apply_naive),
+            pool=pool,
+            tables=PageTables(DirectOps(cpu), num_lines=160, width=512),
+            vocab_size=8,
+            max_num_seqs=128,
+            space=space,
+        )
+        per_sequence = CONTEXT // BLOCK + 1
+        sequences = [
+            PlannedSequence(
+                seq_id=i,
+                tokens=[1] * (CONTEXT + 1),
+                num_prompt_tokens=1,
+                start=CONTEXT,
+                num_tokens=1,
+                pages=list(range(i * per_sequence, (i + 1) * per_sequence)),
+                adapter=None,
+                rank=0,
+                sampling=SamplingParams(),
+                is_sampled=True,
+                seed=0,
+            )
+            for i in range(batch)
+        ]
+        lines = [(i, i + 1, AdapterTable.put(template, pages, page.num_elements, cpu)) for i in range(batch)]
+        tables = StepTables(space, measure(lines, 16), 16)
+        work = {
+            "inputs": lambda graphs=graphs, s=sequences, n=batch: graphs._write_inputs(s, n),
+            "adapters": lambda tables=tables, lines=lines: tables.write(lines),
+            "table": lambda: template.place(pages, page.num_elements),
+        }
+        row: dict[str, float] = {"batch": batch}
+        for name, one in work.items():
+            row[f"{name} us"], row[f"{name} us, least"] = microseconds(one)
+        rows.append(row)
+    report = {"command": "python bench/graph_inputs.py", "machine": describe_machine(cpu), "rows": rows}
+    lines_of_text = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
+    lines_of_text += [" | ".join(f"{value:.0f}" for value in row.values()) for row in rows]
+    text = f"# The host's share of a captured decode step\n\n{report['machine']}; `{report['command']}`.\n\n"
+    text += "".join(f"| {line} |\n" for line in lines_of_text)
+    (RESULTS / "graph_inputs.json").write_text(json.dumps(report, indent=1) + "\n")
+    (RESULTS / "graph_inputs.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
