@@ -53,14 +53,20 @@ def make_model(path: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def make_adapters(base: Path, path: Path, ranks: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Path]:
-    """Save an adapter on all linears for each rank, with weights of ``dtype``."""
+def make_adapters(
+    base: Path,
+    path: Path,
+    ranks: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    targets: str | list[str] = "all-linear",
+) -> list[Path]:
+    """Save an adapter on ``targets`` for each rank, with weights of ``dtype``."""
     folders = []
     with quiet():
         model = LlamaForCausalLM.from_pretrained(base)
     for index, rank in enumerate(ranks):
         torch.manual_seed(1 + index)
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=False)
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False)
         folder = path / f"adapter-{index}"
         with quiet():
             adapted = get_peft_model(model, config)

@@ -8,6 +8,7 @@ An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in
   once with ours (oneDNN, packed weights), and against `generate`.
 * *8*, *32*: adapters of rank 8 to 128 on all linears; 8 take four requests each, 32 one each. Saved in float32, and
   32 saved in bfloat16, which are kept in 16 bits. Against `generate` of PEFT with `adapter_names`.
+* *attention*: the same ranks on q, k, v and o alone, which is where most published measurements put them.
 * *spread*: lengths of the Azure conversation trace (`--traces` says where it lies; gamma distributions fitted to it
   otherwise), scaled to the same means; PEFT answers in static batches of 32.
 
@@ -44,6 +45,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 NUM_IN, NUM_OUT = 128, 64
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 LONGEST = 1024
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 # The ratios that are claimed: name, time of the slower side, time of the quicker, what each is.
 RATIOS = {
@@ -53,6 +55,9 @@ RATIOS = {
     "time of 8 adapters over the base": ("8 adapters", "base"),
     "time of 32 adapters over the base": ("32 adapters", "base"),
     "time of 32 adapters saved in bfloat16 over the base": ("32 adapters bfloat16", "base"),
+    "time of 8 adapters on attention over the base": ("8 adapters attention", "base"),
+    "time of 32 adapters on attention over the base": ("32 adapters attention", "base"),
+    "time of 32 adapters on attention saved in bfloat16 over the base": ("32 adapters attention bfloat16", "base"),
     "32 adapters over PEFT": ("PEFT", "32 adapters"),
     "32 adapters saved in bfloat16 over PEFT": ("PEFT", "32 adapters bfloat16"),
     "32 adapters over PEFT, spread lengths": ("PEFT spread", "32 adapters spread"),
@@ -82,7 +87,10 @@ def main() -> None:
         ranks = [RANKS[index % len(RANKS)] for index in range(num_requests)]
         wide = make_adapters(path / "base", path / "float32", ranks)
         narrow = make_adapters(path / "base", path / "bfloat16", ranks, torch.bfloat16)
-        ours = Ours(path / "base", {"wide": wide, "narrow": narrow}, clock)
+        sets = {"wide": wide, "narrow": narrow}
+        for name, dtype in (("wide_attention", torch.float32), ("narrow_attention", torch.bfloat16)):
+            sets[name] = make_adapters(path / "base", path / name, ranks, dtype, ATTENTION)
+        ours = Ours(path / "base", sets, clock)
         systems = build_systems(path / "base", ours, wide, fixed, spread, options.only)
         seconds: dict[str, list[float]] = {name: [] for name in systems}
         outside: list[float] = []
@@ -207,6 +215,9 @@ def build_systems(
         "8 adapters": lambda: mixed("wide", fixed, 8),
         "32 adapters": lambda: mixed("wide", fixed, len(adapters)),
         "32 adapters bfloat16": lambda: mixed("narrow", fixed, len(adapters)),
+        "8 adapters attention": lambda: mixed("wide_attention", fixed, 8),
+        "32 adapters attention": lambda: mixed("wide_attention", fixed, len(adapters)),
+        "32 adapters attention bfloat16": lambda: mixed("narrow_attention", fixed, len(adapters)),
         "transformers": lambda: run_with(Transformers(base), fixed),
         "PEFT": lambda: lambda: peft().run_mixed(fixed),
         "32 adapters spread": lambda: mixed("wide", spread, len(adapters)),
@@ -237,7 +248,9 @@ def table(report: dict[str, Any]) -> str:
         f"{report['tokens_in']} tokens in, {report['tokens_out']} out, greedy"
         f"{'; seconds are processor time of one thread' if report['processor_time'] else ''}. "
         f"Adapters have rank {RANKS[0]} to {RANKS[-1]} on all linears; 32 of them are {megabytes['wide']:.0f} MB in "
-        f"float32 and {megabytes['narrow']:.0f} MB in bfloat16. *Spread*: {spread['requests']} requests with lengths "
+        f"float32 and {megabytes['narrow']:.0f} MB in bfloat16; *attention*: on q, k, v and o alone, "
+        f"{megabytes['wide_attention']:.0f} and {megabytes['narrow_attention']:.0f} MB. *Spread*: {spread['requests']} "
+        "requests with lengths "
         f"from {spread['lengths']}, {spread['mean_in']:.0f} in and {spread['mean_out']:.0f} out on average. Generated "
         "tokens per second, prompts included in the time; medians over the rounds, ratios of each round. At the end "
         f"the load average of the machine was {report['load_average']:.1f}: where that is above its cores, it had "
