@@ -14,6 +14,9 @@ __all__ = ["Generator", "LoadReport", "make_report"]
 
 ADAPTERS, BASE = "adapters", "base"
 
+ALL_AT_ONCE = 1e6
+"""Requests per second that nobody means as a rate."""
+
 TOO_LATE = 0.1
 """Share of what it disturbs above which the generator's own delay is worth a warning."""
 
@@ -93,7 +96,8 @@ class LoadReport:
         }
 
     def _generator_table(self) -> FigureTable:
-        rows = [("requests per second offered", f"{self.offered_per_s:.3g}")]
+        offered = f"{self.offered_per_s:.3g}" if self.offered_per_s < ALL_AT_ONCE else "all at once"
+        rows = [("requests per second offered", offered)]
         if self.tokens_per_chunk:
             rows.append(("tokens a chunk", f"{self.tokens_per_chunk:.2f}"))
         for name, one in (("sent late by", self.generator.lag), ("event loop late by", self.generator.loop_lag)):

@@ -210,7 +210,8 @@ def bench_serve(
     questions = _questions(load, names, target, prompts)
     if not questions:
         raise ConfigError("The workload has no request")
-    note(f"{len(questions):,} requests at {load.rate:.3g}/s over {len(names.adapters)} adapters of {names.base}")
+    pace = "all at once" if math.isinf(request_rate) and workload is None else f"at {load.rate:.3g}/s"
+    note(f"{len(questions):,} requests {pace} over {len(load.adapters)} adapters of {names.base}")
 
     def run(label: str, asked: Sequence[Question]) -> LoadReport:
         first = [replace(asked[0], request_id=f"warm-up-{index}") for index in range(num_warmups)]
@@ -262,9 +263,10 @@ def _prompts(tokenizer: str | None, *, vocab_size: int, seed: int, as_text: bool
     if tokenizer is None:
         tokens = TokenPrompts(vocab_size, seed)
         return TextPrompts(tokens) if as_text else tokens
+    from manylora.demo import demo_model_path
     from manylora.text import Tokenizer
 
-    loaded = Tokenizer.load(tokenizer)
+    loaded = Tokenizer.load(str(demo_model_path()) if tokenizer == "demo" else tokenizer)
     tokens = TokenPrompts(loaded.vocab_size, seed)
     return TextPrompts(tokens, loaded.decode) if as_text else tokens
 
