@@ -146,6 +146,36 @@ def serve(
             rich_help_panel="Scheduling",
         ),
     ] = False,
+    no_mixed_steps: Annotated[
+        bool,
+        typer.Option(
+            "--no-mixed-steps",
+            help="Let decoding wait while prompts run, as S-LoRA does.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = False,
+    no_overlap_loads: Annotated[
+        bool,
+        typer.Option(
+            "--no-overlap-loads",
+            help="Let steps wait for the adapters of those they admit, as S-LoRA does.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = False,
+    reserve_output: Annotated[
+        bool,
+        typer.Option(
+            "--reserve-output",
+            help="Reserve pages for the longest answer on admission: nobody is pre-empted, and fewer run.",
+            rich_help_panel="Scheduling",
+        ),
+    ] = _SCHEDULER.reserve_output,
+    steps_between_admissions: Annotated[
+        int,
+        typer.Option(
+            help="Steps that run before anybody else is admitted, while anybody runs.", rich_help_panel="Scheduling"
+        ),
+    ] = _SCHEDULER.steps_between_admissions,
     predictor: Annotated[
         str,
         typer.Option(
@@ -322,6 +352,10 @@ def serve(
             max_loras=max_loras,
             max_waiting=max_waiting,
             chunked_prefill=not no_chunked_prefill,
+            mixed_steps=not no_mixed_steps,
+            overlap_loads=not no_overlap_loads,
+            reserve_output=reserve_output,
+            steps_between_admissions=steps_between_admissions,
             predictor=predictor,
             predictor_file=predictor_file,
             slo_s=slo,
