@@ -19,6 +19,9 @@ from manylora.measure import Interval, interval_of_runs
 
 __all__ = ["Comparison", "Findings", "Verdict", "overall"]
 
+LEAST = 0.01
+"""Changes below one per cent have no direction."""
+
 
 class Verdict(Enum):
     """How a published number and ours stand to each other."""
@@ -27,7 +30,7 @@ class Verdict(Enum):
     DIRECTION = "agrees in direction"
     """Better where it was published to be better, worse where worse; by another amount.
 
-    Where seeds disagree on the direction (the interval holds no change), it is ``DIFFERS``.
+    Where seeds disagree on the direction, or it is less than ``LEAST``, it is ``DIFFERS``.
     """
     DIFFERS = "differs"
     NOT_REACHED = "not reached"
@@ -151,7 +154,7 @@ def _judge(claim: Claim, ours: Interval) -> Verdict:
     if claim.form not in ("change", "ratio", "crossing-ratio"):
         return Verdict.DIFFERS
     nothing = 0.0 if claim.form == "change" else 1.0
-    is_clear = not isfinite(ours.low) or not ours.low <= nothing <= ours.high
+    is_clear = abs(ours.middle - nothing) >= LEAST and not (isfinite(ours.low) and ours.low <= nothing <= ours.high)
     if is_clear and (ours.middle - nothing) * (claim.published - nothing) > 0:
         return Verdict.DIRECTION
     return Verdict.DIFFERS

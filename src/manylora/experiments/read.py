@@ -19,7 +19,7 @@ SUITE = "suite.toml"
 _OF_SUITE = ("title", "slo_s", "warm_up_s", "num_seeds", "workload", "setups")
 _OF_EXPERIMENT = (
     *("title", "source", "calculation", "setups", "use", "workload", "sweep", "points", "num_seeds", "slo_s"),
-    *("warm_up_s", "plots", "claims", "shown", "why", "notes"),
+    *("warm_up_s", "plots", "claims", "shown", "why", "notes", "ablation"),
 )
 
 
@@ -87,6 +87,7 @@ def _make(name: str, suite: Table, own: Table) -> Experiment:
         shown=tuple(_texts(own, "shown")) or ("ttft_p50", "ttft_p99"),
         why=str(own.get("why", "")).strip(),
         notes=str(own.get("notes", "")).strip(),
+        is_ablation=own.get("ablation", False) is True,
     )
 
 

@@ -73,12 +73,12 @@ def as_markdown(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
 
 
 def _about(pages: Seq[tuple[Findings, Seq[Picture]]]) -> str:
-    verdicts = [overall(findings.compare()) for findings, _ in pages]
+    verdicts = [overall(findings.compare()) for findings, _ in pages if not findings.experiment.is_ablation]
     counts = ", ".join(f"{verdicts.count(one)} {WORDS[one]}" for one in WORDS if one in verdicts)
     return (
         "Simulated on the engine that serves, with virtual time and fixed seeds: the same digits on any machine. "
         "Intervals are 95 %, over seeds; changes and ratios are taken seed by seed. Of "
-        f"{len(pages)} figures and tables: {counts}."
+        f"{len(verdicts)} figures and tables: {counts}. Each has the verdict of its worst claim."
     )
 
 
@@ -86,9 +86,13 @@ def _overview(pages: Seq[tuple[Findings, Seq[Picture]]]) -> list[str]:
     lines = ["| | what | verdict |", "|---|---|---|"]
     for findings, _ in pages:
         experiment = findings.experiment
-        verdict = WORDS[overall(findings.compare())]
+        verdict = _verdict(findings)
         lines.append(f"| [{experiment.name}](#{_anchor(_heading(findings))}) | {experiment.title} | {verdict} |")
     return lines
+
+
+def _verdict(findings: Findings) -> str:
+    return "what it takes" if findings.experiment.is_ablation else WORDS[overall(findings.compare())]
 
 
 def _heading(findings: Findings) -> str:
@@ -101,7 +105,7 @@ def _anchor(heading: str) -> str:
 
 def _section(findings: Findings) -> list[str]:
     experiment, comparisons = findings.experiment, findings.compare()
-    lines = [f"## {_heading(findings)}", "", f"{experiment.source}. Verdict: **{WORDS[overall(comparisons)]}**.", ""]
+    lines = [f"## {_heading(findings)}", "", f"{experiment.source}. Verdict: **{_verdict(findings)}**.", ""]
     lines += [
         f"`manylora experiment run {experiment.name} --seeds {findings.num_seeds}`"
         if experiment.calculation is None
@@ -141,12 +145,11 @@ def _figures(findings: Findings) -> list[str]:
 def as_json(findings: Findings) -> dict[str, object]:
     """Return what an experiment found as plain data, short enough to be kept with the source."""
     experiment, comparisons = findings.experiment, findings.compare()
-    verdict = overall(comparisons)
     return {
         "experiment": experiment.name,
         "title": experiment.title,
         "source": experiment.source,
-        "verdict": WORDS[verdict],
+        "verdict": _verdict(findings),
         "why": experiment.why,
         "seeds": findings.num_seeds,
         "setups": dict(experiment.setups),

@@ -71,6 +71,7 @@ def _felt(run: Run, case: Case) -> dict[str, float]:
         "output_tokens_per_s": summary.output_tokens_per_s,
         "slo_attainment": summary.slo_attainment,
         "hit_rate": summary.hit_rate or 0.0,
+        "cold_starts_per_s": (1.0 - (summary.hit_rate or 0.0)) * summary.requests_per_s,
         "preempted": summary.preempted_share,
         "squashed": summary.squashed_share,
     }

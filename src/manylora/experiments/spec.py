@@ -131,6 +131,7 @@ class Experiment:
         shown: Figures of the table of results.
         why: Why ours differs, where it does, and what shows that.
         notes: What a reader should know about how it was done.
+        is_ablation: Whether it asks what it would take, so that its claims make no verdict.
     """
 
     name: str
@@ -148,6 +149,7 @@ class Experiment:
     shown: tuple[str, ...]
     why: str
     notes: str
+    is_ablation: bool = False
 
 
 def merge(table: Mapping[str, object], changes: Mapping[str, object]) -> Table:
