@@ -19,7 +19,7 @@ from manylora.sim.models import base_shape
 from manylora.sim.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
-DIGEST = "e3b62b70073fa4168a078efbe80e2681"
+DIGEST = "ac0031ee4fc3aefdcd88f77c64fbc254"
 
 
 def workload() -> Workload:

@@ -180,6 +180,14 @@ def test_what_is_asked_wrongly_is_one_message_and_code_2(
     assert not served
 
 
+def test_a_path_that_cannot_be_used_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(manylora.server), "run", lambda *args, **kwargs: (tmp_path / "x" / "y").read_text())
+    assert run_main(monkeypatch, "serve", str(tmp_path)) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'x' / 'y'}: No such file or directory\n"
+
+
 def test_a_bug_is_one_line_and_code_1_unless_debugging(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

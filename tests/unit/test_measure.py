@@ -14,6 +14,7 @@ from manylora.events import (
     RequestAdmitted,
     RequestArrived,
     RequestFinished,
+    RequestPreempted,
     RequestSquashed,
     TokensEmitted,
 )
@@ -92,6 +93,24 @@ def test_only_spans_in_which_nothing_else_was_missing_count_as_waiting_for_an_ad
     ):
         recorder(event)
     assert [one.adapter_wait_s for one in recorder.records] == pytest.approx([0.3, 0.0])
+
+
+def test_a_wait_after_the_first_token_is_a_gap():
+    recorder = Recorder()
+    for event in (
+        arrived(1.0, "r"),
+        TokensEmitted(1.1, ("r",)),
+        RequestPreempted(1.2, "r", 5),
+        AdapterLoadStarted(1.2, KEY, Tier.DEVICE, 200),
+        AdapterAwaited(1.2, "r", KEY),
+        AdapterLoaded(1.7, KEY, Tier.DEVICE, 0.5),
+        TokensEmitted(1.8, ("r",)),
+        finished(1.8, "r"),
+    ):
+        recorder(event)
+    (one,) = recorder.records
+    assert one.adapter_wait_s == 0.0
+    assert one.max_gap_s == pytest.approx(0.7)
 
 
 def test_a_link_is_busy_with_one_load_at_a_time():

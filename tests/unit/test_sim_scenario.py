@@ -170,6 +170,7 @@ def test_options_win_over_the_file_and_results_are_written(
         (["--set", "seed.x=2"], "no table"),
         (["--requests", "0"], "num_requests"),
         (["--seed", "-1"], "seed = -1"),
+        (["--output", __file__], "which cannot be made: File exists"),
         (["--warm-up", "-5"], "warm_up_s = -5"),
     ],
 )

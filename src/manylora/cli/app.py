@@ -97,4 +97,6 @@ def main() -> None:
             raise
         if isinstance(error, ManyloraError):
             fail(str(error), code=2 if error.status < 500 else 1)
+        if isinstance(error, OSError) and error.filename is not None:  # a path somebody gave, or one below it
+            fail(f"{error.filename}: {error.strerror}", code=2)
         fail(f"{type(error).__name__}: {error} (run `manylora --debug ...` to see where)", code=1)

@@ -142,6 +142,8 @@ def simulate_command(
     workload, config = scenario.make_workload(), scenario.make_config()
     if not workload.requests:
         raise ConfigError("The workload has no requests")
+    if output is not None:
+        _make_folder(output)  # before the run, which may take minutes
     began = perf_counter()
     run = _simulate(workload, config)
     report = Report(
@@ -157,6 +159,13 @@ def simulate_command(
     if output is not None:
         for path in write_report(report, output):
             note(f"wrote {path}")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Got --output {str(folder)!r}, which cannot be made: {error.strerror}") from None
 
 
 def _simulate(workload: Workload, config: SimulationConfig) -> Run:

@@ -9,7 +9,8 @@ What a request waited for is told apart::
 
 *Adapter* is the part of loading that nothing hid: the request could have been admitted (``AdapterAwaited``) but for a
 load that had not ended. Several such spans add up. A load that another wait covers, for a seat, for tokens of the step,
-for pages, costs nobody time and is not counted.
+for pages, costs nobody time and is not counted; nor is one that a pre-empted request waits for after its first token, which
+is a gap.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class Recorder:
 
     def _take_wait(self, event: AdapterAwaited) -> None:
         request = self._in_flight[event.request_id]
-        if request.awaited_from is None:
+        if request.awaited_from is None and request.last_token_at is None:
             request.awaited_from = event.at
             self._awaiting.setdefault(event.adapter, []).append(request)
 

@@ -24,7 +24,8 @@ class RequestRecord:
         finished_at: When it ended.
         max_gap_s: Longest time between two of its tokens; 0 with fewer than two.
         was_resident: Whether its adapter was on the device when it was first looked at; ``None`` for the base.
-        adapter_wait_s: Seconds it waited for nothing but its adapter: the part of loading on its critical path.
+        adapter_wait_s: Seconds before its first token in which it waited for nothing but its adapter: the part of
+            loading that its time to first token is longer by.
         num_cached_tokens: Prompt tokens from the prefix cache.
         num_preemptions: Times it had to give its pages back, squashes included.
         num_squashes: Times it was squashed.
