@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from manylora.cli.panels import names, panel
 from manylora.cli.simulate import MADE_UP
 from manylora.cli.terminal import note, notes, out
 from manylora.errors import ConfigError
@@ -27,14 +28,6 @@ from manylora.workloads.traces import read_requests
 __all__ = ["plan_command"]
 
 _WORKLOAD, _SERVICE, _PROMISE, _SEARCH = "Workload", "Service", "Promise and cost", "Search"
-
-
-def _panel(name: str, help: str, **settings: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=name, show_default=False, **settings)
-
-
-def _names(names: Any) -> str:
-    return ", ".join(sorted(names))
 
 
 def plan_command(
@@ -60,49 +53,49 @@ def plan_command(
         typer.Option(
             metavar="KEY=VALUE,VALUE",
             help="Plan for each value, such as gpu=a40,l40s; several give each with each. "
-            f"{_names(SHORT)}, or any setting.",
+            f"{names(SHORT)}, or any setting.",
         ),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, trial by trial.")
     ] = None,
     rate: Annotated[
-        float | None, _panel(_WORKLOAD, "Traffic in requests per second: how many replicas does it need?")
+        float | None, panel(_WORKLOAD, "Traffic in requests per second: how many replicas does it need?")
     ] = None,
     trace: Annotated[
         Path | None,
-        _panel(_WORKLOAD, "Replay this trace's times and lengths; its own rate is the traffic, if none is given."),
+        panel(_WORKLOAD, "Replay this trace's times and lengths; its own rate is the traffic, if none is given."),
     ] = None,
     adapters: Annotated[
-        str | None, _panel(_WORKLOAD, "How many adapters, or a folder of them as PEFT saves them.", metavar="N or DIR")
+        str | None, panel(_WORKLOAD, "How many adapters, or a folder of them as PEFT saves them.", metavar="N or DIR")
     ] = None,
     model: Annotated[
-        str | None, _panel(_SERVICE, f"{_names(MODELS)}; or the path of a config.json.", metavar="NAME")
+        str | None, panel(_SERVICE, f"{names(MODELS)}; or the path of a config.json.", metavar="NAME")
     ] = None,
     gpu: Annotated[
-        str | None, _panel(_SERVICE, f"{_names(HARDWARE)}; or a file of figures in TOML.", metavar="NAME")
+        str | None, panel(_SERVICE, f"{names(HARDWARE)}; or a file of figures in TOML.", metavar="NAME")
     ] = None,
     profile: Annotated[
-        str | None, _panel(_SERVICE, "A measured cost profile, in place of model and gpu.", metavar="FILE")
+        str | None, panel(_SERVICE, "A measured cost profile, in place of model and gpu.", metavar="FILE")
     ] = None,
-    tensor_parallel: Annotated[int | None, _panel(_SERVICE, "Devices that share each layer.")] = None,
-    policy: Annotated[str | None, _panel(_SERVICE, f"{_names(POLICIES)}.", metavar="NAME")] = None,
-    eviction: Annotated[str | None, _panel(_SERVICE, f"{_names(EVICTION_POLICIES)}.", metavar="NAME")] = None,
-    slo_ttft: Annotated[float | None, _panel(_PROMISE, "Longest time to first token, in seconds.")] = None,
-    slo_tbt: Annotated[float | None, _panel(_PROMISE, "Longest time between two tokens, in seconds.")] = None,
-    percentile: Annotated[float | None, _panel(_PROMISE, "How many of a hundred get that; 99 by default.")] = None,
+    tensor_parallel: Annotated[int | None, panel(_SERVICE, "Devices that share each layer.")] = None,
+    policy: Annotated[str | None, panel(_SERVICE, f"{names(POLICIES)}.", metavar="NAME")] = None,
+    eviction: Annotated[str | None, panel(_SERVICE, f"{names(EVICTION_POLICIES)}.", metavar="NAME")] = None,
+    slo_ttft: Annotated[float | None, panel(_PROMISE, "Longest time to first token, in seconds.")] = None,
+    slo_tbt: Annotated[float | None, panel(_PROMISE, "Longest time between two tokens, in seconds.")] = None,
+    percentile: Annotated[float | None, panel(_PROMISE, "How many of a hundred get that; 99 by default.")] = None,
     price: Annotated[
         list[str] | None,
-        _panel(
+        panel(
             _PROMISE,
             "What a device costs per hour, as a number, or by kind as in a40=0.8. Repeatable.",
             metavar="PRICE",
         ),
     ] = None,
-    requests: Annotated[int | None, _panel(_SEARCH, "Requests of each run, at least; 2000 by default.")] = None,
-    seeds: Annotated[int | None, _panel(_SEARCH, "Runs of each trial; 2 by default.")] = None,
+    requests: Annotated[int | None, panel(_SEARCH, "Requests of each run, at least; 2000 by default.")] = None,
+    seeds: Annotated[int | None, panel(_SEARCH, "Runs of each trial; 2 by default.")] = None,
     tolerance: Annotated[
-        float | None, _panel(_SEARCH, "How far the capacity found may lie below the true one; 0.02 by default.")
+        float | None, panel(_SEARCH, "How far the capacity found may lie below the true one; 0.02 by default.")
     ] = None,
 ) -> None:
     """Say how much hardware a service needs to keep its promise: capacity, replicas, memory, cost, and what binds.

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from manylora.cli.panels import names, panel
 from manylora.cli.simulate_report import Report, print_report, write_report
 from manylora.cli.terminal import note, notes, out
 from manylora.errors import ConfigError
@@ -43,14 +44,6 @@ MADE_UP: dict[str, Any] = {
 """What is simulated without a file: lengths as in the Azure conversation trace, a hundred adapters, one A40."""
 
 
-def _panel(name: str, help: str, **settings: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=name, show_default=False, **settings)
-
-
-def _names(names: Any) -> str:
-    return ", ".join(sorted(names))
-
-
 def simulate_command(
     file: Annotated[
         Path | None,
@@ -71,40 +64,40 @@ def simulate_command(
             help="Anything a scenario can say, such as workload.lengths.scale=0.5. Repeatable.",
         ),
     ] = None,
-    rate: Annotated[float | None, _panel("Workload", "Requests per second.")] = None,
-    requests: Annotated[int | None, _panel("Workload", "How many requests at most.")] = None,
-    duration: Annotated[float | None, _panel("Workload", "For how many seconds at most.")] = None,
-    adapters: Annotated[int | None, _panel("Workload", "How many adapters.")] = None,
-    seed: Annotated[int | None, _panel("Workload", "Another seed, another workload of the same kind.")] = None,
+    rate: Annotated[float | None, panel("Workload", "Requests per second.")] = None,
+    requests: Annotated[int | None, panel("Workload", "How many requests at most.")] = None,
+    duration: Annotated[float | None, panel("Workload", "For how many seconds at most.")] = None,
+    adapters: Annotated[int | None, panel("Workload", "How many adapters.")] = None,
+    seed: Annotated[int | None, panel("Workload", "Another seed, another workload of the same kind.")] = None,
     model: Annotated[
-        str | None, _panel("Setup", f"{_names(MODELS)}, or the path of a config.json.", metavar="NAME")
+        str | None, panel("Setup", f"{names(MODELS)}, or the path of a config.json.", metavar="NAME")
     ] = None,
     hardware: Annotated[
-        str | None, _panel("Setup", f"{_names(HARDWARE)}, or the path of a TOML data sheet.", metavar="NAME")
+        str | None, panel("Setup", f"{names(HARDWARE)}, or the path of a TOML data sheet.", metavar="NAME")
     ] = None,
-    tensor_parallel: Annotated[int | None, _panel("Setup", "Devices that share each layer.")] = None,
+    tensor_parallel: Annotated[int | None, panel("Setup", "Devices that share each layer.")] = None,
     profile: Annotated[
         str | None,
-        _panel("Setup", "A measured profile, instead of model and hardware.", metavar="FILE"),
+        panel("Setup", "A measured profile, instead of model and hardware.", metavar="FILE"),
     ] = None,
-    replicas: Annotated[int | None, _panel("Setup", "How many replicas share the requests.")] = None,
+    replicas: Annotated[int | None, panel("Setup", "How many replicas share the requests.")] = None,
     router: Annotated[
-        str | None, _panel("Setup", f"Which replica gets a request: {_names(ROUTERS)}.", metavar="NAME")
+        str | None, panel("Setup", f"Which replica gets a request: {names(ROUTERS)}.", metavar="NAME")
     ] = None,
     policy: Annotated[
-        str | None, _panel("Scheduling", f"Which waiting request goes first: {_names(POLICIES)}.", metavar="NAME")
+        str | None, panel("Scheduling", f"Which waiting request goes first: {names(POLICIES)}.", metavar="NAME")
     ] = None,
     predictor: Annotated[
-        str | None, _panel("Scheduling", f"What guesses answer lengths: {_names(PREDICTORS)}.", metavar="NAME")
+        str | None, panel("Scheduling", f"What guesses answer lengths: {names(PREDICTORS)}.", metavar="NAME")
     ] = None,
     eviction: Annotated[
         str | None,
-        _panel("Scheduling", f"Which idle adapter or prefix makes room: {_names(EVICTION_POLICIES)}.", metavar="NAME"),
+        panel("Scheduling", f"Which idle adapter or prefix makes room: {names(EVICTION_POLICIES)}.", metavar="NAME"),
     ] = None,
-    slo_ttft: Annotated[float | None, _panel("Promise", "Longest time to first token, in seconds.")] = None,
-    slo_tbt: Annotated[float | None, _panel("Promise", "Longest time between two tokens, in seconds.")] = None,
+    slo_ttft: Annotated[float | None, panel("Promise", "Longest time to first token, in seconds.")] = None,
+    slo_tbt: Annotated[float | None, panel("Promise", "Longest time between two tokens, in seconds.")] = None,
     warm_up: Annotated[
-        float | None, _panel("Promise", "Requests of these first seconds are served and not counted.")
+        float | None, panel("Promise", "Requests of these first seconds are served and not counted.")
     ] = None,
 ) -> None:
     """Serve a workload in virtual time, without a model or a GPU, and say how it went.

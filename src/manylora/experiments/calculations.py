@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from manylora.engine.ports import PlannedSequence, StepPlan
 from manylora.experiments.alone import time_alone
 from manylora.experiments.cases import Case, read_setup, read_workload
 from manylora.experiments.result import Result, cdf
 from manylora.sim.adapters import adapter_versions
+from manylora.sim.made_up_plan import Part, made_up_plan
 from manylora.sim.setup import make_config
-from manylora.types import AdapterVersion, SamplingParams
 from manylora.workloads import make_workload
 
 __all__ = ["CALCULATIONS", "alone", "kernels"]
@@ -52,9 +51,13 @@ def kernels(case: Case) -> Result:
     config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
     cost = config.cost
     versions = adapter_versions(workload.adapters, config.base)
-    step = [(one.num_prompt_tokens, 1, versions.get(one.adapter or "")) for one in workload.requests]
-    base_s = cost.step_time_s(_plan_of((context, 1, None) for context, _, _ in step))
-    adapters_s = cost.step_time_s(_plan_of(step)) - base_s
+    base = [Part(one.num_prompt_tokens, 1) for one in workload.requests]
+    step = []
+    for part, request in zip(base, workload.requests, strict=True):
+        version = versions.get(request.adapter or "")
+        step.append(part._replace(adapter=version.key, rank=version.rank) if version is not None else part)
+    base_s = cost.step_time_s(made_up_plan(base))
+    adapters_s = cost.step_time_s(made_up_plan(step)) - base_s
     return Result(
         {
             "base_s": base_s,
@@ -62,33 +65,6 @@ def kernels(case: Case) -> Result:
             "adapters_share": adapters_s / base_s,
             "num_adapters": len({one.adapter for one in workload.requests} - {None}),
         }
-    )
-
-
-def _plan_of(parts: Iterable[tuple[int, int, AdapterVersion | None]]) -> StepPlan:
-    """Return a step to be priced.
-
-    Args:
-        parts: Tokens of KV that are there, tokens to run, and the adapter, of each sequence.
-    """
-    return StepPlan(
-        step_id=0,
-        sequences=tuple(
-            PlannedSequence(
-                seq_id=place,
-                tokens=range(start + num_tokens),
-                num_prompt_tokens=start + num_tokens,
-                start=start,
-                num_tokens=num_tokens,
-                pages=(),
-                adapter=version.key if version is not None else None,
-                rank=version.rank if version is not None else 0,
-                sampling=SamplingParams(),
-                is_sampled=True,
-                seed=0,
-            )
-            for place, (start, num_tokens, version) in enumerate(parts)
-        ),
     )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manylora.engine.ports import AdapterLoad, PlannedSequence, StepPlan
+from manylora.engine.ports import AdapterLoad
 from manylora.sim.adapters import adapter_versions
+from manylora.sim.made_up_plan import Part, made_up_plan
 from manylora.sim.simulation import SimulationConfig
-from manylora.types import SamplingParams, Tier
+from manylora.types import Tier
 from manylora.workloads import RequestSpec, Workload
 
 __all__ = ["first_guess", "most_requests_per_s"]
@@ -55,29 +56,6 @@ def most_requests_per_s(requests: Sequence[RequestSpec], config: SimulationConfi
     budget = config.scheduler.max_num_batched_tokens
     num_chunks = -(-prompt // budget)
     chunk = -(-prompt // num_chunks)
-    prompt_s = num_chunks * config.cost.step_time_s(_plan([(0, chunk)]))
-    decode_s = config.cost.step_time_s(_plan([(context, 1)] * num_seqs)) / num_seqs
+    prompt_s = num_chunks * config.cost.step_time_s(made_up_plan([Part(0, chunk)]))
+    decode_s = config.cost.step_time_s(made_up_plan([Part(context, 1)] * num_seqs)) / num_seqs
     return 1 / (prompt_s + (output - 1) * decode_s)
-
-
-def _plan(parts: Sequence[tuple[int, int]]) -> StepPlan:
-    """Return a step of sequences with so many tokens of KV that run so many, to be priced."""
-    return StepPlan(
-        step_id=0,
-        sequences=tuple(
-            PlannedSequence(
-                seq_id=index,
-                tokens=range(start + num_tokens),
-                num_prompt_tokens=start + num_tokens,
-                start=start,
-                num_tokens=num_tokens,
-                pages=(),
-                adapter=None,
-                rank=0,
-                sampling=SamplingParams(),
-                is_sampled=True,
-                seed=0,
-            )
-            for index, (start, num_tokens) in enumerate(parts)
-        ),
-    )

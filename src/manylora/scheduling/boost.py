@@ -29,7 +29,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from math import log
 
-from manylora.scheduling.bypass import LOOK_AHEAD, MAX_BYPASS, Bypass
+from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
 from manylora.scheduling.line import Line
 from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.scheduling.request_size import Demand, RequestSizer
@@ -169,14 +169,7 @@ class BoostPolicy:
         """Go on, count who was passed, or stop."""
         if outcome is Outcome.ADMITTED:
             self._take_out(sequence)
-            self._is_blocked = self._bypass.admit(sequence)
-        elif outcome is Outcome.NO_PAGES:
-            self._is_blocked = True
-        elif outcome is Outcome.ADAPTER_LOADING:
-            self._bypass.forgive(sequence)
-        else:
-            self._bypass.refuse(sequence)
-            self._is_blocked = sequence.num_bypassed >= MAX_BYPASS
+        self._is_blocked = self._bypass.report(sequence, outcome)
 
     def upcoming(self, count: int) -> list[Sequence]:
         """Return the first in line and the next by key."""

@@ -10,6 +10,7 @@ bounds bypassing by prediction alone, which bounds nothing when predictions are 
 
 from __future__ import annotations
 
+from manylora.scheduling.policy import Outcome
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["LOOK_AHEAD", "MAX_BYPASS", "Bypass"]
@@ -48,3 +49,16 @@ class Bypass:
                 older.num_bypassed += 1
                 is_exhausted |= older.num_bypassed >= MAX_BYPASS
         return is_exhausted
+
+    def report(self, sequence: Sequence, outcome: Outcome) -> bool:
+        """Learn what became of an offer; return whether nobody else may be let in during this step."""
+        match outcome:
+            case Outcome.ADMITTED:
+                return self.admit(sequence)
+            case Outcome.NO_PAGES:
+                return True
+            case Outcome.ADAPTER_LOADING:
+                self.forgive(sequence)
+                return False
+        self.refuse(sequence)
+        return sequence.num_bypassed >= MAX_BYPASS

@@ -11,7 +11,7 @@ Source: vLLM admits first come first served. S-LoRA does as well, and lets nobod
 
 from __future__ import annotations
 
-from manylora.scheduling.bypass import LOOK_AHEAD, MAX_BYPASS, Bypass
+from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
 from manylora.scheduling.line import Line
 from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.scheduling.sequence import Sequence
@@ -67,14 +67,7 @@ class FifoPolicy:
         """Go on, count who was passed, or stop."""
         if outcome is Outcome.ADMITTED:
             self._waiting.remove(sequence)
-            self._is_blocked = self._bypass.admit(sequence)
-        elif outcome is Outcome.NO_PAGES:
-            self._is_blocked = True
-        elif outcome is Outcome.ADAPTER_LOADING:
-            self._bypass.forgive(sequence)
-        else:
-            self._bypass.refuse(sequence)
-            self._is_blocked = sequence.num_bypassed >= MAX_BYPASS
+        self._is_blocked = self._bypass.report(sequence, outcome)
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Nothing to give back."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from manylora.engine.ports import PlannedSequence, StepPlan
 from manylora.routing import StepModel
 from manylora.sim.cost import CostModel
-from manylora.types import AdapterKey, SamplingParams
+from manylora.sim.made_up_plan import Part, made_up_plan
+from manylora.types import AdapterKey
 
 __all__ = ["step_model"]
 
@@ -27,10 +27,10 @@ def step_model(cost: CostModel) -> StepModel:
     """
 
     def decode_s(ranks: Seq[int]) -> float:
-        return cost.step_time_s(_plan([(1, rank) for rank in ranks]))
+        return cost.step_time_s(made_up_plan(_part(CONTEXT, 1, index, rank) for index, rank in enumerate(ranks)))
 
     def prompt_s(num_tokens: int, rank: int) -> float:
-        return cost.step_time_s(_plan([(num_tokens, rank)]))
+        return cost.step_time_s(made_up_plan([_part(0, num_tokens, 0, rank)]))
 
     alone_s, bare_s = decode_s([0]), decode_s([0] * (BATCH + 1))
     request_s = (bare_s - alone_s) / BATCH
@@ -49,25 +49,6 @@ def step_model(cost: CostModel) -> StepModel:
     )
 
 
-def _plan(parts: Seq[tuple[int, int]]) -> StepPlan:
-    """Return a step of sequences, each so many tokens with an adapter of its own and of such a rank."""
-    sampling = SamplingParams()
-    return StepPlan(
-        step_id=0,
-        sequences=tuple(
-            PlannedSequence(
-                seq_id=index,
-                tokens=range(CONTEXT + num_tokens),
-                num_prompt_tokens=CONTEXT,
-                start=CONTEXT if num_tokens == 1 else 0,
-                num_tokens=num_tokens,
-                pages=(),
-                adapter=AdapterKey(str(index)) if rank else None,
-                rank=rank,
-                sampling=sampling,
-                is_sampled=True,
-                seed=0,
-            )
-            for index, (num_tokens, rank) in enumerate(parts)
-        ),
-    )
+def _part(start: int, num_tokens: int, index: int, rank: int) -> Part:
+    """Return a sequence with an adapter of its own, or none where the rank is 0."""
+    return Part(start, num_tokens, AdapterKey(str(index)) if rank else None, rank)

@@ -1,0 +1,26 @@
+"""How commands with many options write them: grouped, without defaults, with the names that can be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import typer
+
+__all__ = ["names", "panel"]
+
+
+def panel(name: str, help: str, **settings: Any) -> Any:
+    """Return an option that stands in a panel of its command's help.
+
+    Args:
+        name: The panel's.
+        help: What the option does.
+        settings: As ``typer.Option`` takes them.
+    """
+    return typer.Option(help=help, rich_help_panel=name, show_default=False, **settings)
+
+
+def names(choices: Iterable[str]) -> str:
+    """Return what can be chosen, in order, as words of a help text."""
+    return ", ".join(sorted(choices))
