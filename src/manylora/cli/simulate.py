@@ -135,6 +135,12 @@ def simulate_command(
     workload, config = scenario.make_workload(), scenario.make_config()
     if not workload.requests:
         raise ConfigError("The workload has no requests")
+    lasts_s = workload.requests[-1].arrival_s - workload.requests[0].arrival_s
+    if lasts_s < scenario.warm_up_s:
+        raise ConfigError(
+            f"Got warm_up_s = {scenario.warm_up_s:g}, and the {len(workload.requests)} requests come within "
+            f"{lasts_s:.3g} s: none would be counted"
+        )
     if output is not None:
         _make_folder(output)  # before the run, which may take minutes
     began = perf_counter()

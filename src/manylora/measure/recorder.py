@@ -8,9 +8,9 @@ What a request waited for is told apart::
       |---------------------------- TTFT ------------------------------|                          |
 
 *Adapter* is the part of loading that nothing hid: the request could have been admitted (``AdapterAwaited``) but for a
-load that had not ended. Several such spans add up. A load that another wait covers, for a seat, for tokens of the step,
-for pages, costs nobody time and is not counted; nor is one that a pre-empted request waits for after its first token, which
-is a gap.
+load that had not ended. Several such spans add up. A load that another wait covers, for a seat, for tokens of the
+step, for pages, costs nobody time and is not counted; nor is a load that a pre-empted request awaits after its first
+token: that is a gap.
 """
 
 from __future__ import annotations
