@@ -12,6 +12,7 @@ from manylora.errors import ConfigError
 from manylora.measure import Slo
 from manylora.planning import Capacity, Demand, Effort, Promise, Trial, Trials, find_capacity, make_plan
 from manylora.planning.plan import Plan
+from manylora.planning.report import plan_tables
 from manylora.planning.trial import at_rate
 from manylora.sim.cost import FixedCost
 from manylora.sim.scenario import Scenario
@@ -186,6 +187,22 @@ def test_traffic_gets_as_many_replicas_as_keep_the_promise() -> None:
     assert many.num_replicas == math.ceil(500.0 / many.capacity.rate) and not many.is_simulated
     assert many.cost is not None
     assert many.cost.per_million_requests == pytest.approx(many.num_replicas * 1e6 / (3600 * 500.0))
+
+
+def test_no_number_is_named_that_was_not_seen_to_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a router that sends everything to one replica: division says four, and eight do not keep the promise."""
+    alone = Trials.at
+
+    def at(trials: Trials, rate: float, num_replicas: int = 1) -> Trial:
+        if num_replicas == 1:
+            return alone(trials, rate)
+        return Trial(rate=rate, num_replicas=num_replicas, is_kept=False, measured={"ttft": math.inf})
+
+    monkeypatch.setattr(Trials, "at", at)
+    made = plan(scenario(), Slo(ttft_s=0.5), FixedCost(step_s=STEP_S, token_s=0.0), rate=30.0, price_per_hour=1.0)
+    assert made.capacity.rate > 0 and made.num_replicas is None and made.cost is None
+    shown = dict(row for table in plan_tables(made)[:1] for row in table.rows)
+    assert shown["replicas for 30 req/s"].startswith("more than 8")
 
 
 def test_a_promise_that_cannot_be_kept_is_a_plan_for_nothing() -> None:

@@ -15,7 +15,7 @@ from manylora.planning.usage import Usage, usage_of, what_binds
 from manylora.sim.cost import CostModel
 from manylora.sim.scenario import Scenario
 
-__all__ = ["Cost", "Demand", "Plan", "make_plan"]
+__all__ = ["MOST_SIMULATED", "Cost", "Demand", "Plan", "make_plan"]
 
 MOST_SIMULATED = 8
 """Replicas that are simulated together; more are counted by division."""
@@ -78,7 +78,7 @@ class Plan:
         capacity: Of one replica.
         binds: What a replica would need more of to serve more; ``None`` if it serves nothing within the promise.
         usage: Of the service as planned, or of one replica at capacity; ``None`` likewise.
-        num_replicas: Replicas the traffic needs; 1 without a rate, ``None`` if no number of them is enough.
+        num_replicas: Replicas the traffic needs; 1 without a rate, ``None`` if no number that was tried is enough.
         is_simulated: Whether so many replicas were tried together, rather than counted by division.
         served: The trial of the service as planned.
         cost: ``None`` without a price, or without a plan.
@@ -150,23 +150,28 @@ def make_plan(
     )
 
 
-def _fit(trials: Trials, capacity: Capacity, demand: Demand) -> tuple[Trial, int, bool]:
-    """Return the trial of enough replicas for the traffic, how many that are, and whether they were tried together."""
+def _fit(trials: Trials, capacity: Capacity, demand: Demand) -> tuple[Trial, int | None, bool]:
+    """Return the trial of enough replicas for the traffic, how many that are, and whether they were tried together.
+
+    Where division says that few are enough, and even the most that are tried together break the promise, nothing is
+    known of more: there is no number then.
+    """
     assert capacity.kept is not None
     if demand.rate is None:
         return capacity.kept, 1, True
     num = max(1, math.ceil(demand.rate / capacity.rate))
-    while num <= MOST_SIMULATED:
+    if num > MOST_SIMULATED:
+        return capacity.kept, num, False
+    for more in range(num, MOST_SIMULATED + 1):
         # Replicas share bursts, which helps, and each sees adapters less often, which does not: so they are tried.
-        trial = trials.at(demand.rate, num)
+        trial = trials.at(demand.rate, more)
         if trial.is_kept:
-            return trial, num, True
-        num += 1
-    return capacity.kept, num, False
+            return trial, more, True
+    return capacity.kept, None, True
 
 
-def _price(scenario: Scenario, demand: Demand, usage: Usage, served: Trial, num_replicas: int) -> Cost | None:
-    if demand.price_per_hour is None:
+def _price(scenario: Scenario, demand: Demand, usage: Usage, served: Trial, num_replicas: int | None) -> Cost | None:
+    if demand.price_per_hour is None or num_replicas is None:
         return None
     per_hour = demand.price_per_hour * scenario.setup.tensor_parallel * num_replicas
     # Where so many replicas were not tried together, one full one stands for each.

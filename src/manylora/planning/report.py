@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from manylora.measure.tables import FigureTable
-from manylora.planning.plan import Plan
+from manylora.planning.plan import MOST_SIMULATED, Plan
 from manylora.planning.trial import Trial
 
 __all__ = ["BINDS", "as_json", "comparison_table", "plan_tables"]
@@ -108,8 +108,13 @@ def _outcome(plan: Plan) -> FigureTable:
         ("what binds", BINDS[plan.binds or "device"]),
     ]
     if plan.demand.rate is not None and plan.served is not None:
-        how = _promised(plan, plan.served) if plan.is_simulated else "by division, too many to simulate together"
-        rows.append((f"replicas for {plan.demand.rate:g} req/s", f"{_count(plan)} ({how})"))
+        if plan.num_replicas is None:
+            found = f"more than {MOST_SIMULATED}, which break the promise together"
+        elif plan.is_simulated:
+            found = f"{_count(plan)} ({_promised(plan, plan.served)})"
+        else:
+            found = f"{_count(plan)} (by division, too many to simulate together)"
+        rows.append((f"replicas for {plan.demand.rate:g} req/s", found))
     rows += [
         ("adapters found on the device", _share(usage.hit_rate)),
         ("device busy", _share(usage.device_busy)),
