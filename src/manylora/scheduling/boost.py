@@ -25,11 +25,10 @@ size after Chameleon, section 4.3.1; the backlog in place of a constant, and the
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from math import log
 
-from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.keyed_line import KeyedLine
 from manylora.scheduling.line import Line
 from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.scheduling.request_size import Demand, RequestSizer
@@ -46,8 +45,6 @@ STALE = 1.25
 FIRST_FIT_AFTER, WINDOW = 16, 2048
 """Requests that sizes are measured against; anew each time their number has doubled, then every so many."""
 
-_Key = tuple[float, int]
-
 
 class BoostPolicy:
     """Offers the first in line, then sequences by key; a pre-empted one comes back with what is left of it."""
@@ -58,21 +55,15 @@ class BoostPolicy:
         self._demands: deque[Demand] = deque(maxlen=WINDOW)
         self._num_arrivals = 0
         self._fit_after = FIRST_FIT_AFTER
-        self._line = Line()
-        self._waiting: dict[int, Sequence] = {}  # by seq_id, as all below
-        self._prompt_s: dict[int, float] = {}
+        self._line = KeyedLine()
+        self._by_arrival = Line()
+        self._prompt_s: dict[int, float] = {}  # by seq_id, as the next
         self._log_size: dict[int, float] = {}
-        self._keys: dict[int, _Key] = {}
-        self._order: list[_Key] = []
         self._backlog_s = 0.0
         self._scale_s = SHORTEST_S  # the backlog that the keys were made with
-        self._bypass = Bypass()
-        self._first: Sequence | None = None
-        self._offers: list[Sequence] | None = None  # lined up when first asked for: most steps have no seat
-        self._is_blocked = False
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
 
     # -- sequences come and go ---------------------------------------------------------------------------------------
 
@@ -82,18 +73,17 @@ class BoostPolicy:
         if sequence.admitted_at is None:
             self._learn(demand)
         prompt_s = self._context.prompt_s(sequence)
-        self._waiting[sequence.seq_id] = sequence
-        self._line.add(sequence)
+        self._by_arrival.add(sequence)
         self._prompt_s[sequence.seq_id] = prompt_s
         self._backlog_s += prompt_s
         size = prompt_s * max(1, sequence.num_adapter_pages) * self._sizer.size(demand) ** 2
         self._log_size[sequence.seq_id] = log(max(size, 1e-30))
-        self._put(sequence)
+        self._line.add(sequence, self._key(sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a waiting sequence."""
-        self._take_out(sequence)
-        self._bypass.forgive(sequence)
+        self._forget(sequence)
+        self._line.remove(sequence)
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Nothing to give back."""
@@ -115,17 +105,13 @@ class BoostPolicy:
             self._sizer.fit(self._demands)
             self._fit_after = max(FIRST_FIT_AFTER, self._num_arrivals + min(self._num_arrivals, WINDOW))
 
-    def _take_out(self, sequence: Sequence) -> None:
-        seq_id = sequence.seq_id
-        del self._waiting[seq_id], self._log_size[seq_id]
-        self._line.remove(sequence)
-        self._backlog_s -= self._prompt_s.pop(seq_id)
-        del self._order[bisect_left(self._order, self._keys.pop(seq_id))]
+    def _forget(self, sequence: Sequence) -> None:
+        self._by_arrival.remove(sequence)
+        self._backlog_s -= self._prompt_s.pop(sequence.seq_id)
+        del self._log_size[sequence.seq_id]
 
-    def _put(self, sequence: Sequence) -> None:
-        at = sequence.arrived_at + self._scale_s * self._log_size[sequence.seq_id]
-        key = self._keys[sequence.seq_id] = (at, sequence.seq_id)
-        insort(self._order, key)
+    def _key(self, sequence: Sequence) -> float:
+        return sequence.arrived_at + self._scale_s * self._log_size[sequence.seq_id]
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -138,46 +124,32 @@ class BoostPolicy:
         backlog_s = min(max(self._backlog_s, SHORTEST_S), LONGEST_S)
         if not 1 / STALE < backlog_s / self._scale_s < STALE:
             self._scale_s = backlog_s
-            self._order.clear()
-            for sequence in self._waiting.values():
-                self._put(sequence)
-        oldest = self._line.head
+            self._line.reorder(self._key)
+        oldest = self._by_arrival.head
         if oldest is not None:
             # Whoever goes before the oldest passes it, whether it was offered or not.
-            self._bypass.refuse(oldest)
-        worn = self._bypass.exhausted
-        if worn is not None:
-            self._first = worn
-        elif self._first is None or self._first.seq_id not in self._waiting:
-            self._first = self._waiting[self._order[0][1]] if self._order else None
-        self._offers = None
-        self._is_blocked = False
+            self._line.pass_by(oldest)
+        self._line.begin()
 
     @property
     def first_in_line(self) -> Sequence | None:
         """Who had the least key when the last one was admitted, or was passed too often."""
-        return self._first
+        return self._line.first
 
     def offer(self) -> Sequence | None:
         """Return the next by key, after the first in line."""
-        if self._offers is None:
-            self._offers = self.upcoming(LOOK_AHEAD)
-            self._offers.reverse()
-        return self._offers.pop() if self._offers and not self._is_blocked else None
+        return self._line.offer()
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
         """Go on, count who was passed, or stop."""
         if outcome is Outcome.ADMITTED:
-            self._take_out(sequence)
-        self._is_blocked = self._bypass.report(sequence, outcome)
+            self._forget(sequence)
+        self._line.report(sequence, outcome)
 
     def upcoming(self, count: int) -> list[Sequence]:
         """Return the first in line and the next by key."""
-        rest = [self._waiting[seq_id] for _, seq_id in self._order[:count]]
-        if self._first is None or self._first.seq_id not in self._waiting:
-            return rest
-        return [self._first, *(one for one in rest if one is not self._first)][:count]
+        return self._line.upcoming(count)
 
     def queues(self) -> tuple[QueueStatus, ...]:
         """One line."""
-        return (QueueStatus(num_waiting=len(self._waiting)),)
+        return (QueueStatus(num_waiting=len(self._line)),)
