@@ -119,16 +119,7 @@ class System:
         self._clock = WallClock()
         self._parts = build_parts(config, self._clock)
         self._watch = Watch(self._clock)
-        self._core = EngineCore(
-            base=self._parts.base,
-            num_pages=self._parts.num_pages,
-            executor=self._parts.executor,
-            scheduler=config.scheduler,
-            memory=config.memory,
-            adapters=config.adapters,
-            served_name="base",
-            sinks=[lambda event: self._watch.take_event(event)],
-        )
+        self._core = EngineCore.from_parts(self._parts, config, sinks=[lambda event: self._watch.take_event(event)])
         self.versions: list[AdapterVersion] = []
         for folder in folders:
             version = self._parts.reader.read(folder.name, str(folder))

@@ -99,15 +99,7 @@ class Ours:
             adapters=AdapterConfig(),
         )
         self._parts = build_parts(config, self._clock)
-        self._core = EngineCore(
-            base=self._parts.base,
-            num_pages=self._parts.num_pages,
-            executor=self._parts.executor,
-            scheduler=config.scheduler,
-            memory=config.memory,
-            adapters=config.adapters,
-            served_name="base",
-        )
+        self._core = EngineCore.from_parts(self._parts, config)
         self.weight_bytes: dict[str, int] = {}
         for name, folders in sets.items():
             versions = [self._parts.reader.read(folder.name, str(folder)) for folder in folders]

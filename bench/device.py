@@ -163,14 +163,8 @@ class Live:
         )
         self.parts = build_parts(config, self.clock)
         self.records: list[StepRecord | LoadRecord] = []
-        self.core = EngineCore(
-            base=self.parts.base,
-            num_pages=self.parts.num_pages,
-            executor=LoggedExecutor(self.parts.executor, self.records.append),
-            scheduler=scheduler,
-            memory=memory,
-            adapters=config.adapters,
-            served_name="base",
+        self.core = EngineCore.from_parts(
+            self.parts, config, executor=LoggedExecutor(self.parts.executor, self.records.append)
         )
         for index, path in enumerate(adapters):
             version = self.parts.reader.read(path.name, str(path))

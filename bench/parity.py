@@ -126,16 +126,7 @@ class Bench:
         """Serve the arrivals: live or simulated, this is all there is to it."""
         events: list[Event] = []
         recorder = Recorder()
-        core = EngineCore(
-            base=self.parts.base,
-            num_pages=self.parts.num_pages,
-            executor=executor,
-            scheduler=self.config.scheduler,
-            memory=self.config.memory,
-            adapters=self.config.adapters,
-            served_name="base",
-            sinks=[events.append, recorder],
-        )
+        core = EngineCore.from_parts(self.parts, self.config, executor=executor, sinks=[events.append, recorder])
         for version, folder in zip(versions, self.folders, strict=True):
             core.adapters.register(folder.name, version, start_s)
         EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()

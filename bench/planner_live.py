@@ -92,16 +92,7 @@ class Live:
     def __init__(self, config: EngineConfig, adapters: Workload, folder: Path) -> None:
         self._clock = WallClock()
         self._parts = build_parts(config, self._clock)
-        self._core = EngineCore(
-            base=self._parts.base,
-            num_pages=self._parts.num_pages,
-            executor=self._parts.executor,
-            scheduler=config.scheduler,
-            memory=config.memory,
-            adapters=config.adapters,
-            served_name="base",
-            sinks=(self._take,),
-        )
+        self._core = EngineCore.from_parts(self._parts, config, sinks=(self._take,))
         self._recorder = Recorder()
         rng = np.random.default_rng(0)
         for spec in adapters.adapters:

@@ -113,15 +113,7 @@ def run_sweep(
         if is_warm:
             write(record)
 
-    core = EngineCore(
-        base=parts.base,
-        num_pages=parts.num_pages,
-        executor=LoggedExecutor(parts.executor, take),
-        scheduler=config.scheduler,
-        memory=config.memory,
-        adapters=config.adapters,
-        served_name="base",
-    )
+    core = EngineCore.from_parts(parts, config, executor=LoggedExecutor(parts.executor, take))
     names = [f"adapter-{index}" for index in range(len(adapters))]
     for name, version in zip(names, adapters, strict=True):
         core.adapters.register(name, version, clock.now())

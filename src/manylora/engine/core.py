@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import Residency, TierState
 from manylora.adapters.shape import BaseShape
-from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.adapter_cache import AdapterCache
 from manylora.engine.catalog import AdapterCatalog
-from manylora.engine.ports import Executor, PlannedSequence, StepPlan, StepResult, Work
+from manylora.engine.ports import EngineParts, Executor, PlannedSequence, StepPlan, StepResult, Work
 from manylora.engine.prefetch import Prefetcher
 from manylora.engine.running import RunningSet
 from manylora.engine.status import EngineStats
@@ -189,6 +189,37 @@ class EngineCore:
         self._finish_times: deque[float] = deque(maxlen=FINISH_WINDOW)
         self._next_seq_id = 0
         self._counters = _Counters()
+
+    @classmethod
+    def from_parts(
+        cls,
+        parts: EngineParts,
+        config: EngineConfig,
+        *,
+        served_name: str = "base",
+        executor: Executor | None = None,
+        sinks: Seq[EventSink] = (),
+    ) -> EngineCore:
+        """Return a core on parts that were built for ``config``.
+
+        Args:
+            parts: What a builder made.
+            config: What it made them for.
+            served_name: Name of the base model in requests.
+            executor: In place of the parts' own, as one that logs.
+            sinks: Take every event, in order.
+        """
+        return cls(
+            base=parts.base,
+            num_pages=parts.num_pages,
+            executor=executor or parts.executor,
+            scheduler=config.scheduler,
+            memory=config.memory,
+            adapters=config.adapters,
+            served_name=served_name,
+            seed=config.seed,
+            sinks=sinks,
+        )
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -90,15 +90,8 @@ class Engine:
         if step_log is not None:
             log = self._files.enter_context(open_step_log(step_log, parts, config.model))
             executor = LoggedExecutor(executor, log)
-        core = EngineCore(
-            base=parts.base,
-            num_pages=parts.num_pages,
-            executor=executor,
-            scheduler=config.scheduler,
-            memory=config.memory,
-            adapters=config.adapters,
-            served_name=config.model.served_model_name or config.model.model,
-            seed=config.seed,
+        core = EngineCore.from_parts(
+            parts, config, served_name=config.model.served_model_name or config.model.model, executor=executor
         )
         self._window = min(2 * config.scheduler.max_num_seqs, config.scheduler.max_waiting)
         self._ids = itertools.count()  # next() on it is atomic

@@ -116,15 +116,11 @@ class EngineService:
             return False
         files = contextlib.ExitStack()
         try:
-            core = EngineCore(
-                base=parts.base,
-                num_pages=parts.num_pages,
-                executor=self._logged(parts, files),
-                scheduler=self._config.scheduler,
-                memory=self._config.memory,
-                adapters=self._config.adapters,
+            core = EngineCore.from_parts(
+                parts,
+                self._config,
                 served_name=self._served_name,
-                seed=self._config.seed,
+                executor=self._logged(parts, files),
                 sinks=[self._recorder, *self._request_log(files)],
             )
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
