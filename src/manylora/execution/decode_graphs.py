@@ -11,9 +11,10 @@ that never move:
     logits    [rows, vocab]                                     what a replay leaves behind
 
 Batches are padded to a *bucket*; rows of padding have no slot and an empty query block, so nothing is written or read
-for them. A graph is captured when its bucket is first needed, after that very step has run eagerly. Those with
-adapters also depend on which groups any adapter changes: a group that none does is left out of the graph, since even
-a launch that finds nothing to do takes its two microseconds, 32 layers long.
+for them, and their attention is zeros, or what an earlier step left there. A graph is captured when its bucket is first
+needed, after that very step has run eagerly. Those with adapters also depend on which groups any adapter changes: a
+group that none does is left out of the graph, since even a launch that finds nothing to do takes its two microseconds,
+32 layers long.
 
 On the CPU a capture is the work itself, which is how the tests run this file.
 """
@@ -137,6 +138,7 @@ class DecodeGraphs:
         self._blocks = torch.zeros((max_num_seqs, BLOCK_FIELDS), dtype=torch.int64, device=ops.device)
         self._logits = torch.zeros((max_num_seqs, vocab_size), dtype=torch.float32, device=ops.device)
         self._rows = torch.arange(max_num_seqs, device=ops.device)
+        self._attended: dict[tuple[int, int], torch.Tensor] = {}
         self._lora_tables: StepTables | None = None
         self._written: list[TableRows] | None = None
         groups = len(space.directory.groups) if space is not None else 0
@@ -240,6 +242,8 @@ class DecodeGraphs:
             tables=self._page_tables.table,
             blocks=lambda _: blocks,
             is_decode=True,
+            outputs=self._attended,
+            most_rows=self._buckets[-1],
         )
         arguments: dict[str, Any] = {
             "input_ids": tokens[None],

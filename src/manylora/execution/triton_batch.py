@@ -44,6 +44,10 @@ class TritonAttention:
         blocks: Returns the query blocks of at most so many tokens (``BLOCK_FIELDS``).
         is_decode: Whether every block is one token.
         splits: Pieces a context is cut in; as many as fill the device when ``None``. Only for decoding.
+        outputs: Where results go if the batch has rows of padding, which no program writes: zeros
+            ``[most rows, heads, head_dim]`` by heads, made when first needed. Whatever memory held before would
+            otherwise go through the rest of the model, as numbers that overflow.
+        most_rows: Rows of those.
     """
 
     pool: PageStorage
@@ -52,6 +56,8 @@ class TritonAttention:
     blocks: Callable[[int], torch.Tensor]
     is_decode: bool
     splits: int | None = None
+    outputs: dict[tuple[int, int], torch.Tensor] | None = None
+    most_rows: int = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the layer's K and V, then attend every row to its own sequence; ``[rows, heads, head_dim]``."""
@@ -67,7 +73,7 @@ class TritonAttention:
         lines = max(MIN_LINES if self.is_decode else PROMPT_LINES, _power_of_two(group))
         blocks = self.blocks(1 if self.is_decode else lines // group)
         splits = self._num_splits(blocks.shape[0])
-        out = query.new_empty((num_rows, num_heads, head_dim))
+        out = self._output(query)
         partials, sums = out, out
         if splits > 1:
             partials = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
@@ -108,6 +114,15 @@ class TritonAttention:
                 partials, sums, blocks, out, num_rows, HEADS=num_heads, DIM=head_dim, SPLITS=splits, BLOCK_D=block_d
             )
         return out
+
+    def _output(self, query: torch.Tensor) -> torch.Tensor:
+        num_heads, num_rows, head_dim = query.shape
+        if self.outputs is None:
+            return query.new_empty((num_rows, num_heads, head_dim))
+        key = (num_heads, head_dim)
+        if key not in self.outputs:
+            self.outputs[key] = query.new_zeros((self.most_rows, num_heads, head_dim))
+        return self.outputs[key][:num_rows]
 
     def _store(self, call: AttentionCall, first: int) -> None:
         from manylora.execution import triton_attention
