@@ -1,6 +1,6 @@
 """The nouns every package shares: what is asked for, and what comes back.
 
-Pure data. A *request* is the user's; a *sequence* (``engine/sequence.py``) is its state in the engine.
+Pure data. A *request* is the user's; a *sequence* (``scheduling/sequence.py``) is its state in the engine.
 An *adapter version* is LoRA weights by content: names point to versions, so replacing an adapter in
 place is a new version, and nothing keyed by version (KV, prefix blocks, pages) can ever mix.
 """

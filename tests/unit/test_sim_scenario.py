@@ -16,7 +16,7 @@ from manylora.cli.app import main
 from manylora.config import GIB
 from manylora.errors import ConfigError
 from manylora.measure import summarise
-from manylora.measure.plots import can_plot, plot_load
+from manylora.measure.plots import can_plot
 from manylora.measure.tables import compare, figures, latencies, milliseconds
 from manylora.planning.settings import read_plan_settings
 from manylora.sim.scenario import read_scenario, read_table
@@ -214,9 +214,3 @@ def test_routers_are_compared_on_one_workload():
     assert all(row.tpot_p50_s <= row.tpot_p99_s for row in rows)
     assert rows[0].copies <= rows[1].copies
     assert routing.report(rows, "settings").count("| random |") == 1
-
-
-@pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
-def test_a_curve_over_load_is_drawn(tmp_path: Path):
-    path = plot_load({"a": [(2.0, 1.0), (1.0, 0.5)], "b": [(1.0, 0.1)]}, tmp_path / "c.png", what="P99 TTFT", limit=5.0)
-    assert path.read_bytes().startswith(b"\x89PNG")

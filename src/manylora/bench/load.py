@@ -53,11 +53,6 @@ class LoadRun:
     lag_s: list[float] = field(default_factory=list)
     loop_lag_s: list[float] = field(default_factory=list)
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether it was stopped before its end."""
-        return bool(self.num_unsent or self.num_unfinished)
-
 
 async def run_load(
     target: Target,

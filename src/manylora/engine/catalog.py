@@ -86,15 +86,6 @@ class AdapterCatalog:
             self._cache.warm(version, now)
         return self.status(name, now)
 
-    def check_can_register(self, name: str, *, replace: bool) -> None:
-        """Raise what ``register`` would raise for the name alone, before any file is read.
-
-        Raises:
-            AdapterExists: See ``register``.
-            CapacityError: See ``register``.
-        """
-        self._registry.check_can_add(name, replace=replace)
-
     def unregister(self, name: str, now: float) -> None:
         """Forget a name; its version is freed when the requests on it have ended.
 

@@ -18,7 +18,7 @@ from manylora.measure.records import RequestRecord
 from manylora.measure.summary import gaps_of
 from manylora.measure.timeline import Timeline
 
-__all__ = ["can_plot", "plot_latencies", "plot_load", "plot_memory", "plot_queues", "plot_rates"]
+__all__ = ["can_plot", "plot_latencies", "plot_memory", "plot_queues", "plot_rates"]
 
 SIZE = (8.0, 4.0)
 WIDE = (10.0, 4.0)
@@ -77,35 +77,6 @@ def plot_queues(timeline: Timeline, path: Path) -> Path:
         waiting = [row[queue] if queue < len(row) else np.nan for row in timeline.queues]
         axes.plot(at, waiting, label="waiting" if num_queues == 1 else f"waiting in queue {queue + 1}")
     axes.set(xlabel="seconds", ylabel="requests", title="running and waiting")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-    return _save(figure, path)
-
-
-def plot_load(
-    curves: Mapping[str, Seq[tuple[float, float]]],
-    path: Path,
-    *,
-    what: str,
-    unit: str = "seconds",
-    limit: float | None = None,
-) -> Path:
-    """Draw a figure against the load that it was measured at, a curve for each system.
-
-    Args:
-        curves: Pairs of requests per second and the figure, by system.
-        path: Where to.
-        what: What the figure is.
-        unit: Its unit.
-        limit: What was promised: drawn as a line, the axis cut a little above it.
-    """
-    figure, (axes,) = _figure(SIZE)
-    for label, points in curves.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
-    if limit is not None:
-        axes.axhline(limit, color="#888888", linestyle="--", label="promised")
-        axes.set_ylim(top=min(axes.get_ylim()[1], 2 * limit))
-    axes.set(xlabel="requests per second", ylabel=f"{what}, {unit}" if unit else what)
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     return _save(figure, path)

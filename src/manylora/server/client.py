@@ -175,7 +175,7 @@ class EngineClient:
             self._link.send(Cancel(in_flight, stopped))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
-        """Read and register an adapter; see ``EngineCore.register_adapter`` for what it raises."""
+        """Read and register an adapter; see ``AdapterCatalog.register`` for what it raises."""
         return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
 
     async def unload_adapter(self, name: str) -> None:

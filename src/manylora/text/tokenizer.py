@@ -86,11 +86,6 @@ class Tokenizer:
         """Whether ``chat`` can work."""
         return self._hf.chat_template is not None
 
-    @property
-    def huggingface(self) -> Any:
-        """The wrapped ``PreTrainedTokenizerFast``, to read from (grammars need it)."""
-        return self._hf
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``.
 
