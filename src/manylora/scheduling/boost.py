@@ -28,9 +28,8 @@ from __future__ import annotations
 from collections import deque
 from math import log
 
-from manylora.scheduling.keyed_line import KeyedLine
-from manylora.scheduling.line import Line
-from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
+from manylora.scheduling.keyed_policy import KeyedPolicy
+from manylora.scheduling.policy import Outcome, PolicyContext
 from manylora.scheduling.request_size import Demand, RequestSizer
 from manylora.scheduling.sequence import Sequence
 
@@ -46,51 +45,54 @@ FIRST_FIT_AFTER, WINDOW = 16, 2048
 """Requests that sizes are measured against; anew each time their number has doubled, then every so many."""
 
 
-class BoostPolicy:
-    """Offers the first in line, then sequences by key; a pre-empted one comes back with what is left of it."""
+class BoostPolicy(KeyedPolicy):
+    """Offers the first in line, then sequences by key; a pre-empted one comes back measured by what is left of it."""
 
     def __init__(self, context: PolicyContext) -> None:
+        super().__init__(self._measured)
         self._context = context
         self._sizer = RequestSizer(context.config.request_size)
         self._demands: deque[Demand] = deque(maxlen=WINDOW)
         self._num_arrivals = 0
         self._fit_after = FIRST_FIT_AFTER
-        self._line = KeyedLine()
-        self._by_arrival = Line()
         self._prompt_s: dict[int, float] = {}  # by seq_id, as the next
         self._log_size: dict[int, float] = {}
         self._backlog_s = 0.0
         self._scale_s = SHORTEST_S  # the backlog that the keys were made with
 
-    def __len__(self) -> int:
-        return len(self._line)
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence."""
+        super().remove(sequence)
+        self._forget(sequence)
 
-    # -- sequences come and go ---------------------------------------------------------------------------------------
+    def begin(self, now: float) -> None:
+        """Set the order right if the backlog has changed, and name the first in line."""
+        backlog_s = min(max(self._backlog_s, SHORTEST_S), LONGEST_S)
+        if not 1 / STALE < backlog_s / self._scale_s < STALE:
+            self._scale_s = backlog_s
+            self._line.reorder(self._dated_back)
+        super().begin(now)
 
-    def add(self, sequence: Sequence, now: float) -> None:
-        """Measure it and put it in its place."""
+    def report(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Go on, count who was passed, or stop."""
+        super().report(sequence, outcome)
+        if outcome is Outcome.ADMITTED:
+            self._forget(sequence)
+
+    def _measured(self, sequence: Sequence, now: float) -> float:
+        """Measure a sequence that begins to wait, and return its key."""
         demand = self._demand(sequence)
         if sequence.admitted_at is None:
             self._learn(demand)
         prompt_s = self._context.prompt_s(sequence)
-        self._by_arrival.add(sequence)
         self._prompt_s[sequence.seq_id] = prompt_s
         self._backlog_s += prompt_s
         size = prompt_s * max(1, sequence.num_adapter_pages) * self._sizer.size(demand) ** 2
         self._log_size[sequence.seq_id] = log(max(size, 1e-30))
-        self._line.add(sequence, self._key(sequence))
+        return self._dated_back(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a waiting sequence."""
-        self._forget(sequence)
-        self._line.remove(sequence)
-
-    def finish(self, sequence: Sequence, now: float) -> None:
-        """Nothing to give back."""
-
-    def send_back(self, sequence: Sequence, now: float) -> None:
-        """Let it wait again, measured by what is left of it."""
-        self.add(sequence, now)
+    def _dated_back(self, sequence: Sequence) -> float:
+        return sequence.arrived_at + self._scale_s * self._log_size[sequence.seq_id]
 
     def _demand(self, sequence: Sequence) -> Demand:
         output = self._context.predictor.predict(sequence).p50 - sequence.num_output_tokens
@@ -106,50 +108,5 @@ class BoostPolicy:
             self._fit_after = max(FIRST_FIT_AFTER, self._num_arrivals + min(self._num_arrivals, WINDOW))
 
     def _forget(self, sequence: Sequence) -> None:
-        self._by_arrival.remove(sequence)
         self._backlog_s -= self._prompt_s.pop(sequence.seq_id)
         del self._log_size[sequence.seq_id]
-
-    def _key(self, sequence: Sequence) -> float:
-        return sequence.arrived_at + self._scale_s * self._log_size[sequence.seq_id]
-
-    # -- a step ------------------------------------------------------------------------------------------------------
-
-    def squash(self, now: float) -> list[Sequence]:
-        """Nobody: who passes stays."""
-        return []
-
-    def begin(self, now: float) -> None:
-        """Set the order right if the backlog has changed, and name the first in line."""
-        backlog_s = min(max(self._backlog_s, SHORTEST_S), LONGEST_S)
-        if not 1 / STALE < backlog_s / self._scale_s < STALE:
-            self._scale_s = backlog_s
-            self._line.reorder(self._key)
-        oldest = self._by_arrival.head
-        if oldest is not None:
-            # Whoever goes before the oldest passes it, whether it was offered or not.
-            self._line.pass_by(oldest)
-        self._line.begin()
-
-    @property
-    def first_in_line(self) -> Sequence | None:
-        """Who had the least key when the last one was admitted, or was passed too often."""
-        return self._line.first
-
-    def offer(self) -> Sequence | None:
-        """Return the next by key, after the first in line."""
-        return self._line.offer()
-
-    def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Go on, count who was passed, or stop."""
-        if outcome is Outcome.ADMITTED:
-            self._forget(sequence)
-        self._line.report(sequence, outcome)
-
-    def upcoming(self, count: int) -> list[Sequence]:
-        """Return the first in line and the next by key."""
-        return self._line.upcoming(count)
-
-    def queues(self) -> tuple[QueueStatus, ...]:
-        """One line."""
-        return (QueueStatus(num_waiting=len(self._line)),)
