@@ -112,7 +112,7 @@ class SchedulerConfig:
     """What a step may hold and who goes first.
 
     Args:
-        policy: Order of waiting requests, by name in ``scheduling.POLICIES``.
+        policy: Order of waiting requests, by name in ``scheduling.POLICIES``; or somebody's own (``plugins.py``).
         max_num_seqs: Most sequences running at once.
         max_num_batched_tokens: Most tokens in one step: what chunks long prompts.
         step_target_s: Seconds a step should take at most: prompts are cut to it, and shorter where pages run short.
@@ -125,7 +125,7 @@ class SchedulerConfig:
             with (prefetches stay beside).
         reserve_output: Claim pages for the longest answer on admission: nobody is pre-empted, and fewer run.
         steps_between_admissions: Steps that run before anybody else is let in, while anybody runs.
-        predictor: What guesses answer lengths, by name in ``scheduling.PREDICTORS``.
+        predictor: What guesses answer lengths, by name in ``scheduling.PREDICTORS``; or somebody's own.
         predictor_accuracy: 1 less the mean relative error of the ``noisy`` one; for experiments.
         predictor_file: What ``manylora predictor train`` wrote, for the ``trained`` one.
         ageing_tokens_per_s: Under ``sjf``, predicted tokens that a second of waiting makes up for.
@@ -182,7 +182,8 @@ class AdapterConfig:
     """How adapters are cached.
 
     Args:
-        eviction: Which idle thing goes first when pages run short, by name in ``memory.EVICTION_POLICIES``.
+        eviction: Which idle thing goes first when pages run short, by name in ``memory.EVICTION_POLICIES``; or
+            somebody's own (``plugins.py``).
         host_bytes: Limit of the host tier; adapters beyond it are read from disk again when asked for.
         max_cpu_loras: Limit of the host tier in adapters.
         max_registered: Most adapters registered at once.

@@ -16,13 +16,14 @@ from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished, RequestPreempted
-from manylora.scheduling import POLICIES, ChameleonPolicy, Outcome, queue_plan
+from manylora.scheduling import POLICIES, ChameleonPolicy, KeyedPolicy, Outcome, Policy, PolicyContext, queue_plan
 from manylora.scheduling.bypass import MAX_BYPASS
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor
 from manylora.types import Request, SamplingParams
 
 NUM_ADAPTERS = 8
+LONGEST_FIRST = f"{__name__}:longest_first"
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +152,29 @@ def test_nobody_waits_for_ever_behind_a_stream_that_is_favoured(policy, victim, 
     # it is passed before it is the oldest as well.
     bound = MAX_BYPASS + 20 + {"boost": MAX_BYPASS, "sjf": 40, "static-queues": MAX_BYPASS}.get(policy, 0)
     assert num_passed <= bound
+
+
+def longest_first(context: PolicyContext) -> Policy:
+    """An order that would starve the short, were it left to itself."""
+    return KeyedPolicy(lambda sequence, now: -sequence.num_prompt_tokens)
+
+
+@given(asks=ASKS, num_pages=st.integers(22, 40), seats=st.integers(1, 6), max_loras=st.none() | st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_everybody_is_served_under_a_key_that_nobody_thought_of(asks, num_pages, seats, max_loras):
+    events = run(LONGEST_FIRST, asks, num_pages=num_pages, seats=seats, max_loras=max_loras)
+    finished = {event.request_id for event in events if isinstance(event, RequestFinished)}
+    assert finished == {str(index) for index in range(len(asks))}
+
+
+def test_a_key_alone_lets_nobody_wait_for_ever():
+    """A short request, and a stream without end of long ones, which go first."""
+    asks = [(0.01, 24, 4, 0)] * 40 + [(0.0, 4, 4, 0)] + [(0.01, 24, 4, 0)] * 400
+    events = run(LONGEST_FIRST, asks, num_pages=26, seats=3, max_loras=None)
+    admitted = [event.request_id for event in events if isinstance(event, RequestAdmitted)]
+    passed_by = {int(one) for one in admitted[: admitted.index("40")]} - set(range(40))
+    # Passed while older ones waited, and then MAX_BYPASS times as the oldest.
+    assert MAX_BYPASS / 2 < len(passed_by) <= MAX_BYPASS + 40
 
 
 @given(

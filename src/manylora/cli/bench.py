@@ -17,6 +17,7 @@ from manylora.cli.terminal import note, notes, out
 from manylora.cli.values import collect_adapters
 from manylora.config import AdapterConfig
 from manylora.measure.tables import FigureTable
+from manylora.plugins import find_factory
 from manylora.scheduling import POLICIES
 
 __all__ = ["bench_app"]
@@ -78,9 +79,8 @@ def bench_core(
     """
     from manylora.bench.core import SCALES, decision_table, measure_decision
 
-    unknown = [name for name in policy or () if name not in POLICIES]
-    if unknown:
-        raise typer.BadParameter(f"{unknown[0]!r}: expected {', '.join(sorted(POLICIES))}", param_hint="--policy")
+    for name in policy or ():
+        find_factory("policy", name, POLICIES)  # a wrong one is refused before any is measured
     costs = []
     for scale in SCALES[:1] if quick else SCALES:
         for name in policy or sorted(POLICIES):

@@ -61,7 +61,8 @@ def list_experiments() -> None:
 @experiment_app.command()
 def run(
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Experiments, suites of them, or [bold]all[/bold].")
+        list[str],
+        typer.Argument(metavar="NAME...", help="Experiments, suites of them, [bold]all[/bold], or files of your own."),
     ],
     traces: Traces = None,
     output: Output = OUTPUT,

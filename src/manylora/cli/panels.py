@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-__all__ = ["names", "panel"]
+__all__ = ["names", "names_or_own", "panel"]
 
 
 def panel(name: str, help: str, **settings: Any) -> Any:
@@ -24,3 +24,8 @@ def panel(name: str, help: str, **settings: Any) -> Any:
 def names(choices: Iterable[str]) -> str:
     """Return what can be chosen, in order, as words of a help text."""
     return ", ".join(sorted(choices))
+
+
+def names_or_own(choices: Iterable[str]) -> str:
+    """Return what can be chosen where something of one's own can be as well."""
+    return f"{names(choices)}; or your own, as module:Name or file.py:Name"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from manylora.cli.panels import names, panel
+from manylora.cli.panels import names, names_or_own, panel
 from manylora.cli.simulate import MADE_UP
 from manylora.cli.terminal import note, notes, out
 from manylora.errors import ConfigError
@@ -79,8 +79,8 @@ def plan_command(
         str | None, panel(_SERVICE, "A measured cost profile, in place of model and gpu.", metavar="FILE")
     ] = None,
     tensor_parallel: Annotated[int | None, panel(_SERVICE, "Devices that share each layer.")] = None,
-    policy: Annotated[str | None, panel(_SERVICE, f"{names(POLICIES)}.", metavar="NAME")] = None,
-    eviction: Annotated[str | None, panel(_SERVICE, f"{names(EVICTION_POLICIES)}.", metavar="NAME")] = None,
+    policy: Annotated[str | None, panel(_SERVICE, f"{names_or_own(POLICIES)}.", metavar="NAME")] = None,
+    eviction: Annotated[str | None, panel(_SERVICE, f"{names_or_own(EVICTION_POLICIES)}.", metavar="NAME")] = None,
     slo_ttft: Annotated[float | None, panel(_PROMISE, "Longest time to first token, in seconds.")] = None,
     slo_tbt: Annotated[float | None, panel(_PROMISE, "Longest time between two tokens, in seconds.")] = None,
     percentile: Annotated[float | None, panel(_PROMISE, "How many of a hundred get that; 99 by default.")] = None,

@@ -93,7 +93,7 @@ def serve(
         str,
         typer.Option(
             metavar="|".join(sorted(EVICTION_POLICIES)),
-            help="Which idle adapter or prefix makes room first.",
+            help="Which idle adapter or prefix makes room first; or one of your own, as module:Name or file.py:Name.",
             rich_help_panel="Adapters",
         ),
     ] = _ADAPTERS.eviction,
@@ -116,7 +116,9 @@ def serve(
     policy: Annotated[
         str,
         typer.Option(
-            metavar="|".join(sorted(POLICIES)), help="Which waiting request goes first.", rich_help_panel="Scheduling"
+            metavar="|".join(sorted(POLICIES)),
+            help="Which waiting request goes first; or one of your own, as module:Name or file.py:Name.",
+            rich_help_panel="Scheduling",
         ),
     ] = _SCHEDULER.policy,
     max_num_seqs: Annotated[

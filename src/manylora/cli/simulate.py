@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from manylora.cli.panels import names, panel
+from manylora.cli.panels import names, names_or_own, panel
 from manylora.cli.simulate_report import Report, print_report, write_report
 from manylora.cli.terminal import note, notes, out
 from manylora.errors import ConfigError
@@ -82,17 +82,19 @@ def simulate_command(
     ] = None,
     replicas: Annotated[int | None, panel("Setup", "How many replicas share the requests.")] = None,
     router: Annotated[
-        str | None, panel("Setup", f"Which replica gets a request: {names(ROUTERS)}.", metavar="NAME")
+        str | None, panel("Setup", f"Which replica gets a request: {names_or_own(ROUTERS)}.", metavar="NAME")
     ] = None,
     policy: Annotated[
-        str | None, panel("Scheduling", f"Which waiting request goes first: {names(POLICIES)}.", metavar="NAME")
+        str | None, panel("Scheduling", f"Which waiting request goes first: {names_or_own(POLICIES)}.", metavar="NAME")
     ] = None,
     predictor: Annotated[
-        str | None, panel("Scheduling", f"What guesses answer lengths: {names(PREDICTORS)}.", metavar="NAME")
+        str | None, panel("Scheduling", f"What guesses answer lengths: {names_or_own(PREDICTORS)}.", metavar="NAME")
     ] = None,
     eviction: Annotated[
         str | None,
-        panel("Scheduling", f"Which idle adapter or prefix makes room: {names(EVICTION_POLICIES)}.", metavar="NAME"),
+        panel(
+            "Scheduling", f"Which idle adapter or prefix makes room: {names_or_own(EVICTION_POLICIES)}.", metavar="NAME"
+        ),
     ] = None,
     slo_ttft: Annotated[float | None, panel("Promise", "Longest time to first token, in seconds.")] = None,
     slo_tbt: Annotated[float | None, panel("Promise", "Longest time between two tokens, in seconds.")] = None,

@@ -1,6 +1,7 @@
 """A case: one setup at one point with one seed. The unit that is run, cached and shared between experiments.
 
-A case is known by its content: what serves, the workload, the seed, and the bytes of the traces it reads. Two
+A case is known by its content: what serves, the workload, the seed, and the bytes of the traces and of the policies of
+one's own that it reads. Two
 experiments that need the same run get the same one, and a run whose description has not changed is not run again.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.experiments.spec import Experiment, Point, Table, merge
+from manylora.plugins import source_of
 from manylora.sim.setup import Setup
 from manylora.workloads import WorkloadSpec
 from manylora.workloads.spec import KINDS
@@ -59,6 +61,10 @@ class Case:
         for name in _values_of("file", self.workload):
             if self.traces is not None and (self.traces / name).is_file():
                 yield name, self.traces / name
+        for value in _texts(self.setup):
+            source = source_of(value)
+            if source is not None and source.is_file():
+                yield value, source
 
 
 def cases_of(
@@ -125,6 +131,14 @@ def read_workload(table: Mapping[str, object], traces: Path | None) -> WorkloadS
         where = "no folder of traces was given (--traces)" if traces is None else "it is not in the folder of traces"
         raise ConfigError(f"This needs the trace {missing[0]}, and {where}")
     return TableReader(KINDS, [traces] if traces is not None else []).read(WorkloadSpec, table, "workload")
+
+
+def _texts(table: object) -> Iterator[str]:
+    for value in table.values() if isinstance(table, Mapping) else ():
+        if isinstance(value, str):
+            yield value
+        else:
+            yield from _texts(value)
 
 
 def _values_of(key: str, table: object) -> Iterator[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from manylora.errors import ConfigError
 from manylora.experiments.spec import Claim, Experiment, Plot, Point, Table, merge, setup_table
+from manylora.plugins import with_files_found
 from manylora.workloads.tables import TableReader, nearest
 
 __all__ = ["CATALOG", "find_experiments", "read_experiment"]
@@ -18,7 +19,7 @@ CATALOG = Path(__file__).parent / "catalog"
 SUITE = "suite.toml"
 _OF_SUITE = ("title", "slo_s", "warm_up_s", "num_seeds", "workload", "setups")
 _OF_EXPERIMENT = (
-    *("title", "source", "calculation", "setups", "use", "workload", "sweep", "points", "num_seeds", "slo_s"),
+    *("suite", "title", "source", "calculation", "setups", "use", "workload", "sweep", "points", "num_seeds", "slo_s"),
     *("warm_up_s", "plots", "claims", "shown", "why", "notes", "ablation"),
 )
 
@@ -33,19 +34,31 @@ def read_experiment(name: str, folder: Path = CATALOG) -> Experiment:
     """Read an experiment and the suite it belongs to.
 
     Args:
-        name: ``suite/file``.
+        name: ``suite/file`` in the folder, or the path of a file of one's own, which ends with ``.toml``. What that one
+            shares with others is in the suite of the folder that it names with ``suite``, else in one beside it.
         folder: Folder of suites.
 
     Raises:
         ConfigError: There is no such experiment, or a file is wrong.
     """
-    names = find_experiments(folder)
-    if name not in names:
-        raise ConfigError(f"Got experiment {name!r}, {nearest(name, names)}")
-    path = folder / f"{name}.toml"
+    path, called = Path(name).expanduser(), name
+    if path.suffix == ".toml":
+        called = path.stem
+    else:
+        names = find_experiments(folder)
+        if name not in names:
+            raise ConfigError(f"Got experiment {name!r}, {nearest(name, names)}")
+        path = folder / f"{name}.toml"
     try:
-        suite = _read(path.with_name(SUITE), _OF_SUITE)
-        return _make(name, suite, _read(path, _OF_EXPERIMENT))
+        own = with_files_found(_read(path, _OF_EXPERIMENT), [path.parent])
+        suite = path.with_name(SUITE)
+        if "suite" in own:
+            suites = [found.parent.name for found in folder.glob(f"*/{SUITE}")]
+            if own["suite"] not in suites:
+                raise ConfigError(f"Got suite = {own['suite']!r}, {nearest(str(own['suite']), suites)}")
+            suite = folder / str(own["suite"]) / SUITE
+        is_alone = suite.parent == path.parent and not suite.exists()
+        return _make(called, {} if is_alone else _read(suite, _OF_SUITE), own)
     except ConfigError as error:
         raise ConfigError(f"experiment {name}: {error}") from None
 

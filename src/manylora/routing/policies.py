@@ -8,13 +8,14 @@ replica can serve. ``affinity`` does the second until load calls for the first.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
 
 from manylora.errors import ConfigError
+from manylora.plugins import find_factory, made_by
 from manylora.routing.rank_aware import RankAwareRouter, StepModel
 from manylora.routing.router import ReplicaLoad, Router
 from manylora.types import Request
@@ -29,8 +30,6 @@ __all__ = [
     "RouterContext",
     "make_router",
 ]
-
-ROUTERS = ("affinity", "first-fit", "least-loaded", "power-of-two", "random", "rank-aware")
 
 OVERLOAD = 1.25
 """How far above the mean a replica's load may go before an adapter spills over; the factor of the source's examples."""
@@ -161,34 +160,35 @@ class RouterContext:
     tbt_s: float | None = None
 
 
+def _rank_aware(context: RouterContext) -> Router:
+    if context.steps is None:
+        raise ConfigError("Router 'rank-aware' needs to know what steps take")
+    return RankAwareRouter(
+        context.steps, context.ranks, mean_answer_tokens=context.mean_answer_tokens, tbt_s=context.tbt_s
+    )
+
+
+ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
+    "affinity": lambda context: AffinityRouter(context.base_name),
+    "first-fit": lambda context: FirstFitRouter(context.max_num_seqs),
+    "least-loaded": lambda context: LeastLoadedRouter(),
+    "power-of-two": lambda context: PowerOfTwoRouter(context.rng),
+    "random": lambda context: RandomRouter(context.rng),
+    "rank-aware": _rank_aware,
+}
+
+
 def make_router(name: str, context: RouterContext) -> Router:
-    """Make a router by its name in ``ROUTERS``.
+    """Make a router by its name.
 
     Args:
-        name: Which.
+        name: In ``ROUTERS``, or somebody's own (``plugins.py``).
         context: What it may know.
 
     Raises:
         ConfigError: There is none of that name, or it needs to know what steps take and nobody does.
     """
-    match name:
-        case "affinity":
-            return AffinityRouter(context.base_name)
-        case "first-fit":
-            return FirstFitRouter(context.max_num_seqs)
-        case "least-loaded":
-            return LeastLoadedRouter()
-        case "power-of-two":
-            return PowerOfTwoRouter(context.rng)
-        case "random":
-            return RandomRouter(context.rng)
-        case "rank-aware":
-            if context.steps is None:
-                raise ConfigError("Router 'rank-aware' needs to know what steps take")
-            return RankAwareRouter(
-                context.steps, context.ranks, mean_answer_tokens=context.mean_answer_tokens, tbt_s=context.tbt_s
-            )
-    raise ConfigError(f"Got router = {name!r}, expected one of {', '.join(ROUTERS)}")
+    return made_by("router", name, find_factory("router", name, ROUTERS), context, seam=Router)
 
 
 def _load(replicas: Seq[ReplicaLoad], index: int) -> tuple[int, int, int]:

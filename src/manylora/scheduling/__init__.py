@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manylora.errors import ConfigError
+from manylora.plugins import find_factory, made_by
 from manylora.scheduling.adapter_aware import AdapterAwarePolicy
 from manylora.scheduling.boost import BoostPolicy
 from manylora.scheduling.chameleon import ChameleonPolicy, StaticQueuesPolicy
 from manylora.scheduling.fifo import FifoPolicy
+from manylora.scheduling.keyed_policy import KeyedPolicy
 from manylora.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
 from manylora.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
 from manylora.scheduling.sequence import Sequence, SequenceStatus
@@ -22,6 +23,7 @@ __all__ = [
     "BoostPolicy",
     "ChameleonPolicy",
     "FifoPolicy",
+    "KeyedPolicy",
     "LengthEstimate",
     "LengthPredictor",
     "Nearness",
@@ -53,12 +55,10 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
     """Make a scheduling policy by name.
 
     Args:
-        name: In ``POLICIES``.
+        name: In ``POLICIES``, or somebody's own (``plugins.py``).
         context: What it may know of the engine it decides for.
 
     Raises:
-        ConfigError: No policy has that name.
+        ConfigError: No policy has that name, or it is none.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"Got policy = {name!r}, expected one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](context)
+    return made_by("policy", name, find_factory("policy", name, POLICIES), context, seam=Policy)

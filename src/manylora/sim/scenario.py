@@ -21,6 +21,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.measure import Slo
+from manylora.plugins import with_files_found
 from manylora.sim.setup import Setup, make_config
 from manylora.sim.simulation import SimulationConfig
 from manylora.workloads import Workload, WorkloadSpec, make_workload
@@ -96,6 +97,7 @@ def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -
         ConfigError: A key is unknown or a value wrong; the message says where it stands.
     """
     reader = TableReader(KINDS, folders)
+    table = with_files_found(table, folders)
     sections: dict[str, type] = {"workload": WorkloadSpec, "setup": Setup, "slo": Slo}
     known = [one.name for one in fields(Scenario)]
     values: dict[str, Any] = {}

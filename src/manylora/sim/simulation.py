@@ -30,6 +30,7 @@ from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
+from manylora.plugins import is_own
 from manylora.routing import Dispatcher, Router, RouterContext, make_router
 from manylora.scheduling import LengthPredictor, Sequence
 from manylora.scheduling.prediction import NoisyPredictor, OraclePredictor
@@ -62,7 +63,7 @@ class SimulationConfig:
         memory: Block size and prefix caching; its sizes are not looked at, ``num_pages`` is.
         adapters: The adapter cache.
         num_replicas: Engines that share the workload.
-        router: Which of them serves a request, by name in ``routing.ROUTERS``.
+        router: Which of them serves a request, by name in ``routing.ROUTERS``; or somebody's own.
         router_tbt_s: Time between tokens that the ``rank-aware`` router keeps to, in seconds; ``None`` for none.
         scheduler_time_s: What deciding a step takes, in seconds.
         drag: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
@@ -204,8 +205,8 @@ def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[st
         base_name=BASE_NAME,
         max_num_seqs=config.scheduler.max_num_seqs,
         ranks=ranks,
-        # Only for the one that asks: a profile with jitter would draw for it.
-        steps=step_model(config.cost) if config.router == "rank-aware" else None,
+        # Only for one that may ask: a profile with jitter would draw for it.
+        steps=step_model(config.cost) if config.router == "rank-aware" or is_own(config.router) else None,
         mean_answer_tokens=max(1.0, num_tokens / max(1, len(workload.requests))),
         tbt_s=config.router_tbt_s,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manylora.errors import ConfigError
 from manylora.memory.eviction.by_age import AdapterScore, ByAge
 from manylora.memory.eviction.costs import LinearCost, ReloadCosts
 from manylora.memory.eviction.gdsf import GdsfScore
@@ -17,6 +16,7 @@ from manylora.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, Ite
 from manylora.memory.eviction.price import PriceEviction
 from manylora.memory.eviction.reuse import ReuseModel
 from manylora.memory.eviction.weighted import WeightedScore
+from manylora.plugins import find_factory, made_by
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -50,12 +50,11 @@ def make_eviction_policy(name: str, costs: ReloadCosts) -> EvictionPolicy:
     """Make an eviction policy by name.
 
     Args:
-        name: One of ``EVICTION_POLICIES``.
+        name: One of ``EVICTION_POLICIES``, or somebody's own (``plugins.py``).
         costs: What bringing things back takes; whoever brings them back keeps it up to date.
 
     Raises:
-        ConfigError: No policy has that name.
+        ConfigError: No policy has that name, or it is none.
     """
-    if name not in EVICTION_POLICIES:
-        raise ConfigError(f"Got eviction = {name!r}, expected one of {', '.join(sorted(EVICTION_POLICIES))}")
-    return EVICTION_POLICIES[name](costs)
+    factory = find_factory("eviction", name, EVICTION_POLICIES)
+    return made_by("eviction", name, factory, costs, seam=EvictionPolicy)

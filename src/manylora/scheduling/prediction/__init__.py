@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from manylora.config import SchedulerConfig
 from manylora.errors import ConfigError
+from manylora.plugins import find_factory, made_by
 from manylora.scheduling.prediction.oracle import NoisyPredictor, OraclePredictor
 from manylora.scheduling.prediction.port import LengthEstimate, LengthPredictor
 from manylora.scheduling.prediction.quantile import QuantilePredictor
@@ -23,28 +26,29 @@ __all__ = [
     "make_predictor",
 ]
 
-PREDICTORS = ("noisy", "oracle", "quantile", "trained")
+PREDICTORS: dict[str, Callable[[SchedulerConfig, int], LengthPredictor]] = {
+    "noisy": lambda config, seed: NoisyPredictor(config.predictor_accuracy, seed),
+    "oracle": lambda config, seed: OraclePredictor(),
+    "quantile": lambda config, seed: QuantilePredictor(),
+    "trained": lambda config, seed: _trained(config),
+}
 
 
 def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
     """Make the predictor that the configuration names.
 
     Args:
-        config: Its ``predictor``, and what belongs to it.
+        config: Its ``predictor``, by name in ``PREDICTORS`` or somebody's own (``plugins.py``), and what belongs to it.
         seed: Of the noisy one's draws.
 
     Raises:
         ConfigError: There is none of that name, or its file is missing or not a predictor.
     """
-    match config.predictor:
-        case "quantile":
-            return QuantilePredictor()
-        case "oracle":
-            return OraclePredictor()
-        case "noisy":
-            return NoisyPredictor(config.predictor_accuracy, seed)
-        case "trained":
-            if config.predictor_file is None:
-                raise ConfigError("Got predictor = 'trained' and no predictor_file, expected a trained predictor")
-            return load_trained(config.predictor_file, QuantilePredictor())
-    raise ConfigError(f"Got predictor = {config.predictor!r}, expected one of {', '.join(PREDICTORS)}")
+    factory = find_factory("predictor", config.predictor, PREDICTORS)
+    return made_by("predictor", config.predictor, factory, config, seed, seam=LengthPredictor)
+
+
+def _trained(config: SchedulerConfig) -> LengthPredictor:
+    if config.predictor_file is None:
+        raise ConfigError("Got predictor = 'trained' and no predictor_file, expected a trained predictor")
+    return load_trained(config.predictor_file, QuantilePredictor())

@@ -1,0 +1,59 @@
+"""Policies of one's own, to start from: who goes first, and which adapter makes room.
+
+    manylora simulate --rate 3 --policy examples/own_policy.py:least_work --eviction examples/own_policy.py:least_used
+    manylora experiment run examples/own-policy.toml --traces DIR
+
+docs/scheduling.md and docs/memory.md say what each may ask and must promise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+
+from manylora.memory.eviction import ByAge, EvictionPolicy, IdleItem, ReloadCosts
+from manylora.scheduling import KeyedPolicy, Policy, PolicyContext, Sequence
+
+
+def least_work(context: PolicyContext) -> Policy:
+    """Let the least work left go first: the prompt, and the answer as predicted."""
+
+    def work(sequence: Sequence, now: float) -> float:
+        return sequence.num_to_run + context.predictor.predict(sequence).p50 - sequence.num_output_tokens
+
+    return KeyedPolicy(work)
+
+
+def least_used(costs: ReloadCosts) -> EvictionPolicy:
+    """Let the adapter go that was asked for least often; of equals, the one idle for longest."""
+    return ByAge(Uses())
+
+
+class Uses:
+    """An adapter is worth as much as it was ever used."""
+
+    def __init__(self) -> None:
+        self._num_uses: Counter[str] = Counter()
+
+    def used(self, key: str, now: float) -> None:
+        """Count a use."""
+        self._num_uses[key] += 1
+
+    def forget(self, key: str) -> None:
+        """Drop the count of one that was unloaded."""
+        del self._num_uses[key]
+
+    def evicted(self, item: IdleItem) -> None:
+        """Uses count on: one that comes back is as popular as it was."""
+
+    def place(self, item: IdleItem) -> tuple[Hashable, float]:
+        """Group those of one count; inside, the one idle for longest comes first."""
+        return self._num_uses[str(item.key)], item.idle_since
+
+    def moved(self, now: float) -> Iterable[str]:
+        """Nobody: counts of idle adapters do not change."""
+        return ()
+
+    def worth(self, item: IdleItem, now: float) -> float:
+        """Return its count."""
+        return float(self._num_uses[str(item.key)])

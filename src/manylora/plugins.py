@@ -1,0 +1,160 @@
+"""Something of one's own, chosen by name: nobody should have to edit this package to try an idea.
+
+Policies and the like have names of ours (``fifo``). A name with a colon says where somebody else's stands::
+
+    my_package.policies:Deadline      in a module that can be imported
+    ideas/deadline.py:Deadline        in a file: beside the TOML file that says so, or from the current directory
+
+It is run as it is found: a name on a command line or in a configuration file is code of whoever wrote it there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from manylora.errors import ConfigError, ManyloraError
+
+__all__ = ["find_factory", "is_own", "made_by", "source_of", "with_files_found"]
+
+T = TypeVar("T")
+
+
+def is_own(name: str) -> bool:
+    """Whether a name says where something stands, rather than being one of ours."""
+    place, colon, attribute = name.rpartition(":")
+    return bool(colon and place and attribute)
+
+
+def find_factory(what: str, name: str, ours: Mapping[str, Callable[..., T]]) -> Callable[..., T]:
+    """Return what makes the thing of that name.
+
+    Args:
+        what: What is chosen, as messages call it.
+        name: One of ours, or ``module:attribute`` or ``file.py:attribute``.
+        ours: By name.
+
+    Raises:
+        ConfigError: There is none of that name, or it cannot be imported.
+    """
+    if name in ours:
+        return ours[name]
+    if not is_own(name):
+        known = ", ".join(sorted(ours))
+        raise ConfigError(f"Got {what} = {name!r}, expected one of {known}, or your own as module:Name or file.py:Name")
+    place, _, attribute = name.rpartition(":")
+    module = _load_file(what, name, Path(place)) if place.endswith(".py") else _load_module(what, name, place)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        its = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
+        raise ConfigError(f"Got {what} = {name!r}, and {place} has no such class or function, but {', '.join(its)}")
+    factory: Callable[..., T] = found
+    return factory
+
+
+def made_by(what: str, name: str, factory: Callable[..., T], *arguments: object, seam: type) -> T:
+    """Make it, and see that it has all that will be asked of it.
+
+    Args:
+        what: What is chosen, as messages call it.
+        name: Its name.
+        factory: What ``find_factory`` found.
+        arguments: What the factory takes.
+        seam: The Protocol it has to implement.
+
+    Raises:
+        ConfigError: It cannot be made, or something of the Protocol is missing.
+    """
+    try:
+        made = factory(*arguments)
+    except Exception as error:
+        if isinstance(error, ManyloraError) or not is_own(name):
+            raise
+        raise ConfigError(f"Got {what} = {name!r}, and making it failed: {type(error).__name__}: {error}") from error
+    missing = [member for member in vars(seam) if _is_asked_for(member) and not hasattr(made, member)]
+    if missing:
+        raise ConfigError(
+            f"Got {what} = {name!r}, which lacks {', '.join(missing)} of {seam.__module__}.{seam.__name__}"
+        )
+    return made
+
+
+def source_of(name: str) -> Path | None:
+    """Return the file that a name of somebody's own leads to: what results that rest on it depend on."""
+    place = name.rpartition(":")[0]
+    if not is_own(name):
+        return None
+    if place.endswith(".py"):
+        return Path(place)
+    try:
+        spec = util.find_spec(place)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def with_files_found(table: Mapping[str, object], folders: Iterable[Path]) -> dict[str, object]:
+    """Return a table in which names that lead to a file say where it is.
+
+    Args:
+        table: What a TOML file holds, or a part of it.
+        folders: Where relative paths are looked for, first to last; one that is in none of them stays as it is.
+    """
+    folders = list(folders)
+
+    def found(value: object) -> object:
+        if isinstance(value, Mapping):
+            return with_files_found(value, folders)
+        if isinstance(value, list):
+            return [found(one) for one in value]
+        if not (isinstance(value, str) and is_own(value)):
+            return value
+        place, _, attribute = value.rpartition(":")
+        homes = (folder / place for folder in folders if place.endswith(".py"))
+        return next((f"{home}:{attribute}" for home in homes if home.is_file()), value)
+
+    return {key: found(value) for key, value in table.items()}
+
+
+def _is_asked_for(member: str) -> bool:
+    return member == "__len__" or not member.startswith("_")
+
+
+def _load_module(what: str, name: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):
+            raise ConfigError(
+                f"Got {what} = {name!r}, and there is no module {error.name!r}: install it, or name its file, "
+                f"as {error.name}.py"
+            ) from None
+        raise _broken(what, name, error) from error
+    except Exception as error:
+        raise _broken(what, name, error) from error
+
+
+def _load_file(what: str, name: str, path: Path) -> ModuleType:
+    """Return the module in a file; one file is one module, however often it is named."""
+    known = str(path.expanduser().resolve())
+    if known in sys.modules:
+        return sys.modules[known]
+    spec = util.spec_from_file_location(known, known)
+    if spec is None or spec.loader is None or not Path(known).is_file():
+        raise ConfigError(f"Got {what} = {name!r}, and there is no file {path}")
+    module = sys.modules[known] = util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[known]
+        raise _broken(what, name, error) from error
+    return module
+
+
+def _broken(what: str, name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"Got {what} = {name!r}, and importing it failed: {type(error).__name__}: {error}")
