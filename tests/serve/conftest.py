@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from reciter import engine_config, write_reciter
-from serving import write_tokenizer
+from reciter import HOLD, engine_config, write_reciter
+from serving import Gate, write_tokenizer
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer, LoraModule
@@ -28,6 +28,15 @@ def engine_path() -> Iterator[None]:
         places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
         patch.setenv("PYTHONPATH", os.pathsep.join(place for place in places if place))
         yield
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A shut gate, for servers with ``reciter:held_parts``."""
+    gate = Gate(tmp_path / "gate")
+    monkeypatch.setenv(HOLD, str(gate.path))
+    yield gate
+    gate.open()
 
 
 @pytest.fixture(scope="session")

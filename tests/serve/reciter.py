@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manylora.adapters.shape import BaseShape, PageShape
 from manylora.clock import Clock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.ports import EngineParts, PlannedSequence, StepPlan
+from manylora.engine.ports import EngineParts, PlannedSequence, StepPlan, StepResult
 from manylora.errors import AdapterError, AdapterNotFound, ConfigError
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor, SimulatedWork
 from manylora.types import AdapterKey, AdapterVersion, SampledToken
+
+HOLD = "RECITER_HOLD"
+"""Variable of the environment that names a file: while there is one, answers of ``held_parts`` do not go on."""
 
 EOS = 256
 MAX_MODEL_LEN = 256
@@ -104,6 +108,43 @@ def reciter_parts(config: EngineConfig, clock: Clock, *, step_s: float = 0.001) 
 def slow_reciter_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     """Build an engine that recites at ten tokens a second."""
     return reciter_parts(config, clock, step_s=0.1)
+
+
+@dataclass(slots=True)
+class HeldStep:
+    """A step that completes when a file is gone.
+
+    Args:
+        work: The step, had it not to wait.
+        gate: The file.
+        ready_at: When to look again, in seconds.
+    """
+
+    work: SimulatedWork
+    gate: Path
+    ready_at: float
+
+    def poll(self, now: float) -> StepResult | None:
+        if self.gate.exists():
+            self.ready_at = now + 0.005
+            return None
+        return self.work.result  # type: ignore[return-value]
+
+
+class HeldExecutor(SimulatedExecutor):
+    """Recites, but no answer gets beyond its first token before the gate is open: tests act in the middle of it."""
+
+    def launch(self, plan: StepPlan, now: float) -> SimulatedWork | HeldStep:  # type: ignore[override]
+        work = super().launch(plan, now)
+        if all(len(part.tokens) <= part.num_prompt_tokens for part in plan.sequences):
+            return work
+        return HeldStep(work, Path(os.environ[HOLD]), work.ready_at)
+
+
+def held_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Build an engine whose answers wait for a gate."""
+    executor = HeldExecutor(FixedCost(step_s=0.001, token_s=0.0), vocab_size=257, choose=recite)
+    return replace(reciter_parts(config, clock), executor=executor)
 
 
 class HangingExecutor(SimulatedExecutor):

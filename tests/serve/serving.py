@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,30 @@ TEMPLATE = (
     "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+PATIENCE_S = 60.0
+"""How long to wait for what is sure to come: only a failure takes so long, on whatever machine."""
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return when a condition holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+class Gate:
+    """Holds answers of ``reciter.held_parts`` at their first token until it is opened; works across processes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+
+    def open(self) -> None:
+        """Let every answer go on to its end, as quickly as it can."""
+        self.path.unlink(missing_ok=True)
 
 
 def _byte_characters() -> list[str]:

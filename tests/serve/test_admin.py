@@ -163,7 +163,7 @@ def test_without_directories_nothing_is_loaded_at_run_time(tokenizer: Path, lora
     config = ServerConfig(port=0, in_process=True)
     with (
         BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         answer = http.post("/v1/load_lora_adapter", json={"lora_name": "p", "lora_path": str(lora_dir / "p")})
         assert answer.status_code == 403
@@ -175,7 +175,7 @@ def test_an_adapter_of_the_start_may_be_loaded_again(tokenizer: Path, lora_dir: 
     modules = [LoraModule("p", str(lora_dir / "p"))]
     with (
         BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         assert http.delete("/adapters/p").status_code == 200
         body = {"lora_name": "p", "lora_path": str(lora_dir / "p")}

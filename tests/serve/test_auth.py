@@ -24,7 +24,7 @@ def serving(tokenizer: Path, **config: object) -> Iterator[httpx.Client]:
         ServerConfig(port=0, in_process=True, **config),  # type: ignore[arg-type]
         builder="reciter:reciter_parts",
     )
-    with server, httpx.Client(base_url=server.url) as http:
+    with server, httpx.Client(base_url=server.url, timeout=60) as http:
         yield http
 
 

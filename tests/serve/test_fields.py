@@ -28,7 +28,7 @@ VALUES = st.recursive(
 NAMES = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *REFUSED})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), st.sampled_from([CompletionBody, ChatBody]))
 def test_any_body_is_understood_or_refused(values: dict[str, Any], kind: type[CompletionBody | ChatBody]) -> None:
     given_values = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "x"}], **values}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import openai
 import pytest
 from reciter import engine_config
+from serving import PATIENCE_S, Gate, wait_for
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer
@@ -22,11 +22,13 @@ LONG = {"model": "base", "prompt": "say", "max_tokens": 200}
 
 
 @contextmanager
-def slow_server(tokenizer: Path, *, drain_timeout_s: float = 30.0, **scheduler: int) -> Iterator[BackgroundServer]:
+def serving(
+    tokenizer: Path, *, builder: str = "reciter:held_parts", drain_timeout_s: float = PATIENCE_S, **scheduler: int
+) -> Iterator[BackgroundServer]:
     server = BackgroundServer(
         engine_config(tokenizer, **scheduler),
         ServerConfig(port=0, in_process=True, drain_timeout_s=drain_timeout_s),
-        builder="reciter:slow_reciter_parts",
+        builder=builder,
     )
     with server:
         yield server
@@ -39,36 +41,35 @@ def gauge(http: httpx.Client, name: str) -> float:
     raise AssertionError(f"no metric {name}")
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue_is_429_with_retry_after(tokenizer: Path, stream: bool) -> None:
+def test_a_full_queue_is_429_with_retry_after(tokenizer: Path, gate: Gate, stream: bool) -> None:
     async def scenario(url: str) -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
             body = {**LONG, "stream": stream, "max_tokens": 10}
-            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(12)))
+            asked = [client.post("/v1/completions", json=body) for _ in range(12)]
+            answers = []
+            for answer in asyncio.as_completed(asked):
+                answers.append(await answer)
+                if len(answers) == 7:  # three wait, up to two run, all others are refused before anybody is answered
+                    gate.open()
+            return answers
 
-    with slow_server(tokenizer, max_num_seqs=2, max_waiting=3) as server:
+    with serving(tokenizer, max_num_seqs=2, max_waiting=3) as server:
         answers = asyncio.run(scenario(server.url))
         refused = [answer for answer in answers if answer.status_code == 429]
-        assert [answer.status_code for answer in answers].count(200) >= 3
-        assert len(refused) >= 5
+        assert answers[:7] == refused[:7]
+        assert 3 <= [answer.status_code for answer in answers].count(200) == 12 - len(refused) <= 5
         for answer in refused:
             assert answer.headers["retry-after"].isdigit()
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["type"] == "RateLimitError"
 
 
-def test_the_openai_client_sees_a_rate_limit(tokenizer: Path) -> None:
+def test_the_openai_client_sees_a_rate_limit(tokenizer: Path, gate: Gate) -> None:
     with (
-        slow_server(tokenizer, max_num_seqs=1, max_waiting=1) as server,
+        serving(tokenizer, max_num_seqs=1, max_waiting=1) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         streams = [client.completions.create(**LONG, stream=True)]  # type: ignore[call-overload]
         wait_for(lambda: gauge(http, "vllm:num_requests_running") == 1)
@@ -79,8 +80,11 @@ def test_the_openai_client_sees_a_rate_limit(tokenizer: Path) -> None:
             stream.close()
 
 
-def test_all_answers_of_a_request_are_accepted_or_none(tokenizer: Path) -> None:
-    with slow_server(tokenizer, max_num_seqs=1, max_waiting=4) as server, httpx.Client(base_url=server.url) as http:
+def test_all_answers_of_a_request_are_accepted_or_none(tokenizer: Path, gate: Gate) -> None:
+    with (
+        serving(tokenizer, max_num_seqs=1, max_waiting=4) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as first:
             next(first.iter_lines())
             with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 2}) as second:
@@ -93,10 +97,13 @@ def test_all_answers_of_a_request_are_accepted_or_none(tokenizer: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_cancels(tokenizer: Path, stream: bool) -> None:
-    with slow_server(tokenizer, max_num_seqs=2) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        serving(tokenizer, builder="reciter:slow_reciter_parts", max_num_seqs=2) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         # One runs, so that leaving is seen while tokens flow, and one waits, where nothing would be written to it.
         async def scenario() -> None:
-            async with httpx.AsyncClient(base_url=server.url) as client:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
                 body = {**LONG, "stream": stream}
                 tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(3)]
                 while True:
@@ -133,34 +140,36 @@ def events_of(text: str) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize(("patience_s", "is_whole"), [(30.0, True), (0.3, False)])
-def test_draining(tokenizer: Path, patience_s: float, is_whole: bool) -> None:
+@pytest.mark.parametrize(("patience_s", "is_whole"), [(PATIENCE_S, True), (0.3, False)])
+def test_draining(tokenizer: Path, gate: Gate, patience_s: float, is_whole: bool) -> None:
     """Requests in flight finish, or are told, when patience ends; new ones are refused at once."""
 
-    async def scenario(server: BackgroundServer) -> tuple[list[Any], httpx.Response]:
+    async def scenario(server: BackgroundServer) -> list[Any]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             body = {**LONG, "max_tokens": 15, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as answer:
                 pieces = answer.aiter_text()
                 text = await anext(pieces)
                 server.drain()
-                while (await client.get("/health")).status_code == 200:
-                    pass
-                refused = await client.post("/v1/completions", json=LONG)
+                if is_whole:
+                    while (await client.get("/health")).status_code == 200:
+                        pass
+                    refused = await client.post("/v1/completions", json=LONG)
+                    assert refused.status_code == 503
+                    assert "shutting down" in refused.json()["error"]["message"]
+                    gate.open()
                 async for piece in pieces:
                     text += piece
-            return events_of(text), refused
+            return events_of(text)
 
-    with slow_server(tokenizer, drain_timeout_s=patience_s) as server:
-        events, refused = asyncio.run(scenario(server))
-        assert refused.status_code == 503
-        assert "shutting down" in refused.json()["error"]["message"]
+    with serving(tokenizer, drain_timeout_s=patience_s) as server:
+        events = asyncio.run(scenario(server))
         assert events[-1] == "[DONE]"
         if is_whole:
             assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "abcdefghijklmno"
         else:
             assert "shutting down" in events[-2]["error"]["message"]
-        server.wait(10)
+        server.wait(PATIENCE_S)
 
 
 def test_many_tokens_at_once_travel_in_one_event(server: BackgroundServer) -> None:

@@ -111,7 +111,7 @@ def test_logprobs_are_of_the_model(client: openai.OpenAI) -> None:
 
 
 def test_unloading_really_frees(live: BackgroundServer, client: openai.OpenAI) -> None:
-    with httpx.Client(base_url=live.url) as http:
+    with httpx.Client(base_url=live.url, timeout=60) as http:
         path = http.get("/adapters/lora-1").json()["source"]
         client.completions.create(model="lora-1", prompt="hello", max_tokens=1)
         assert "lora-1" in http.get("/metrics").text

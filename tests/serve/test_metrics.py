@@ -72,7 +72,7 @@ def test_the_numbers_are_those_of_the_requests(tokenizer: Path, lora_dir: Path) 
     modules = [LoraModule("m", str(lora_dir / "m")), LoraModule("n", str(lora_dir / "n"))]
     with (
         BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         for model, num_tokens in (("m", 5), ("m", 7), ("base", 3)):
             http.post("/v1/completions", json={"model": model, "prompt": "four", "max_tokens": num_tokens})

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from reciter import engine_config
+from serving import PATIENCE_S, Gate, wait_for
 
 from manylora.config import ServerConfig
 from manylora.engine.status import EngineStats
@@ -33,7 +34,7 @@ def test_the_numbers_are_those_of_the_requests(tokenizer: Path, lora_dir: Path) 
     modules = [LoraModule(letter, str(lora_dir / letter)) for letter in "mnpq"]
     with (
         BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         for model, num_tokens in (("n", 5), ("m", 5), ("base:n", 7), ("base", 3)):
             complete(http, model, num_tokens)
@@ -91,31 +92,31 @@ def test_who_may_not_see_it(tokenizer: Path) -> None:
     config = ServerConfig(port=0, in_process=True, api_keys=("user",), admin_key="root")
     with (
         BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         for key, code in (("wrong", 401), ("user", 403), ("root", 200)):
             assert http.get("/status", headers={"Authorization": f"Bearer {key}"}).status_code == code
         assert http.get("/status").status_code == 401
 
 
-def test_it_shows_what_is_running_and_answers_while_draining(tokenizer: Path) -> None:
-    config = ServerConfig(port=0, in_process=True, drain_timeout_s=20)
+def test_it_shows_what_is_running_and_answers_while_draining(tokenizer: Path, gate: Gate) -> None:
+    config = ServerConfig(port=0, in_process=True, drain_timeout_s=PATIENCE_S)
     with (
-        BackgroundServer(engine_config(tokenizer), config, builder="reciter:slow_reciter_parts") as server,
-        httpx.Client(base_url=server.url) as http,
+        BackgroundServer(engine_config(tokenizer), config, builder="reciter:held_parts") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         body = {"model": "base", "prompt": "say", "max_tokens": 8, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
-            with httpx.Client(base_url=server.url) as other:
+            with httpx.Client(base_url=server.url, timeout=60) as other:
                 found = report(other)
                 assert found.engine is not None
                 assert (found.num_in_flight, found.engine.num_running) == (1, 1)
                 server.drain()
-                deadline = time.monotonic() + 10
-                while (found := report(other)).state == "serving":
-                    assert time.monotonic() < deadline
+                wait_for(lambda: report(other).state != "serving")
+                found = report(other)
+            gate.open()
             assert (found.state, found.num_in_flight, found.engine) == ("draining", 1, None)
             assert "data: [DONE]" in list(lines)
 
@@ -126,7 +127,7 @@ def test_metrics_by_adapter(tokenizer: Path, lora_dir: Path) -> None:
         config = ServerConfig(port=0, in_process=True, adapter_histograms=has_histograms)
         with (
             BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as server,
-            httpx.Client(base_url=server.url) as http,
+            httpx.Client(base_url=server.url, timeout=60) as http,
         ):
             for model, num_tokens in (("m", 5), ("m", 7), ("base", 3)):
                 complete(http, model, num_tokens)
