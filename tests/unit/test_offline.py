@@ -50,7 +50,13 @@ class Reader:
         )
 
 
-def parts_builder(tokenizer: Tokenizer, closed: list[bool]) -> Callable[[EngineConfig, Clock], EngineParts]:
+SLOW_S = 0.02
+"""A step of tests that act while answers are under way: 240 tokens take five seconds."""
+
+
+def parts_builder(
+    tokenizer: Tokenizer, closed: list[bool], step_s: float = 0.0005
+) -> Callable[[EngineConfig, Clock], EngineParts]:
     """Answers are ``<adapter or base> LINE`` and an end-of-sequence token; the prompt "x" breaks the device."""
 
     def choose(part: PlannedSequence) -> SampledToken:
@@ -78,7 +84,7 @@ def parts_builder(tokenizer: Tokenizer, closed: list[bool]) -> Callable[[EngineC
     )
 
     def build(config: EngineConfig, clock: Clock) -> EngineParts:
-        cost = FixedCost(step_s=0.0005, token_s=0.0, copy_bytes_per_s=1e9)
+        cost = FixedCost(step_s=step_s, token_s=0.0, copy_bytes_per_s=1e9)
         executor = SimulatedExecutor(cost, vocab_size=base.vocab_size, choose=choose)
         return EngineParts(
             base=base, num_pages=200, executor=executor, reader=Reader(), close=lambda: closed.append(True)
@@ -108,9 +114,10 @@ def adapter_paths(tmp_path: Path) -> dict[str, Path]:
 def make(tokenizer_path: Path, adapter_paths: dict[str, Path]) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
     closed: list[bool] = []
-    build = parts_builder(Tokenizer.load(tokenizer_path), closed)
+    tokenizer = Tokenizer.load(tokenizer_path)
 
-    def make(**options) -> Engine:
+    def make(step_s: float = 0.0005, **options) -> Engine:
+        build = parts_builder(tokenizer, closed, step_s)
         engine = Engine(tokenizer_path, **{"adapters": adapter_paths, "build": build} | options)
         engines.append(engine)
         return engine
@@ -174,7 +181,8 @@ def tokens_in_the_end(engine: Engine) -> int:
     return engine.stats().num_generated_tokens
 
 
-def test_what_a_stop_string_ended_is_cancelled(engine: Engine) -> None:
+def test_what_a_stop_string_ended_is_cancelled(make: Callable[..., Engine]) -> None:
+    engine = make(SLOW_S)
     sampling = SamplingParams(stop=("quick",), ignore_eos=True, max_tokens=240)
     answers = engine.generate(["hello"] * 10, sampling=sampling)
     assert [answer.text for answer in answers] == ["base the "] * 10
@@ -241,7 +249,10 @@ def test_a_bad_adapter_at_the_start_closes_the_engine(make: Callable[..., Engine
     assert "manylora-engine" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_an_interrupted_call_leaves_the_engine_usable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_leaves_the_engine_usable(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(SLOW_S)
     take, calls = Engine._take, []
 
     def interrupted(self, *args) -> int:
@@ -266,7 +277,8 @@ def test_a_broken_device_ends_every_call(engine: Engine) -> None:
             call()
 
 
-def test_closing_ends_calls_in_other_threads(engine: Engine) -> None:
+def test_closing_ends_calls_in_other_threads(make: Callable[..., Engine]) -> None:
+    engine = make(SLOW_S)
     endless = SamplingParams(ignore_eos=True, max_tokens=240)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(engine.generate, ["hello"] * 50, sampling=endless)
@@ -274,7 +286,7 @@ def test_closing_ends_calls_in_other_threads(engine: Engine) -> None:
             time.sleep(0.001)
         engine.close()
         with pytest.raises(EngineDead, match="closed"):
-            waiting.result(timeout=10)
+            waiting.result(timeout=60)
     engine.close()
     with pytest.raises(EngineDead, match="closed"):
         engine.generate([])
