@@ -240,7 +240,7 @@ def expected_tokens(asked: Request, key: str | None) -> list[int]:
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestEngine.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 def test_soak_under_pressure() -> None:

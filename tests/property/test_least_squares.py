@@ -10,7 +10,7 @@ from scipy.optimize import nnls
 from manylora.sim.least_squares import fit_nonnegative, fit_robustly
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_rows=st.integers(1, 30),

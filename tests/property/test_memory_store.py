@@ -158,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestStore.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 class RankingMachine(RuleBasedStateMachine):
@@ -201,4 +201,4 @@ class RankingMachine(RuleBasedStateMachine):
 
 
 TestRanking = RankingMachine.TestCase
-TestRanking.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestRanking.settings = settings(max_examples=100, stateful_step_count=60)

@@ -123,7 +123,7 @@ DISCIPLINES = st.fixed_dictionaries(
     max_loras=st.none() | st.integers(1, 3),
     discipline=DISCIPLINES,
 )
-@settings(max_examples=180, deadline=None)
+@settings(max_examples=180)
 def test_everybody_is_served_whatever_arrives(policy, asks, num_pages, seats, max_loras, discipline):
     events = run(policy, asks, num_pages=num_pages, seats=seats, max_loras=max_loras, discipline=discipline)
     finished = {event.request_id for event in events if isinstance(event, RequestFinished)}
@@ -183,7 +183,7 @@ def test_a_key_alone_lets_nobody_wait_for_ever():
     num_pages=st.integers(8, 60),
     policy=st.sampled_from(["chameleon", "static-queues"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_queue_with_work_and_quota_is_never_skipped(demands, refusals, num_pages, policy):
     """After a step, whoever heads a queue was offered, or needs more than its queue has free; and quotas add up."""
     made = POLICIES[policy](policy_context(num_pages=num_pages, refresh_s=3.0))

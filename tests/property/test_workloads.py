@@ -69,7 +69,7 @@ specs = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(spec=specs, seed=st.integers(0, 2**31))
 def test_a_workload_is_sound(spec: WorkloadSpec, seed: int) -> None:
     workload = make_workload(spec, seed)

@@ -54,7 +54,7 @@ bases = st.builds(
 
 
 @given(base=bases, data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tiles_cover_every_matrix_once_and_never_overlap_or_cross(base: BaseShape, data: st.DataObject) -> None:
     names = [m.name for m in base.modules]
     ranks = data.draw(

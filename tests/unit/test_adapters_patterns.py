@@ -42,7 +42,7 @@ def grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 @given(pattern=st.recursive(atoms, grow, max_leaves=8), text=st.text("ab1.", min_size=1, max_size=7))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_matches_what_python_matches(pattern: str, text: str) -> None:
     expected = re.fullmatch(pattern, text) is not None
     assert Pattern(pattern, Budget(10**7)).fullmatch(text) == expected

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from manylora.engine.ports import PlannedSequence
@@ -146,7 +146,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[PlannedSequence]]:
     return torch.from_numpy(logits), sequences
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(batches())
 def test_every_row_agrees_with_the_oracle(batch: tuple[torch.Tensor, list[PlannedSequence]]) -> None:
     logits, sequences = batch
@@ -164,7 +164,7 @@ def test_every_row_agrees_with_the_oracle(batch: tuple[torch.Tensor, list[Planne
     assume(decided)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_a_row_alone_draws_what_it_draws_in_the_batch(batch: tuple[torch.Tensor, list[PlannedSequence]]) -> None:
     logits, sequences = batch

@@ -57,7 +57,7 @@ def stopped(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(KINDS),
     st.sampled_from(["", "hello", "the quick brown fox ", "世", " "]),
@@ -75,7 +75,7 @@ def test_any_pieces_add_up_to_the_text(kind: str, before: str, answer: str, cuts
     assert last.finished and last.stop_reason is None and taken == len(ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 319), max_size=30), st.lists(st.integers(0, 100), max_size=8))
 def test_tokens_that_are_no_text_add_up_too(ids: list[int], cuts: list[int]) -> None:
     tokenizer = make_tokenizer("byte_level")
@@ -84,7 +84,7 @@ def test_tokens_that_are_no_text_add_up_too(ids: list[int], cuts: list[int]) -> 
     assert text == one_shot(tokenizer, prompt, ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     WORDS,
     st.lists(st.sampled_from(["STOP", "ST", "TOP", " wor", "lo w", "o", "世", "界🙂", "aaaa"]), max_size=3),
@@ -106,7 +106,7 @@ def test_stop_strings_cut_the_text_wherever_the_pieces_fall(
         assert stopped(fewer, tuple(stops))[1] is None, "tokens after the stop were counted"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
 def test_no_more_is_held_back_than_could_become_a_stop(text: str, stops: list[str], data: st.DataObject) -> None:
     watcher, released, seen = StopStrings(stops), "", ""
