@@ -67,7 +67,7 @@ def token(conversation: int, position: int) -> int:
 
 def next_token(part: PlannedSequence) -> SampledToken:
     """Answer as the conversation goes on."""
-    return SampledToken(token_id=token(part.tokens[0], len(part.tokens)))
+    return SampledToken(token_id=token(part.tokens[0], part.start + part.num_tokens))
 
 
 def conversations(num: int, rng: random.Random) -> list[tuple[float, Request]]:

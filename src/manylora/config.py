@@ -125,6 +125,8 @@ class SchedulerConfig:
             with (prefetches stay beside).
         reserve_output: Claim pages for the longest answer on admission: nobody is pre-empted, and fewer run.
         steps_between_admissions: Steps that run before anybody else is let in, while anybody runs.
+        plan_ahead: Plan the next step while one is in flight, so that the device need not wait for it; ``None`` does so
+            where steps run on a GPU.
         predictor: What guesses answer lengths, by name in ``scheduling.PREDICTORS``; or somebody's own.
         predictor_accuracy: 1 less the mean relative error of the ``noisy`` one; for experiments.
         predictor_file: What ``manylora predictor train`` wrote, for the ``trained`` one.
@@ -148,6 +150,7 @@ class SchedulerConfig:
     overlap_loads: bool = True
     reserve_output: bool = False
     steps_between_admissions: int = 0
+    plan_ahead: bool | None = None
     predictor: str = "quantile"
     predictor_accuracy: float = 0.8
     predictor_file: str | None = None

@@ -30,12 +30,17 @@ PREFETCHES = [(0, False), (3, False), (10, True)]
 DISCIPLINES: list[dict[str, object]] = [
     {},
     {},
+    {"plan_ahead": True},
+    {"plan_ahead": True},
     {"mixed_steps": False, "steps_between_admissions": 2},
     {"overlap_loads": False},
     {"mixed_steps": False, "overlap_loads": False, "reserve_output": True, "steps_between_admissions": 3},
+    {"plan_ahead": True, "mixed_steps": False, "overlap_loads": False, "steps_between_admissions": 2},
 ]
 """How steps are made: mostly as by default."""
 NUM_SOAKS = 20
+STOPS = tuple(range(0, VOCAB_SIZE, 6))
+"""Tokens that end some of the answers."""
 NAMES = [f"a{i}" for i in range(6)]
 NAMES_OF_POLICIES = sorted(POLICIES)
 
@@ -135,17 +140,21 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         asks=st.lists(
-            st.tuples(st.sampled_from(["", *NAMES]), st.integers(1, 20), st.integers(1, 16)), min_size=1, max_size=8
+            st.tuples(st.sampled_from(["", *NAMES]), st.integers(1, 20), st.integers(1, 16), st.booleans()),
+            min_size=1,
+            max_size=8,
         )
     )
     def ask(self, asks) -> None:
-        for model, num_prompt, max_tokens in asks:
-            self.ask_one(model, num_prompt, max_tokens)
+        for model, num_prompt, max_tokens, may_stop in asks:
+            self.ask_one(model, num_prompt, max_tokens, may_stop)
 
-    def ask_one(self, model, num_prompt, max_tokens) -> None:
+    def ask_one(self, model, num_prompt, max_tokens, may_stop) -> None:
         self.count += 1
         # Few distinct prompts, so that prefixes are shared.
-        made = replace(request(f"r{self.count}", 1, max_tokens, model), prompt=tuple(range(num_prompt)))
+        stops = STOPS if may_stop else ()
+        made = request(f"r{self.count}", 1, max_tokens, model, stop_token_ids=stops)
+        made = replace(made, prompt=tuple(range(num_prompt)))
         try:
             self.rig.add(made)
         except ManyloraError:
@@ -206,8 +215,10 @@ class EngineMachine(RuleBasedStateMachine):
             elif reason is FinishReason.CANCELLED:
                 assert request_id in self.cancelled
             else:
-                assert reason is FinishReason.LENGTH
-                assert self.rig.tokens(request_id) == expected_tokens(asked, self.version_of[request_id])
+                tokens = expected_tokens(asked, self.version_of[request_id])
+                assert self.rig.tokens(request_id) == tokens
+                is_stopped = tokens[-1] in asked.sampling.stop_token_ids
+                assert reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         for name in self.names():
             self.rig.core.adapters.unregister(name, self.rig.now)
         self.rig.drain()
@@ -236,6 +247,8 @@ def expected_tokens(asked: Request, key: str | None) -> list[int]:
             seed=0,
         )
         tokens.append(made_up_token(part, VOCAB_SIZE).token_id)
+        if tokens[-1] in asked.sampling.stop_token_ids:
+            break
     return tokens[len(asked.prompt) :]
 
 
@@ -245,14 +258,17 @@ TestEngine.settings = settings(max_examples=100, stateful_step_count=50)
 
 def test_soak_under_pressure() -> None:
     """Hundreds of actions on a pool that is always too small: what short examples do not reach."""
-    stats = [soak(seed) for seed in range(NUM_SOAKS)]
+    soaks = [soak(seed) for seed in range(NUM_SOAKS)]
+    stats = [one for one, _ in soaks]
     assert sum(one.num_preemptions for one in stats) > NUM_SOAKS
     assert sum(one.num_squashes for one in stats) > 0
     assert sum(one.num_evictions for one in stats) > 10 * NUM_SOAKS
     assert sum(one.num_cached_tokens for one in stats) > 100 * NUM_SOAKS
+    assert sum(num_pairs for _, num_pairs in soaks) > 2 * NUM_SOAKS
 
 
-def soak(seed: int) -> EngineStats:
+def soak(seed: int) -> tuple[EngineStats, int]:
+    """Return the engine's counters and how often a turn left two steps in flight."""
     rng = random.Random(seed)
     machine = EngineMachine()
     machine.start(
@@ -269,10 +285,11 @@ def soak(seed: int) -> EngineStats:
         prefetch=PREFETCHES[seed % len(PREFETCHES)],
         discipline=DISCIPLINES[seed // 4 % len(DISCIPLINES)],
     )
+    num_pairs = 0
     for _ in range(400):
         action = rng.random()
         if action < 0.35:
-            machine.ask_one(rng.choice(["", *NAMES]), rng.randint(1, 20), rng.randint(1, 16))
+            machine.ask_one(rng.choice(["", *NAMES]), rng.randint(1, 20), rng.randint(1, 16), rng.random() < 0.5)
         elif action < 0.75:
             machine.rig.step()
         elif action < 0.8:
@@ -291,7 +308,10 @@ def soak(seed: int) -> EngineStats:
             machine.pin(rng.choice(NAMES), rng.random() < 0.4)
         else:
             machine.warm(rng.choice(NAMES))
+        if rng.random() < 0.2:
+            machine.rig.turn()  # in the middle of a step
+        num_pairs += machine.rig.executor.num_steps == 2
         machine.adds_up()
     stats = machine.rig.core.stats()
     machine.teardown()
-    return stats
+    return stats, num_pairs

@@ -49,7 +49,7 @@ def recite(part: PlannedSequence) -> SampledToken:
     So every answer shows which adapter version gave it. A prompt that ends with ``!`` is answered with five letters
     and the end of sequence.
     """
-    position = len(part.tokens) - part.num_prompt_tokens
+    position = part.start + part.num_tokens - part.num_prompt_tokens
     shift = 0 if part.adapter is None else ord(part.adapter[0]) - ord("a")
     token = ord("a") + (shift + position) % 26
     if part.tokens[part.num_prompt_tokens - 1] == ord("!") and position == 5:

@@ -13,6 +13,7 @@ from text_tokenizers import make_huggingface
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora import Engine, SamplingParams
+from manylora.engine.ports import StepPlan, Work
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 
@@ -103,3 +104,37 @@ def test_random_weights_answer_in_json_when_told_to(engine: Engine) -> None:
         value = json.loads(answer.text)
         assert value["colour"] in ("red", "blue") and 0 <= value["size"] <= 9
         assert answer.finish_reason == "stop"
+
+
+def test_planning_ahead_changes_no_token(
+    engine: Engine, model_path: Path, adapter_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties, seeds and grammars look at tokens that the next step was planned without."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    samplings = [
+        GREEDY,
+        SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, repetition_penalty=1.5, frequency_penalty=0.5),
+        SamplingParams(temperature=0.8, seed=4, max_tokens=NUM_TOKENS, top_p=0.9, logprobs=2, min_tokens=8),
+        SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, json_schema=json.dumps(schema)),
+    ]
+    adapters = ["one", None, "two"]
+    jobs = [(f"hello {i}", adapters[i % 3], samplings[i % 4]) for i in range(12)]
+
+    def answer(one: Engine) -> list[tuple[int, ...]]:
+        prompts, adapter, sampling = (list(column) for column in zip(*jobs, strict=True))
+        return [made.token_ids for made in one.generate(prompts, adapter=adapter, sampling=sampling)]
+
+    monkeypatch.setattr("manylora.engine.core.plan_at", lambda began_at, expected_s: began_at)
+    options = {"num_pages": 200, "max_num_batched_tokens": 64, "max_num_seqs": 6}
+    with Engine(model_path, adapters=adapter_paths, plan_ahead=True, **options) as ahead:
+        awaited = 0
+        launch = ahead._parts.executor.launch
+
+        def count(plan: StepPlan, now: float) -> Work:
+            nonlocal awaited
+            awaited += sum(part.awaits_token for part in plan.sequences)
+            return launch(plan, now)
+
+        monkeypatch.setattr(ahead._parts.executor, "launch", count)
+        assert answer(ahead) == answer(engine)
+        assert awaited > 12 * NUM_TOKENS / 2

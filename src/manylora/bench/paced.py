@@ -50,10 +50,14 @@ class _Load:
 class PacedExecutor:
     """Takes as long for a step as the prompts in it ask for, and stamps its tokens with the time."""
 
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
     def launch(self, plan: StepPlan, now: float) -> _Step:
         """Start a step."""
         step_s = max(part.tokens[0] for part in plan.sequences) * TICK_S
-        return _Step(now + step_s, tuple(part.seq_id for part in plan.sequences if part.is_sampled))
+        self._free_at = max(now, self._free_at) + step_s
+        return _Step(self._free_at, tuple(part.seq_id for part in plan.sequences if part.is_sampled))
 
     def load_adapter(self, load: AdapterLoad, now: float) -> _Load:
         """Start a load, which is done already."""

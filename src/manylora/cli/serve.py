@@ -178,6 +178,16 @@ def serve(
             help="Steps that run before anybody else is admitted, while anybody runs.", rich_help_panel="Scheduling"
         ),
     ] = _SCHEDULER.steps_between_admissions,
+    plan_ahead: Annotated[
+        bool | None,
+        typer.Option(
+            "--plan-ahead/--no-plan-ahead",
+            help="Plan each step while the one before it runs, so that the device does not wait for it; by default "
+            "on a GPU.",
+            show_default=False,
+            rich_help_panel="Scheduling",
+        ),
+    ] = _SCHEDULER.plan_ahead,
     predictor: Annotated[
         str,
         typer.Option(
@@ -358,6 +368,7 @@ def serve(
             overlap_loads=not no_overlap_loads,
             reserve_output=reserve_output,
             steps_between_admissions=steps_between_admissions,
+            plan_ahead=plan_ahead,
             predictor=predictor,
             predictor_file=predictor_file,
             slo_s=slo,

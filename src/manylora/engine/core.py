@@ -18,7 +18,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import Residency, TierState
@@ -26,11 +26,12 @@ from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.adapter_cache import AdapterCache
 from manylora.engine.catalog import AdapterCatalog
+from manylora.engine.follow_on import plan_at
 from manylora.engine.ports import EngineParts, Executor, PlannedSequence, StepPlan, StepResult, Work
 from manylora.engine.prefetch import Prefetcher
 from manylora.engine.running import RunningSet
 from manylora.engine.status import EngineStats
-from manylora.engine.step_costs import StepCosts
+from manylora.engine.step_costs import StepCosts, StepLoad
 from manylora.errors import CapacityError, RequestError
 from manylora.events import (
     Event,
@@ -69,12 +70,14 @@ FINISH_WINDOW = 64
 """Finished requests over which the rate of finishing is taken, for Retry-After."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Step:
     plan: StepPlan
     sequences: tuple[Sequence, ...]
     work: Work
-    launched_at: float
+    load: StepLoad | None
+    began_at: float
+    """When it was launched, or the step before it was taken in."""
 
 
 @dataclass(slots=True)
@@ -183,7 +186,8 @@ class EngineCore:
             block_size=memory.block_size,
         )
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
-        self._step: _Step | None = None
+        self._steps: deque[_Step] = deque()  # in flight: at most two, the second planned ahead
+        self._plan_at = math.inf  # when to plan ahead
         self._outputs: list[Output] = []
         self._released: list[int] = []
         self._finish_times: deque[float] = deque(maxlen=FINISH_WINDOW)
@@ -209,11 +213,14 @@ class EngineCore:
             executor: In place of the parts' own, as one that logs.
             sinks: Take every event, in order.
         """
+        scheduler = config.scheduler
+        if scheduler.plan_ahead is None:
+            scheduler = replace(scheduler, plan_ahead=parts.is_accelerated)
         return cls(
             base=parts.base,
             num_pages=parts.num_pages,
             executor=executor or parts.executor,
-            scheduler=config.scheduler,
+            scheduler=scheduler,
             memory=config.memory,
             adapters=config.adapters,
             served_name=served_name,
@@ -231,7 +238,7 @@ class EngineCore:
     @property
     def has_pending_work(self) -> bool:
         """Whether a step or a load is in flight."""
-        return self._step is not None or self._cache.has_loads
+        return bool(self._steps) or self._cache.has_loads
 
     def add_request(self, request: Request, now: float) -> None:
         """Accept a request.
@@ -291,7 +298,7 @@ class EngineCore:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
-        if self._step is not None and sequence in self._step.sequences:
+        if sequence.num_in_flight:
             # The device may be writing its pages this moment: it ends when the step does.
             sequence.is_cancelled = True
         else:
@@ -365,12 +372,11 @@ class EngineCore:
         """
         for key, error in self._cache.poll(now):
             self._fail_waiting(key, error, now)
-        if self._step is not None:
-            result = self._step.work.poll(now)
-            if result is not None:
-                assert isinstance(result, StepResult)
-                step, self._step = self._step, None
-                self._take_in(step, result, now)
+        while self._steps and (result := self._steps[0].work.poll(now)) is not None:
+            assert isinstance(result, StepResult)
+            self._take_in(self._steps.popleft(), result, now)
+            if self._steps:
+                self._begin(self._steps[0], now)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -380,9 +386,13 @@ class EngineCore:
         served: list[str] = []
         for planned, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             num_tokens += planned.num_tokens
-            sequence.num_computed += planned.num_tokens
+            sequence.num_in_flight -= 1
+            sequence.num_pending -= planned.is_sampled
+            if sequence.status is SequenceStatus.FINISHED:
+                continue  # it ended while this step was in flight already
             if prefix_caching:
-                sequence.table.index_computed(sequence.tokens, sequence.num_computed, self.store.prefix)
+                num_computed = planned.start + planned.num_tokens
+                sequence.table.index_computed(sequence.tokens, num_computed, self.store.prefix)
             if planned.is_sampled and not sequence.is_cancelled:
                 sequence.tokens.append(tokens[planned.seq_id].token_id)
                 if sequence.first_token_at is None:
@@ -392,14 +402,17 @@ class EngineCore:
         if served and self._sinks:
             self._emit(TokensEmitted(now, tuple(served)))
         for planned, sequence in zip(step.plan.sequences, step.sequences, strict=True):
-            if sequence.is_cancelled:
+            if sequence.status is SequenceStatus.FINISHED:
+                self._running.stop(sequence, now)
+            elif sequence.is_cancelled:
                 self._finish(sequence, FinishReason.CANCELLED, now)
             elif planned.is_sampled:
                 self._hand_out(sequence, tokens[planned.seq_id], now)
         self._counters.steps += 1
-        self._costs.step.observe(num_tokens, now - step.launched_at)
-        self._running.took(now - step.launched_at)
-        self._emit(StepFinished(now, step.plan.step_id, now - step.launched_at, len(step.sequences), num_tokens))
+        took_s = now - step.began_at
+        self._costs.step.observe(num_tokens, took_s)
+        self._running.took(step.load, took_s)
+        self._emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), num_tokens))
 
     def _hand_out(self, sequence: Sequence, token: SampledToken, now: float) -> None:
         """Give a request its newest token, and end it if that was the last."""
@@ -427,9 +440,10 @@ class EngineCore:
         token: SampledToken | None = None,
         error: str | None = None,
     ) -> None:
-        """End a sequence: give everything back, and say so."""
+        """End a sequence: give everything back, at the latest when no step in flight uses it any more, and say so."""
         if sequence.status is SequenceStatus.RUNNING:
-            self._running.stop(sequence, now)
+            if not sequence.num_in_flight:
+                self._running.stop(sequence, now)
         else:
             self._policy.remove(sequence)
             if sequence.adapter is not None:
@@ -484,28 +498,44 @@ class EngineCore:
         self._prefetcher.launch(now)
 
     def _launch_step(self, now: float) -> None:
-        """Plan and start the next step, unless one is in flight or there is nothing to run."""
-        if self._step is not None or not self._sequences:
+        """Plan and start the next step, unless one is in flight (or, ahead of time, two) or there is nothing to run."""
+        is_ahead = bool(self._steps)
+        if is_ahead and now < self._plan_at:
             return
-        planned = self._running.plan(now)
+        self._plan_at = math.inf  # tried once a step, whatever comes of it
+        planned = self._running.plan(now, is_ahead=is_ahead) if self._sequences else []
         if not planned:
             return
         sequences = tuple([sequence for sequence, _ in planned])
         plan = StepPlan(
-            step_id=self._counters.steps,
+            step_id=self._counters.steps + is_ahead,
             sequences=tuple([self._describe(sequence, num_tokens) for sequence, num_tokens in planned]),
             released=tuple(self._released),
         )
         self._released.clear()
-        self._step = _Step(plan, sequences, self._executor.launch(plan, now), now)
+        step = _Step(plan, sequences, self._executor.launch(plan, now), self._running.load, now)
+        self._steps.append(step)
+        for part, sequence in zip(plan.sequences, sequences, strict=True):
+            sequence.num_computed += part.num_tokens
+            sequence.num_in_flight += 1
+            sequence.num_pending += part.is_sampled
+        if not is_ahead:
+            self._begin(step, now)
         if self._sinks:
             num_tokens = sum([num_tokens for _, num_tokens in planned])
             num_adapters = len({sequence.adapter for sequence in sequences} - {None})
             self._emit(StepLaunched(now, plan.step_id, len(planned), num_tokens, num_adapters))
 
+    def _begin(self, step: _Step, now: float) -> None:
+        """Note that a step has the device to itself from now on, and when the one after it is to be planned."""
+        step.began_at = now
+        if self._scheduler.plan_ahead:
+            num_tokens = sum([part.num_tokens for part in step.plan.sequences])
+            self._plan_at = plan_at(now, self._costs.step.seconds(num_tokens))
+
     def next_event_at(self) -> float:
-        """Return when the work in flight completes, as far as is known; infinite otherwise."""
-        step_at = self._step.work.ready_at if self._step else math.inf
+        """Return when the work in flight completes, as far as is known, or is to be planned; infinite otherwise."""
+        step_at = min(self._steps[0].work.ready_at, self._plan_at) if self._steps else math.inf
         return min(step_at, self._cache.next_event_at())
 
     def _describe(self, sequence: Sequence, num_tokens: int) -> PlannedSequence:
@@ -519,8 +549,9 @@ class EngineCore:
             adapter=sequence.adapter,
             rank=sequence.version.rank if sequence.version else 0,
             sampling=sequence.request.sampling,
-            is_sampled=sequence.num_computed + num_tokens == len(sequence.tokens),
+            is_sampled=sequence.num_computed + num_tokens == sequence.num_tokens,
             seed=sequence.seed,
+            awaits_token=sequence.num_pending > 0,
         )
 
     # -- what can be seen --------------------------------------------------------------------------------------------
@@ -567,11 +598,17 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Assert that memory, references and queues agree; slow, for tests and soak runs."""
         self.store.check_integrity()
-        assert len(self._sequences) == len(self._running) + len(self._policy)
+        over = [sequence for sequence in self._running.sequences() if sequence.status is SequenceStatus.FINISHED]
+        assert all(sequence.num_in_flight for sequence in over)
+        assert len(self._sequences) == len(self._running) - len(over) + len(self._policy)
+        for sequence in self._running.sequences():
+            parts = [part for step in self._steps for part in step.plan.sequences if part.seq_id == sequence.seq_id]
+            assert sequence.num_in_flight == len(parts)
+            assert sequence.num_pending == sum(part.is_sampled for part in parts)
         for residency in self._cache.residencies():
             key = residency.version.key
-            users = [sequence for sequence in self._sequences.values() if sequence.adapter == key]
-            assert residency.num_running == sum(one.status is SequenceStatus.RUNNING for one in users)
+            users = [sequence for sequence in [*self._sequences.values(), *over] if sequence.adapter == key]
+            assert residency.num_running == sum(one.status is not SequenceStatus.WAITING for one in users)
             assert residency.num_waiting == sum(one.status is SequenceStatus.WAITING for one in users)
         for sequence in self._running.sequences():
             assert len(sequence.table.pages) * self._memory.block_size >= sequence.num_computed

@@ -35,7 +35,7 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
     ::
 
         tokens   | prompt ................ | generated so far |
-                 0        start   start+num_tokens <= len(tokens)
+                 0        start   start+num_tokens <= len(tokens), or one more if a token is awaited
                  |-- KV in pages --|-- this step --|
 
     A struct rather than a dataclass: hundreds are made every step, and a frozen dataclass takes 1.5 us to make, more
@@ -43,7 +43,8 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         seq_id: The sequence; unique for the life of the engine.
-        tokens: All its tokens so far; the executor must not keep it beyond the step.
+        tokens: All its tokens so far; the executor must not keep it beyond the step. While a step is in flight that
+            yields another, the list may grow: what counts is what lies below ``start + num_tokens``.
         num_prompt_tokens: How many of them are the prompt.
         start: Tokens whose KV is in pages already.
         num_tokens: Tokens to run now.
@@ -53,6 +54,8 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
         sampling: How to choose the next token.
         is_sampled: Whether the last of these tokens yields one (False for all but the last prompt chunk).
         seed: The seed its draws are keyed by (the request's own, or one drawn for it).
+        awaits_token: Whether its last token, at ``start + num_tokens - 1``, is not in ``tokens`` yet: the step that
+            was in flight at the launch yields it (``engine/follow_on.py`` fills it in).
     """
 
     seq_id: int
@@ -66,6 +69,7 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     is_sampled: bool
     seed: int
+    awaits_token: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +152,7 @@ class Executor(Protocol):
     """
 
     def launch(self, plan: StepPlan, now: float) -> Work:
-        """Start a step; at most one is in flight."""
+        """Start a step, behind the one in flight if there is one; at most two are."""
         ...
 
     def load_adapter(self, load: AdapterLoad, now: float) -> Work:
@@ -193,6 +197,7 @@ class EngineParts:
         reader: Reads adapters.
         close: Stops threads and frees the device.
         machine: What carries plans out, in words: what a measurement was made on.
+        is_accelerated: Whether steps run on a device of their own, beside this process.
     """
 
     base: BaseShape
@@ -201,3 +206,4 @@ class EngineParts:
     reader: AdapterReader
     close: Callable[[], None]
     machine: str = ""
+    is_accelerated: bool = False

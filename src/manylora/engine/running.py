@@ -69,7 +69,7 @@ class RunningSet:
         self._scheduler = scheduler
         self._memory = memory
         self._costs = costs
-        self._load: StepLoad | None = None  # of the step planned last, while somebody asks for costs
+        self.load: StepLoad | None = None  # of the step planned last, while somebody asks for costs
         self._on_hit = on_hit
         self._emit = emit
         # A running sequence needs at least one token of every step's budget.
@@ -90,13 +90,24 @@ class RunningSet:
         """Return the running sequences, oldest first."""
         return list(self._running)
 
-    def plan(self, now: float) -> list[tuple[Sequence, int]]:
-        """Decide the next step: who runs and how many tokens each. Admits and pre-empts on the way."""
-        for sequence in self._policy.squash(now):
+    def plan(self, now: float, *, is_ahead: bool = False) -> list[tuple[Sequence, int]]:
+        """Decide the next step: who runs and how many tokens each. Admits and pre-empts on the way.
+
+        Args:
+            now: In seconds.
+            is_ahead: A step is in flight. Nobody whose pages it may be writing can be sent back then, so where somebody
+                must be, nothing is planned yet.
+        """
+        squashed = self._policy.squash(now)
+        if squashed and is_ahead:
+            return []
+        for sequence in squashed:
             self.num_squashes += 1
             self._emit(RequestSquashed(now, sequence.request.request_id, sequence.num_computed))
             self._send_back(sequence, now)
         num_preemptions = self.num_preemptions
+        if is_ahead and not self._can_grow(now):
+            return []
         decodes, prompts, budget = self._plan_running(now)
         is_short = self.num_preemptions > num_preemptions  # of memory: let the step run before anybody is let in
         if not (decodes or prompts) or (self._may_admit() and not is_short):
@@ -109,13 +120,13 @@ class RunningSet:
                 return []
         self._num_steps_since_admission += 1
         planned = prompts if prompts and not self._scheduler.mixed_steps else decodes + prompts
-        self._load = self._costs.load_of(planned) if self._costs.is_asked else None
+        self.load = self._costs.load_of(planned) if self._costs.is_asked else None
         return planned
 
-    def took(self, seconds: float) -> None:
-        """Learn how long the step that was planned last took."""
-        if self._load is not None and self._load.tokens:
-            self._costs.observe(self._load, seconds)
+    def took(self, load: StepLoad | None, seconds: float) -> None:
+        """Learn how long a step took; ``load`` is what ``load`` was when it had been planned."""
+        if load is not None and load.tokens:
+            self._costs.observe(load, seconds)
 
     def _may_admit(self) -> bool:
         return self._is_held_up or self._num_steps_since_admission >= self._scheduler.steps_between_admissions
@@ -158,7 +169,9 @@ class RunningSet:
         unfinished = []
         block_size = self._memory.block_size
         for sequence in self.sequences():
-            num_tokens = len(sequence.tokens)
+            if sequence.num_in_flight and sequence.is_ending:
+                continue
+            num_tokens = len(sequence.tokens) + sequence.num_pending
             if num_tokens - sequence.num_computed > 1:
                 unfinished.append(sequence)
             elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one a moment ago
@@ -180,7 +193,7 @@ class RunningSet:
         budget.take(sequence, num_tokens)
         return num_tokens
 
-    def _grow(self, sequence: Sequence, now: float) -> bool:
+    def _grow(self, sequence: Sequence, now: float, *, may_preempt: bool = True) -> bool:
         """Claim a page for a decoding sequence's next token; return whether it can run in this step.
 
         Idle things go first, then adapters that others wait for (that of the first in line only if it is
@@ -193,12 +206,24 @@ class RunningSet:
             if pages is not None:
                 sequence.table.pages.extend(pages)
                 return True
+            if not may_preempt:
+                return False
             youngest = self._running[-1]
             if youngest is sequence and len(self._running) == 1 and self._cache.has_loads:
                 return False  # adapters on their way hold the pages: they can be claimed when they have arrived
             self._preempt(youngest, now)
             if youngest is sequence:
                 return False
+
+    def _can_grow(self, now: float) -> bool:
+        """Whether all decoding sequences have a page for their next token, after claiming what idle things hold."""
+        block_size = self._memory.block_size
+        return all(
+            sequence.num_tokens <= len(sequence.table.pages) * block_size
+            or sequence.is_ending
+            or self._grow(sequence, now, may_preempt=False)
+            for sequence in self._running
+        )
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
         """Take a running sequence's pages for an older one."""

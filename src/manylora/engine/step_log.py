@@ -10,11 +10,12 @@
 
 ``ended_at - launched_at`` is what a simulator must charge, for in it steps follow each other as turns of the loop do.
 ``device_s`` is the part of it that the executor itself measured, if it did. Times are those the loop was told, so a log
-also replays a run exactly (``sim/replay.py``).
+also replays a run exactly (``sim/replay.py``), unless steps were planned ahead.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from io import FileIO
@@ -64,7 +65,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
     Args:
         step_id: Its number.
-        launched_at: The turn that planned it, in seconds on the loop's clock.
+        launched_at: The turn that planned it, in seconds on the loop's clock; for one planned ahead, that which took in
+            the step before it.
         ended_at: The turn that took its results in.
         device_s: What the executor measured of it, in seconds; ``None`` if it does not measure.
         features: What was in it.
@@ -143,16 +145,18 @@ class LoggedExecutor:
     def __init__(self, executor: Executor, write: Callable[[StepRecord | LoadRecord], None]) -> None:
         self._executor = executor
         self._write = write
+        self._ended_at = -math.inf  # the step logged last
 
     def launch(self, plan: StepPlan, now: float) -> Work:
         """Start a step; it is logged when its results are taken in."""
         features = step_features(plan)  # now: the tokens it refers to will have grown by then
 
         def tell(result: StepResult | LoadResult, ended_at: float) -> None:
+            began_at, self._ended_at = max(now, self._ended_at), ended_at
             self._write(
                 StepRecord(
                     step_id=plan.step_id,
-                    launched_at=now,
+                    launched_at=began_at,
                     ended_at=ended_at,
                     device_s=result.device_s,
                     features=features,

@@ -132,6 +132,7 @@ def build_parts(
         reader=reader,
         close=executor.close,
         machine=describe_machine(loaded.device),
+        is_accelerated=loaded.device.type != "cpu",
     )
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    step     one thread    plan -> model -> tokens
+    step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the one before it ends
     copy     one thread    host image -> device pages, then the views of its tiles
     read     two threads   files -> packed host image, in a process of its own
 
@@ -24,13 +24,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from manylora.clock import Clock
+from manylora.engine.follow_on import fill_in
 from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.execution.host_store import HostStore
 from manylora.execution.pages import PageStorage
 from manylora.execution.reader import HostReader
 from manylora.execution.resident import ResidentAdapter, make_resident
 from manylora.execution.runner import LogitsHook, ModelRunner
-from manylora.types import AdapterKey, Tier
+from manylora.types import AdapterKey, SampledToken, Tier
 
 __all__ = ["FutureWork", "TorchExecutor"]
 
@@ -85,6 +86,7 @@ class TorchExecutor:
         self._reader = reader
         self._resident = resident
         self._clock = clock
+        self._tokens: dict[int, SampledToken] = {}  # of the last step; touched on the step's thread alone
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
@@ -101,7 +103,7 @@ class TorchExecutor:
         self._runner.logits_hook = hook
 
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:
-        """Start a step."""
+        """Start a step. Behind one in flight it takes from that one the tokens it awaits, with no turn of the loop."""
         return self._watch(self._steps.submit(self._run, plan))
 
     def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
@@ -131,7 +133,8 @@ class TorchExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         """Run a step. Its tokens are on the host at the end, so the device is done when the clock is read."""
         began_at = time.perf_counter()
-        result = self._runner.run(plan)
+        result = self._runner.run(fill_in(plan, self._tokens))
+        self._tokens = result.tokens
         return replace(result, device_s=time.perf_counter() - began_at)
 
     def _read(self, load: AdapterLoad) -> None:

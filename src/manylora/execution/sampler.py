@@ -295,7 +295,7 @@ def _penalties(
     Presence and frequency look at generated tokens, repetition at the prompt too (vLLM's definitions).
     """
     sampling = sequence.sampling
-    tokens = np.asarray(sequence.tokens, dtype=np.int64)
+    tokens = np.asarray(sequence.tokens[:], dtype=np.int64)
     generated, counts = np.unique(tokens[sequence.num_prompt_tokens :], return_counts=True)
     seen = np.unique(tokens) if sampling.repetition_penalty != 1.0 else generated
     subtract = np.zeros(len(seen), dtype=np.float32)

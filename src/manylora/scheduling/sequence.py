@@ -23,9 +23,12 @@ class Sequence:
 
     ::
 
-        tokens   | prompt ....................... | generated ... |
-                 0        num_computed                        len(tokens)
-                 |-- KV in pages --|-- to run (1 when decoding) --|
+        tokens   | prompt ....................... | generated ... | pending |
+                 0        num_computed                                  num_tokens
+                 |-- KV in pages --|------ to run (1 when decoding) ------|
+
+    Tokens count as computed from the launch of the step that runs them, and those it will yield are *pending* until it
+    has: so the step after it can be planned meanwhile.
 
     Args:
         seq_id: Unique for the life of the engine; also the order of arrival.
@@ -53,6 +56,8 @@ class Sequence:
         "num_bypassed",
         "num_cached",
         "num_computed",
+        "num_in_flight",
+        "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
         "num_shared_pages",
@@ -97,6 +102,8 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt)
         self.num_prompt_tokens = len(self.tokens)
         self.num_computed = 0
+        self.num_pending = 0  # tokens that steps in flight will yield
+        self.num_in_flight = 0  # steps in flight that it is part of
         self.num_cached = 0
         self.num_preemptions = 0
         self.num_shared_pages = 0  # found in the prefix cache when it was admitted
@@ -112,6 +119,11 @@ class Sequence:
         return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed}/{len(self.tokens)} computed)"
 
     @property
+    def num_tokens(self) -> int:
+        """Its tokens, pending ones included."""
+        return len(self.tokens) + self.num_pending
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt_tokens
@@ -119,7 +131,16 @@ class Sequence:
     @property
     def num_to_run(self) -> int:
         """Tokens whose KV is missing."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it will run no more, whatever the steps in flight yield: it is over, cancelled or at its longest."""
+        return (
+            self.is_cancelled
+            or self.status is SequenceStatus.FINISHED
+            or len(self.tokens) + self.num_pending - self.num_prompt_tokens >= self.max_tokens
+        )
 
     @property
     def num_tokens_to_hold(self) -> int:

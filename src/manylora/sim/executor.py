@@ -24,10 +24,12 @@ class SimulatedWork:
     Args:
         ready_at: When it completes, in seconds.
         result: What ``poll`` returns from then on.
+        begins_at: When the device turns to it, in seconds.
     """
 
     ready_at: float
     result: StepResult | LoadResult
+    begins_at: float = 0.0
 
     def poll(self, now: float) -> StepResult | LoadResult | None:
         """Return the result from ``ready_at`` on."""
@@ -36,7 +38,7 @@ class SimulatedWork:
 
 def made_up_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ...] = ()) -> SampledToken:
     """Return a token that depends on the adapter, the seed and the position alone: as recomputable as a real one."""
-    position = len(part.tokens)
+    position = part.start + part.num_tokens
     draw = crc32(f"{part.adapter}/{part.seed if part.sampling.temperature else 0}/{position}".encode())
     token_id = draw % vocab_size
     while token_id in avoid:
@@ -57,7 +59,7 @@ class SimulatedExecutor:
         avoid: Tokens never made up (those that would end a sequence early).
         choose: Makes the token of a sequence; by default ``made_up_token``.
         scheduler_time_s: What deciding a step takes, in seconds: a constant, so that a run does not depend on the
-            machine that simulates it.
+            machine that simulates it. Behind a step in flight it costs nothing that the step outlasts.
         drag: How much a load to each tier slows down the step beside it: seconds of delay per second of the load,
             below 1; none where nothing is said.
     """
@@ -74,7 +76,7 @@ class SimulatedExecutor:
     ) -> None:
         self._cost = cost
         self._drag = {tier: one for tier, one in (drag or {}).items() if one}
-        self._step: SimulatedWork | None = None
+        self._steps: list[SimulatedWork] = []  # the last two, for loads to slow down
         self._scheduler_time_s = scheduler_time_s
         self._choose = choose or (lambda part: made_up_token(part, vocab_size, avoid))
         self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
@@ -82,20 +84,30 @@ class SimulatedExecutor:
     def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
         """Start a step."""
         tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
-        ready_at = now + self._scheduler_time_s + self._cost.step_time_s(plan)
+        begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
+        ready_at = begins_at + self._cost.step_time_s(plan)
         for tier in self._drag:
-            ready_at = self._dragged(ready_at, tier, now, self._link_free_at[tier])
-        self._step = SimulatedWork(ready_at, StepResult(tokens=tokens))
-        return self._step
+            ready_at = self._dragged(ready_at, tier, begins_at, self._link_free_at[tier])
+        self._steps = [*self._steps[-1:], SimulatedWork(ready_at, StepResult(tokens=tokens), begins_at)]
+        return self._steps[-1]
 
     def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
         """Start a load behind those already on its link."""
         tier = load.tier
         begins_at = max(now, self._link_free_at[tier])
         self._link_free_at[tier] = ready_at = begins_at + self._cost.load_time_s(load)
-        if self._step is not None and tier in self._drag:
-            self._step.ready_at = self._dragged(self._step.ready_at, tier, begins_at, ready_at)
-        return SimulatedWork(ready_at, LoadResult())
+        if tier in self._drag:
+            self._drag_steps(tier, begins_at, ready_at)
+        return SimulatedWork(ready_at, LoadResult(), begins_at)
+
+    def _drag_steps(self, tier: Tier, begins_at: float, ends_at: float) -> None:
+        """Slow down the steps in flight beside which a load runs, and move the second by what the first is late."""
+        late_s = 0.0
+        for step in self._steps:
+            step.begins_at += late_s
+            step.ready_at += late_s
+            ready_at = self._dragged(step.ready_at, tier, max(begins_at, step.begins_at), ends_at)
+            late_s, step.ready_at = late_s + ready_at - step.ready_at, ready_at
 
     def _dragged(self, step_ends_at: float, tier: Tier, begins_at: float, ends_at: float) -> float:
         """Return when a step ends beside which a load runs from ``begins_at`` to ``ends_at``."""

@@ -8,7 +8,9 @@ at once, in the test that caused it.
 from __future__ import annotations
 
 import math
+from collections import deque
 
+from manylora.engine.follow_on import fill_in
 from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.sim.executor import made_up_token
 from manylora.types import AdapterKey, SampledToken, Tier
@@ -46,19 +48,30 @@ class FakeExecutor:
         self._contents: dict[int, object] = {}  # page -> adapter key, or list of (adapter, tokens up to here)
         self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
         self.host: set[AdapterKey] = set()
-        self.plan: StepPlan | None = None
-        self._step: FakeWork | None = None
+        self._steps: deque[tuple[StepPlan, FakeWork]] = deque()
+        self._tokens: dict[int, SampledToken] = {}  # of the step completed last
         self.loads: list[tuple[AdapterLoad, FakeWork]] = []
         self.released: list[int] = []
 
+    @property
+    def plan(self) -> StepPlan | None:
+        """What is to be completed next."""
+        return self._steps[0][0] if self._steps else None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in flight."""
+        return len(self._steps)
+
     def launch(self, plan: StepPlan, now: float) -> FakeWork:
         """Start a step; its reads and writes are checked when it completes, as a device would do them."""
-        assert self.plan is None, "two steps in flight"
+        assert len(self._steps) < 2, "three steps in flight"
         assert plan.sequences
         assert len({part.seq_id for part in plan.sequences}) == len(plan.sequences)
-        self.plan, self._step = plan, FakeWork()
+        work = FakeWork()
+        self._steps.append((plan, work))
         self.released += plan.released
-        return self._step
+        return work
 
     def load_adapter(self, load: AdapterLoad, now: float) -> FakeWork:
         """Start a load."""
@@ -71,16 +84,17 @@ class FakeExecutor:
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter."""
-        assert self.plan is None or all(part.adapter != key for part in self.plan.sequences) or tier is Tier.HOST
+        in_use = {part.adapter for plan, _ in self._steps for part in plan.sequences}
+        assert key not in in_use or tier is Tier.HOST, f"{key} is dropped while it runs"
         if tier is Tier.HOST:
             self.host.discard(key)
         else:
             del self._adapter_pages[key]
 
     def complete_step(self) -> None:
-        """Run the step in flight."""
-        plan, step = self.plan, self._step
-        assert plan is not None and step is not None
+        """Run the step in flight, the first where there are two."""
+        plan, step = self._steps.popleft()
+        plan = fill_in(plan, self._tokens)
         tokens: dict[int, SampledToken] = {}
         for part in plan.sequences:
             self._check_adapter(part.adapter)
@@ -99,7 +113,7 @@ class FakeExecutor:
                 assert part.start + part.num_tokens == len(part.tokens)
                 tokens[part.seq_id] = made_up_token(part, self._vocab_size)
         step.result = StepResult(tokens=tokens)
-        self.plan = self._step = None
+        self._tokens = tokens
 
     def complete_load(self, index: int = 0, error: str | None = None) -> None:
         """End a load in flight, with ``error`` if it is to fail."""

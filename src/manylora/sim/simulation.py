@@ -218,7 +218,7 @@ def _make_core(workload: Workload, config: SimulationConfig, sinks: tuple[EventS
 
     def choose(part: PlannedSequence) -> SampledToken:
         # A request's seed is its number in the workload: the one thing about it that the device is told.
-        num_output = len(part.tokens) - part.num_prompt_tokens + 1
+        num_output = part.start + part.num_tokens - part.num_prompt_tokens + 1
         return END if num_output >= lengths[part.seed] else TOKEN
 
     def truth(sequence: Sequence) -> int:

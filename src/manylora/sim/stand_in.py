@@ -113,7 +113,7 @@ def make_teller(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
         if sampling.max_tokens is None and not sampling.ignore_eos and avoid:
             share = (crc32(f"{part.seed}/{part.num_prompt_tokens}".encode()) + 1) / 2**32
             length = max(1 + sampling.min_tokens, round(-MEAN_ANSWER_TOKENS * math.log(share)))
-            if len(part.tokens) - part.num_prompt_tokens >= length - 1:
+            if part.start + part.num_tokens - part.num_prompt_tokens >= length - 1:
                 return SampledToken(token_id=avoid[0])
         return made_up_token(part, base.vocab_size, avoid)
 

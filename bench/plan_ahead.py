@@ -1,0 +1,207 @@
+"""How long does a device stand still between two steps, planned one after the other or ahead?
+
+    python bench/plan_ahead.py [--quick]
+
+The real core, loop and wall clock, with a thread for a device: a step is a sleep, as long as a decode step of an 8B
+model on a data-centre GPU, and like one it needs no Python meanwhile. *Gap* is from the end of a step to the beginning
+of the next on that thread: taking tokens in, deciding, waking up. What a device's own inputs take (`graph_inputs.py`)
+is not in it. Every sequence has an adapter; requests arrive as others end. Both ways alternate. Writes
+`bench/results/plan_ahead.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from manylora.adapters.shape import BaseShape
+from manylora.clock import WallClock
+from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.engine.core import EngineCore
+from manylora.engine.follow_on import fill_in
+from manylora.engine.loop import EngineLoop
+from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult, Work
+from manylora.execution.executor import FutureWork
+from manylora.execution.machine import describe_machine
+from manylora.sim.adapters import adapter_versions
+from manylora.sim.models import base_shape
+from manylora.types import AdapterKey, Output, Request, SampledToken, SamplingParams, Tier
+from manylora.workloads import AdapterSpec
+
+RESULTS = Path(__file__).resolve().parent / "results"
+STEP_S = 0.004
+NUM_ADAPTERS = 64
+NUM_TOKENS = 200
+"""Of an answer, on average: one of the batch ends every few steps."""
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """What stands between steps.
+
+    Args:
+        batch: Sequences in a step.
+        plan_ahead: How they were planned.
+        p50_us: The gap in the middle, in microseconds.
+        p90_us: One in ten is longer.
+        share: Of the time, that the device stood still.
+        steps: How many were looked at.
+    """
+
+    batch: int
+    plan_ahead: bool
+    p50_us: float
+    p90_us: float
+    share: float
+    steps: int
+
+
+class SleepingDevice:
+    """Sleeps for every step, on a thread of its own.
+
+    Args:
+        clock: Woken when a step is over.
+    """
+
+    def __init__(self, clock: WallClock) -> None:
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1)
+        self._tokens: dict[int, SampledToken] = {}
+        self.spans: list[tuple[float, float, int]] = []
+
+    def launch(self, plan: StepPlan, now: float) -> Work:
+        """Start a step."""
+        future = self._thread.submit(self._run, plan)
+        future.add_done_callback(lambda _: self._clock.wake())
+        return FutureWork(future)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        began_at = time.perf_counter()
+        plan = fill_in(plan, self._tokens)
+        time.sleep(STEP_S)
+        self._tokens = {part.seq_id: SampledToken(token_id=7) for part in plan.sequences if part.is_sampled}
+        self.spans.append((began_at, time.perf_counter(), len(plan.sequences)))
+        return StepResult(tokens=self._tokens)
+
+    def load_adapter(self, load: AdapterLoad, now: float) -> Work:
+        """Load at once."""
+        return _Loaded()
+
+    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
+        """Nothing is kept."""
+
+
+class _Loaded:
+    ready_at = 0.0
+
+    def poll(self, now: float) -> LoadResult:
+        return LoadResult()
+
+
+def measure(base: BaseShape, batch: int, *, plan_ahead: bool, num_steps: int) -> Gaps:
+    clock = WallClock()
+    device = SleepingDevice(clock)
+    core = EngineCore(
+        base=base,
+        num_pages=1 << 16,
+        executor=device,
+        scheduler=SchedulerConfig(max_num_seqs=batch, plan_ahead=plan_ahead),
+        memory=MemoryConfig(),
+        adapters=AdapterConfig(),
+        served_name="base",
+    )
+    specs = [AdapterSpec(name=f"a{index}", rank=16, targets=("q_proj", "v_proj")) for index in range(NUM_ADAPTERS)]
+    for name, version in adapter_versions(specs, base).items():
+        core.adapters.register(name, version, clock.now())
+
+    def arrivals() -> Iterator[tuple[float, Request]]:
+        """As many as it takes: the next one a few steps after an answer's end."""
+        index = 0
+        while len(device.spans) < num_steps:
+            length = NUM_TOKENS // 2 + (index * 7919) % NUM_TOKENS
+            yield (
+                0.0 if index < 2 * batch else clock.now() + STEP_S * NUM_TOKENS / batch,
+                Request(
+                    request_id=str(index),
+                    prompt=(1,) * 100,
+                    sampling=SamplingParams(max_tokens=length, ignore_eos=True),
+                    model=f"a{index % NUM_ADAPTERS}",
+                ),
+            )
+            index += 1
+
+    def take(outputs: list[Output], now: float) -> None:
+        """A server would send them to its API process; that is measured elsewhere."""
+
+    loop = EngineLoop(core, clock, on_outputs=take, arrivals=arrivals())
+    loop.run()
+    full = [span for span in device.spans if span[2] >= 0.9 * batch][20:]
+    gaps = [after[0] - before[1] for before, after in pairwise(full)]
+    gaps = [gap for gap in gaps if gap < 10 * STEP_S]  # steps between them were not full
+    deciles = statistics.quantiles(gaps, n=10)
+    took_s = sum(end - begin for begin, end, _ in full)
+    share = sum(gaps) / (sum(gaps) + took_s)
+    return Gaps(batch, plan_ahead, statistics.median(gaps) * 1e6, deciles[8] * 1e6, share, len(gaps))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few steps; writes nothing")
+    options = parser.parse_args()
+    base = base_shape("llama-3-8b", block_size=16)
+    found: list[Gaps] = []
+    lines = []
+    for batch in (1, 32, 64, 128, 256):
+        rounds: dict[bool, list[Gaps]] = {False: [], True: []}
+        for _ in range(1 if options.quick else 5):
+            for plan_ahead in (False, True):
+                num_steps = 100 if options.quick else 600
+                rounds[plan_ahead].append(measure(base, batch, plan_ahead=plan_ahead, num_steps=num_steps))
+        found += rounds[False] + rounds[True]
+        one, ahead = _middle(rounds[False]), _middle(rounds[True])
+        more = (1 - ahead[2]) / (1 - one[2]) - 1
+        lines.append(
+            f"| {batch} | {one[0]:.0f} | {one[1]:.0f} | {one[2]:.1%} "
+            f"| {ahead[0]:.0f} | {ahead[1]:.0f} | {ahead[2]:.1%} | {more:+.1%} |"
+        )
+        print(lines[-1], flush=True)
+    if not options.quick:
+        text = TABLE.format(
+            machine=describe_machine(torch.device("cpu")),
+            load=os.getloadavg()[0],
+            step_ms=STEP_S * 1e3,
+            rows="\n".join(lines),
+        )
+        (RESULTS / "plan_ahead.md").write_text(text)
+        (RESULTS / "plan_ahead.json").write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+
+
+def _middle(rounds: list[Gaps]) -> tuple[float, float, float]:
+    p50, p90, share = zip(*((one.p50_us, one.p90_us, one.share) for one in rounds), strict=True)
+    return statistics.median(p50), statistics.median(p90), statistics.median(share)
+
+
+TABLE = """# The gap between two steps
+
+`python bench/plan_ahead.py` on {machine}, load average {load:.1f}: how long a device that takes {step_ms:.0f} ms a step
+stands still between two of them, in microseconds; the real core and loop, every sequence with an adapter. Medians of
+five rounds of 600 steps, both ways in turn. *More* is what planning ahead gains in steps a second.
+
+| batch | gap P50 | P90 | of the time | ahead: P50 | P90 | of the time | more |
+|---:|---:|---:|---:|---:|---:|---:|---:|
+{rows}
+"""
+
+
+if __name__ == "__main__":
+    main()
