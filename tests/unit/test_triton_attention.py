@@ -15,6 +15,7 @@ from manylora.execution.device_ops import make_device_ops
 from manylora.execution.page_tables import PageTables
 from manylora.execution.paged_attention import AttentionCall
 from manylora.execution.pages import PageStorage
+from manylora.execution.rotation import Rotation, rotate
 from manylora.execution.triton_batch import TritonBatch
 from manylora.types import SamplingParams
 
@@ -68,9 +69,10 @@ def check(
     window: int | None = None,
     softcap: float | None = None,
     splits: int | None = None,
+    rotary: int = 0,
     seed: int = 0,
 ) -> None:
-    """Attend ``(tokens before, tokens now)`` of each sequence."""
+    """Attend ``(tokens before, tokens now)`` of each sequence, q and k of now given before ``rotary`` dims turn."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     pool = make_pool(block, kv_heads, head_dim, dtype)
@@ -91,11 +93,24 @@ def check(
         for kv in range(2)
     ]
     given = [part.to(DEVICE) for part in (query, *new)]
+    rotation = None
+    if rotary:
+        # Any numbers, so that no two dimensions share theirs; behind them lies what must not be read.
+        cos, sin = (torch.randn(num_rows, rotary).to(dtype) for _ in range(2))
+        wide = torch.full((2, num_rows, rotary + 3), float("nan"), dtype=dtype, device=DEVICE)
+        wide[0, :, :rotary], wide[1, :, :rotary] = cos, sin
+        rotation = Rotation(wide[0, :, :rotary], wide[1, :, :rotary])
+        query, turned = rotate(query, Rotation(cos, sin)), rotate(new[0], Rotation(cos, sin))
+        row = 0
+        for (key, _), (start, count) in zip(contexts, spans, strict=True):
+            key[start:] = turned[:, row : row + count].transpose(0, 1)
+            row += count
     before = pool.blocks.cpu().clone()
     ops = make_device_ops(DEVICE)
     batch = TritonBatch(ops, pool, PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
     module = SimpleNamespace(layer_idx=LAYER)
-    found = batch.attend(AttentionCall(module, *given, 0.3, window, softcap, None, {}))  # type: ignore[arg-type]
+    call = AttentionCall(module, *given, 0.3, window, softcap, None, {}, rotation)  # type: ignore[arg-type]
+    found = batch.attend(call)
     assert found.shape == (num_rows, heads, head_dim)
 
     after = pool.blocks.cpu()
@@ -103,7 +118,9 @@ def check(
     for (start, count), (key, value), sequence in zip(spans, contexts, sequences, strict=True):
         for position in range(start, start + count):
             place = (sequence.pages[position // block], LAYER, slice(None), position % block)
-            assert torch.equal(after[place], torch.stack((key[position], value[position])))
+            tolerance = TOLERANCE[dtype] if rotary else 0.0  # a product may be added with or without rounding
+            expected = torch.stack((key[position], value[position]))
+            torch.testing.assert_close(after[place], expected, atol=tolerance, rtol=tolerance)
             written[place] = True
         grouped = [part.double().repeat_interleave(heads // kv_heads, 1) for part in (key, value)]
         scores = torch.einsum("qhd,khd->hqk", query.transpose(0, 1)[row : row + count].double(), grouped[0]) * 0.3
@@ -148,10 +165,19 @@ def test_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (24, 24), (40, 12), (5, 2)])
+def test_queries_and_keys_are_rotated_on_the_way(head_dim: int, rotary: int) -> None:
+    check([(3, 7), (12, 1), (0, 2)], heads=6, head_dim=head_dim, rotary=rotary)
+    check([(50, 1), (0, 1)], head_dim=head_dim, rotary=rotary, splits=2)
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("half", HALVES)
 def test_half_precision(half: str) -> None:
     check(MIXED, dtype=DTYPES[half])
     check(DECODE, dtype=DTYPES[half], splits=2)
+    check(MIXED, dtype=DTYPES[half], rotary=16)
+    check(DECODE, dtype=DTYPES[half], rotary=8, splits=2)
 
 
 @pytest.mark.usefixtures("poison")
@@ -160,12 +186,14 @@ def test_random_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     spans = [(int(rng.integers(0, 30)), int(rng.choice([1, 1, 2, 19]))) for _ in range(int(rng.integers(1, 5)))]
     kv_heads, group = (int(rng.integers(1, 4)) for _ in range(2))
+    head_dim = int(rng.integers(1, 40))
     check(
         spans,
         block=int(rng.integers(1, 17)) + 3,
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_dim=int(rng.integers(1, 40)),
+        head_dim=head_dim,
+        rotary=2 * int(rng.integers(0, head_dim // 2 + 1)),
         window=int(rng.integers(1, 30)) if rng.random() < 0.5 else None,
         seed=seed,
     )

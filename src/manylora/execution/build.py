@@ -17,7 +17,7 @@ from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device_ops import make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fused import adapt_modules
-from manylora.execution.fused_norm import fuse_norms
+from manylora.execution.fused_step import fuse_launches
 from manylora.execution.host_store import HostStore
 from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
 from manylora.execution.lora_ragged import LoraSpace
@@ -90,7 +90,7 @@ def build_parts(
     ops = make_device_ops(loaded.device)
     attention: AttentionKernel = TorchAttentionKernel(storage)
     if choose_attention(config.model.attention_kernel, loaded.device) == "triton":
-        fuse_norms(loaded.model)
+        fuse_launches(loaded.model)
         attention = TritonAttentionKernel(
             ops, storage, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=base.max_model_len
         )

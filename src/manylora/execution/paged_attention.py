@@ -27,6 +27,7 @@ from transformers import AttentionInterface
 from manylora.engine.ports import PlannedSequence
 from manylora.execution.compiled import find_compiled
 from manylora.execution.pages import PageStorage
+from manylora.execution.rotation import Rotation, Unrotated
 
 __all__ = ["ATTENTION_NAME", "AttentionCall", "AttentionSink", "PagedBatch", "register_attention"]
 
@@ -47,6 +48,7 @@ class AttentionCall:
         softcap: Bound of the scores (``softcap * tanh(score / softcap)``), or ``None``.
         mask: What the model made for a mask; must be ``None``.
         extra: Further keyword arguments of the architecture.
+        rotation: What query and key have still to be rotated by; ``None`` if they are as they shall be.
     """
 
     module: nn.Module
@@ -58,6 +60,7 @@ class AttentionCall:
     softcap: float | None
     mask: object
     extra: dict[str, Any]
+    rotation: Rotation | None = None
 
 
 class AttentionSink(Protocol):
@@ -84,7 +87,11 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    call = AttentionCall(module, query[0], key[0], value[0], scaling, sliding_window, softcap, attention_mask, kwargs)
+    rotation = query.rotation if isinstance(query, Unrotated) else None
+    assert isinstance(key, Unrotated) == (rotation is not None), "queries and keys are rotated together"
+    call = AttentionCall(
+        module, query[0], key[0], value[0], scaling, sliding_window, softcap, attention_mask, kwargs, rotation
+    )
     return paged.attend(call).unsqueeze(0), None
 
 
@@ -181,6 +188,7 @@ class PagedBatch:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
+        assert call.rotation is None, "rotations are deferred only for kernels that rotate"
         layer = int(call.module.layer_idx)  # type: ignore[arg-type]
         self._store(layer, call.key, call.value)
         if not self._prompts:

@@ -2,11 +2,14 @@
 
 ::
 
-    store     one program per token     K and V of the layer -> their slots in the pages
+    store     one program per token     K, rotated, and V of the layer -> their slots in the pages
     attend    query block x KV head x split of the context
               a query block is a few tokens of one sequence times the query heads that share a KV head,
               so that K and V are read once for all of them and decoding fills a matrix instruction's rows
     combine   row x head                adds up the splits in a fixed order; only where the context was split
+
+Queries are rotated when they are read, keys before they are written: rotary positions cost no launch of their own and
+no rotated query is ever written.
 
 Pages need not be contiguous: each position's page is looked up in its sequence's table. What lies beyond a
 sequence's end is never read, so what a page held before cannot reach a sum.
@@ -28,32 +31,60 @@ __all__ = ["attend", "combine", "store"]
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
 
+@triton.jit
+def load_rotated(source, cos, sin, dims, mask, ROTARY: tl.constexpr):
+    """Load heads ``source + dims`` where ``mask``, dimension ``d < ROTARY`` turned with its partner half of that away.
+
+    ``source``, ``cos`` and ``sin`` are columns of pointers, one line a head; sums are rounded once.
+    """
+    x = tl.load(source + dims, mask=mask, other=0.0)
+    if ROTARY > 0:
+        turns = mask & (dims < ROTARY)
+        partner = tl.load(source + (dims + ROTARY // 2) % ROTARY, mask=turns, other=0.0).to(tl.float32)
+        partner = tl.where(dims < ROTARY // 2, -partner, partner)
+        along = tl.load(cos + dims, mask=turns, other=1.0).to(tl.float32)
+        across = tl.load(sin + dims, mask=turns, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * along + partner * across).to(x.dtype)
+    return x
+
+
 @triton.jit(do_not_specialize=["first"])
 def store(
     key,
     value,
+    cos,
+    sin,
+    angle_stride,
     slots,
     rows,
-    head_stride,
-    token_stride,
+    key_head_stride,
+    key_token_stride,
+    value_head_stride,
+    value_token_stride,
     row_stride,
     first,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write a token's K and V ``[heads, tokens, dim]``; ``slots[token]`` is its row in layer 0, below 0 for none."""
+    """Write a token's K and V ``[heads, tokens, dim]``; ``slots[token]`` is its row in layer 0, below 0 for none.
+
+    K is rotated by ``cos`` and ``sin`` ``[tokens, ROTARY]``; with ``ROTARY`` 0 it is written as it is.
+    """
     token = tl.program_id(0)
     slot = tl.load(slots + token)
     if slot >= 0:
         heads, dims = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
         mask = (heads < HEADS) & (dims < DIM)
-        source = heads * head_stride + token * token_stride + dims
+        keys = key + heads * key_head_stride + token * key_token_stride
+        values = value + heads * value_head_stride + token * value_token_stride
+        angles = token * angle_stride
         target = rows + (slot + first) * row_stride + heads * DIM + dims
-        tl.store(target, tl.load(key + source, mask=mask), mask=mask)
-        tl.store(target + BLOCK_SIZE * row_stride, tl.load(value + source, mask=mask), mask=mask)
+        tl.store(target, load_rotated(keys, cos + angles, sin + angles, dims, mask, ROTARY), mask=mask)
+        tl.store(target + BLOCK_SIZE * row_stride, tl.load(values + dims, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["first", "table_stride", "window", "num_rows"])
@@ -61,6 +92,9 @@ def attend(
     query,
     query_head_stride,
     query_token_stride,
+    cos,
+    sin,
+    angle_stride,
     pool,
     page_stride,
     row_stride,
@@ -77,6 +111,7 @@ def attend(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -90,6 +125,7 @@ def attend(
     ::
 
         query   [heads, tokens, dim]
+        cos     [tokens, ROTARY], by which queries are rotated, as is sin; with ROTARY 0 they are as they shall be
         pool    pages; row ``first`` of a page is the layer's first K, V follows a block later
         blocks  [blocks, 4], int64, see triton_batch.BLOCK_FIELDS; a block of no tokens is skipped
         tables  page of every BLOCK_SIZE positions [lines, width], int32
@@ -111,14 +147,11 @@ def attend(
         dims = tl.arange(0, BLOCK_D)
         is_dim = dims < DIM
         position = first_position + token
-        q = tl.load(
-            query
-            + own_head[:, None] * query_head_stride
-            + (first_row + token)[:, None] * query_token_stride
-            + dims[None, :],
-            mask=is_row[:, None] & is_dim[None, :],
-            other=0.0,
-        )
+        own_row = (first_row + token)[:, None]
+        source = query + own_head[:, None] * query_head_stride + own_row * query_token_stride
+        angles = own_row * angle_stride
+        mask = is_row[:, None] & is_dim[None, :]
+        q = load_rotated(source, cos + angles, sin + angles, dims[None, :], mask, ROTARY)
         length = first_position + num_tokens.to(tl.int32)
         start = 0
         if HAS_WINDOW:
@@ -156,7 +189,6 @@ def attend(
             highest = new_highest
         row = split.to(tl.int64) * num_rows + first_row + token
         target = out + (row * HEADS + own_head)[:, None] * DIM + dims[None, :]
-        mask = is_row[:, None] & is_dim[None, :]
         if SPLITS == 1:
             tl.store(target, (mixed / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
         else:

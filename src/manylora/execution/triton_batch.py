@@ -13,6 +13,7 @@ from manylora.execution.device_ops import DeviceOps
 from manylora.execution.page_tables import PageTables
 from manylora.execution.paged_attention import AttentionCall
 from manylora.execution.pages import PageStorage
+from manylora.execution.rotation import Rotation
 from manylora.execution.triton_door import num_programs
 
 __all__ = ["BLOCK_FIELDS", "TritonAttention", "TritonBatch", "first_slot"]
@@ -60,7 +61,10 @@ class TritonAttention:
     most_rows: int = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Store the layer's K and V, then attend every row to its own sequence; ``[rows, heads, head_dim]``."""
+        """Store the layer's K and V, then attend every row to its own sequence; ``[rows, heads, head_dim]``.
+
+        Queries and keys that have still to be rotated are, in the same launches.
+        """
         from manylora.execution import triton_attention
 
         shape = self.pool.shape
@@ -68,7 +72,8 @@ class TritonAttention:
         num_heads, num_rows, head_dim = query.shape
         group = num_heads // shape.num_kv_heads
         first = int(call.module.layer_idx) * 2 * shape.block_size  # type: ignore[arg-type]
-        self._store(call, first)
+        angles = _angles(call)
+        self._store(call, angles, first)
 
         lines = max(MIN_LINES if self.is_decode else PROMPT_LINES, _power_of_two(group))
         blocks = self.blocks(1 if self.is_decode else lines // group)
@@ -83,6 +88,9 @@ class TritonAttention:
             query,
             query.stride(0),
             query.stride(1),
+            angles.cos,
+            angles.sin,
+            angles.cos.stride(0),
             self.pool.rows,
             shape.num_elements,
             self.pool.rows.stride(0),
@@ -99,6 +107,7 @@ class TritonAttention:
             HEADS=num_heads,
             GROUP=group,
             DIM=head_dim,
+            ROTARY=angles.rotary_dim,
             SPLITS=splits,
             HAS_WINDOW=call.window is not None,
             HAS_SOFTCAP=call.softcap is not None,
@@ -124,24 +133,28 @@ class TritonAttention:
             self.outputs[key] = query.new_zeros((self.most_rows, num_heads, head_dim))
         return self.outputs[key][:num_rows]
 
-    def _store(self, call: AttentionCall, first: int) -> None:
+    def _store(self, call: AttentionCall, angles: Rotation, first: int) -> None:
         from manylora.execution import triton_attention
 
-        key, value = call.key, call.value
-        if key.stride() != value.stride() or key.stride(2) != 1:
-            key, value = key.contiguous(), value.contiguous()
+        key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (call.key, call.value))
         num_heads, num_rows, head_dim = key.shape
         triton_attention.store[(num_rows,)](
             key,
             value,
+            angles.cos,
+            angles.sin,
+            angles.cos.stride(0),
             self.slots,
             self.pool.rows,
             key.stride(0),
             key.stride(1),
+            value.stride(0),
+            value.stride(1),
             self.pool.rows.stride(0),
             first,
             HEADS=num_heads,
             DIM=head_dim,
+            ROTARY=angles.rotary_dim,
             BLOCK_SIZE=self.pool.shape.block_size,
             BLOCK_H=_power_of_two(num_heads),
             BLOCK_D=_power_of_two(head_dim),
@@ -219,6 +232,14 @@ class TritonBatch:
             blocks.sort(key=lambda block: -block[2])
             self._blocks[num_tokens] = self._ops.upload(np.asarray(blocks, dtype=np.int64))
         return self._blocks[num_tokens]
+
+
+def _angles(call: AttentionCall) -> Rotation:
+    """Return what q and k have still to be rotated by; where that is nothing, no angles, of anything that is there."""
+    if call.rotation is not None:
+        return call.rotation
+    nothing = call.query[0, :, :0]
+    return Rotation(nothing, nothing)
 
 
 def _power_of_two(value: int) -> int:

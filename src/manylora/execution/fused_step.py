@@ -1,0 +1,26 @@
+"""Fewer launches for the same step: what a model of transformers does in many small operations, done in few."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from manylora.execution.deferred_rotation import defer_rotations
+from manylora.execution.fused_norm import fuse_norms
+from manylora.execution.trial import watch_calls
+
+__all__ = ["fuse_launches"]
+
+logger = logging.getLogger(__name__)
+
+
+def fuse_launches(model: nn.Module) -> None:
+    """Change ``model`` in place to take fewer launches, on Triton and with attention that rotates.
+
+    Every change is tried on the very module; what a model does in another way stays as it is.
+    """
+    norms = fuse_norms(model)
+    calls = watch_calls(model)
+    rotations = defer_rotations(calls)
+    logger.info("launches_fused norms=%d rotations=%d", norms, rotations)

@@ -1,0 +1,62 @@
+"""Rotary positions that are left to whoever answers attention.
+
+Transformers rotates queries and keys in ten small operations before it asks for attention. Kernels that read q and k
+anyway can do it on the way; what they need is the angles. A tensor that waits for that carries them::
+
+    q, k  ->  deferred_rotation  ->  Unrotated(q), Unrotated(k)  ->  AttentionCall.rotation  ->  kernels
+
+Whatever is computed from such a tensor is a plain one again. So a model that does something to q after rotating it
+is found out: its attention gets a query without a rotation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+__all__ = ["Rotation", "Unrotated", "rotate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Angles of every row: dimension ``d`` turns with ``d + rotary_dim / 2``, those from ``rotary_dim`` on stay.
+
+    Args:
+        cos: ``[rows, rotary_dim]``, contiguous in the last dimension.
+        sin: The same.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions turn."""
+        return self.cos.shape[1]
+
+
+class Unrotated(torch.Tensor):
+    """A query or key that has still to be rotated."""
+
+    rotation: Rotation
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, x: torch.Tensor, rotation: Rotation) -> Self:
+        """Return ``x`` itself, with what is left to do."""
+        unrotated = x.as_subclass(cls)
+        unrotated.rotation = rotation
+        return unrotated
+
+
+def rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Return ``x`` ``[heads, rows, head_dim]`` rotated: what the kernels are held to."""
+    if rotation is None:
+        return x
+    turning = x[..., : rotation.rotary_dim].float()
+    first, second = turning.chunk(2, dim=-1)
+    turned = turning * rotation.cos.float() + torch.cat((-second, first), dim=-1) * rotation.sin.float()
+    return torch.cat((turned.to(x.dtype), x[..., rotation.rotary_dim :]), dim=-1)
