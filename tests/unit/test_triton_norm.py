@@ -45,3 +45,19 @@ def test_norms_are_replaced_where_they_are_norms(dtype: str) -> None:
         found = model[name](x)
         assert found.shape == x.shape and found.dtype == x.dtype
         assert relative_error(found, norms[name](x)) < TOLERANCE[DTYPES[dtype]]
+        # The sum before it, of rows that lie apart.
+        y = torch.randn(2, 3, 4, 2 * width).to(DEVICE, DTYPES[dtype])[..., width:]
+        total, normed = model[name].add(y, x)
+        assert torch.equal(total, y + x)
+        assert relative_error(normed, norms[name](y + x)) < TOLERANCE[DTYPES[dtype]]
+
+
+def test_a_sum_that_is_normalised_already_is_handed_out_once() -> None:
+    model = nn.ModuleDict({"one": LlamaRMSNorm(16), "two": LlamaRMSNorm(16)}).requires_grad_(False).to(DEVICE)
+    model["two"].weight.data.fill_(2.0)
+    assert fuse_norms(model) == 2
+    x = torch.randn(1, 3, 16, device=DEVICE)
+    summed = model["one"].add_ahead(x, x)
+    assert model["one"](summed) is summed.normed
+    torch.testing.assert_close(model["two"](summed), 2 * summed.normed)  # another norm computes its own
+    assert type(summed + x) is torch.Tensor  # and what is computed from the sum is no sum of that kind

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from manylora.execution import triton_attention, triton_lora, triton_norm
+from manylora.execution import triton_attention, triton_gate, triton_lora, triton_norm
 
 CAPABILITIES = (80, 90)
 WIDE_LOAD = re.compile(r"(?:ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*0x10)")
@@ -31,7 +31,7 @@ SIGNATURE = {
     **dict.fromkeys(("slots", "blocks"), "*i64"),
     "tables": "*i32",
     **dict.fromkeys(("scaling", "softcap", "eps"), "fp32"),
-    "weight": "*bf16",
+    **dict.fromkeys(("weight", "residual", "total", "gate", "up", "cos", "sin"), "*bf16"),
 }
 
 # (kernel, its constants, warps, whether it reads enough to need wide loads)
@@ -43,16 +43,23 @@ for rows, depth, width, splits in ((16, 256, 256, 8), (64, 64, 128, 1)):
     shared = {"SPLITS": splits, "BLOCK_M": rows, "ALIGN": 32}
     CASES.append((triton_lora.shrink, {**shared, "BLOCK_K": depth}, 4, True))
     CASES.append((triton_lora.expand, {**shared, "BLOCK_N": width}, 4, True))
-HEADS = {"HEADS": 32, "DIM": 128, "BLOCK_D": 128}
+HEADS = {"HEADS": 32, "DIM": 128, "ROTARY": 128, "BLOCK_D": 128}
 SEEN = {"GROUP": 4, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "BLOCK_SIZE": 16}
-CASES.append((triton_attention.store, {**HEADS, "HEADS": 8, "BLOCK_SIZE": 16, "BLOCK_H": 8}, 4, True))
-CASES.append((triton_attention.attend, {**HEADS, **SEEN, "SPLITS": 1, "BLOCK_M": 64, "BLOCK_N": 32}, 4, True))
-CASES.append((triton_attention.attend, {**HEADS, **SEEN, "SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64}, 4, True))
+PROMPT = {"SPLITS": 1, "BLOCK_M": 64, "BLOCK_N": 32}
+DECODE = {"SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64}
 LIMITED = {**SEEN, "HAS_WINDOW": True, "HAS_SOFTCAP": True}
-CASES.append((triton_attention.attend, {**HEADS, **LIMITED, "SPLITS": 1, "BLOCK_M": 64, "BLOCK_N": 32}, 4, True))
-CASES.append((triton_attention.combine, {**HEADS, "SPLITS": 4}, 4, False))
-CASES.append((triton_norm.rms_norm, {"WIDTH": 4096, "BLOCK": 4096, "IS_OFFSET": False}, 4, True))
-CASES.append((triton_norm.rms_norm, {"WIDTH": 3584, "BLOCK": 4096, "IS_OFFSET": True}, 4, True))
+STORE = {"HEADS": 8, "BLOCK_SIZE": 16, "BLOCK_H": 8}
+for rotary, *shapes in ((128, PROMPT, DECODE), (0, DECODE)):  # a whole head; rotated before
+    heads = {**HEADS, "ROTARY": rotary}
+    CASES.append((triton_attention.store, {**heads, **STORE}, 4, True))
+    CASES += [(triton_attention.attend, {**heads, **SEEN, **shape}, 4, True) for shape in shapes]
+CASES.append((triton_attention.attend, {**HEADS, **LIMITED, **PROMPT, "ROTARY": 64}, 4, True))
+CASES.append((triton_attention.combine, {"HEADS": 32, "DIM": 128, "BLOCK_D": 128, "SPLITS": 4}, 4, False))
+for width, is_offset, is_sum in ((4096, False, False), (4096, False, True), (3584, True, True)):
+    norm = {"WIDTH": width, "BLOCK": 4096, "IS_OFFSET": is_offset, "IS_SUM": is_sum}
+    CASES.append((triton_norm.rms_norm, norm, 4, True))
+for is_gelu in (False, True):
+    CASES.append((triton_gate.activate, {"WIDTH": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, 4, True))
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -7,7 +7,9 @@ import logging
 from torch import nn
 
 from manylora.execution.deferred_rotation import defer_rotations
+from manylora.execution.fused_gate import fuse_gates
 from manylora.execution.fused_norm import fuse_norms
+from manylora.execution.fused_residual import fuse_residuals
 from manylora.execution.trial import watch_calls
 
 __all__ = ["fuse_launches"]
@@ -22,5 +24,5 @@ def fuse_launches(model: nn.Module) -> None:
     """
     norms = fuse_norms(model)
     calls = watch_calls(model)
-    rotations = defer_rotations(calls)
-    logger.info("launches_fused norms=%d rotations=%d", norms, rotations)
+    rotations, gates, residuals = defer_rotations(calls), fuse_gates(calls), fuse_residuals(calls)
+    logger.info("launches_fused norms=%d rotations=%d gates=%d residuals=%d", norms, rotations, gates, residuals)
