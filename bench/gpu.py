@@ -30,9 +30,12 @@ from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.execution.device_ops import make_device_ops
+from manylora.execution.fused_gate import activate
+from manylora.execution.fused_norm import FusedNorm
 from manylora.execution.lora_ragged import BatchTables
 from manylora.execution.page_tables import PageTables
 from manylora.execution.paged_attention import AttentionCall
+from manylora.execution.rotation import Rotation
 from manylora.execution.triton_batch import TritonBatch
 from manylora.measure import Recorder, summarise
 from manylora.sim.models import base_shape
@@ -93,7 +96,7 @@ class Bench:
         ]
 
     def kernels(self) -> list[dict[str, Any]]:
-        return [*self._lora_kernels(), *self._attention_kernels()]
+        return [*self._lora_kernels(), *self._attention_kernels(), *self._row_kernels()]
 
     def _lora_kernels(self) -> list[dict[str, Any]]:
         rows = []
@@ -149,8 +152,9 @@ class Bench:
             key, value = (
                 torch.randn(shape.num_kv_heads, batch, shape.head_dim, device=self.device).to(dtype) for _ in range(2)
             )
+            angles = Rotation(*(torch.rand(batch, shape.head_dim, device=self.device).to(dtype) for _ in range(2)))
             calls = [
-                AttentionCall(SimpleNamespace(layer_idx=i), query, key, value, 0.1, None, None, None, {})  # type: ignore[arg-type]
+                AttentionCall(SimpleNamespace(layer_idx=i), query, key, value, 0.1, None, None, None, {}, angles)  # type: ignore[arg-type]
                 for i in range(shape.num_layers)
             ]
 
@@ -163,13 +167,37 @@ class Bench:
             num_bytes *= dtype.itemsize
             rows.append(
                 {
-                    "kernel": f"attention, {self.sizes.context} tokens",
+                    "kernel": f"rotation, KV write, attention to {self.sizes.context} tokens",
                     "rows": batch,
                     "us per layer": took / shape.num_layers * 1e6,
                     "GB/s": num_bytes / took / 1e9,
                     "share of copy": num_bytes / took / self.copy_bytes_per_s,
                 }
             )
+        return rows
+
+    def _row_kernels(self) -> list[dict[str, Any]]:
+        """Return what goes row by row: a sum with its norm, a gated activation; few bytes, so nearly all launch."""
+        rows = []
+        dtype = DTYPES[self.sizes.dtype]
+        width, inner = self.sizes.model["hidden_size"], self.sizes.model["intermediate_size"]
+        norm = FusedNorm(torch.nn.Parameter(torch.ones(width, dtype=dtype, device=self.device)), 1e-5, is_offset=False)
+        for batch in self.sizes.batches:
+            x, y = (torch.randn(batch, width, device=self.device).to(dtype) for _ in range(2))
+            both = torch.randn(batch, 2 * inner, device=self.device).to(dtype)
+            for name, work, num_elements in (
+                ("sum and norm", lambda x=x, y=y: norm.add(x, y), 4 * x.numel()),
+                ("gate", lambda both=both: activate(*both.chunk(2, dim=-1), is_gelu=False), both.numel() * 3 // 2),
+            ):
+
+                def layers(work=work) -> None:
+                    for _ in range(self.sizes.model["num_hidden_layers"]):
+                        work()
+
+                took = seconds(captured(layers, self.device), self.device, self.sizes.rounds)
+                took /= self.sizes.model["num_hidden_layers"]
+                num_bytes = num_elements * dtype.itemsize
+                rows.append({"kernel": name, "rows": batch, "us per layer": took * 1e6, "GB/s": num_bytes / took / 1e9})
         return rows
 
     def steps(self) -> list[dict[str, Any]]:
