@@ -24,7 +24,7 @@ from manylora.experiments import (
     overall,
     read_experiment,
 )
-from manylora.experiments.alone import time_alone
+from manylora.experiments.request_alone import request_alone
 from manylora.experiments.calculations import CALCULATIONS
 from manylora.experiments.cases import read_setup, read_workload
 from manylora.experiments.report import Picture
@@ -300,7 +300,7 @@ def test_alone_is_what_a_run_with_nobody_else_shows(catalog):
     request = RequestSpec(arrival_s=1.0, num_prompt_tokens=300, num_output_tokens=41, adapter=adapters[0].name)
     run = simulate(Workload(name="alone", requests=(request,), adapters=adapters), config)
     version = adapter_versions(adapters, config.base)[adapters[0].name]
-    alone = time_alone(request, version, config.cost)
+    alone = request_alone(request, version, config.cost)
     assert run.records[0].ttft_s == pytest.approx(alone.ttft_s, rel=1e-9)
     assert run.records[0].e2e_s == pytest.approx(alone.e2e_s, rel=1e-6)
     assert alone.load_s > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manylora.experiments.alone import time_alone
+from manylora.experiments.request_alone import request_alone
 from manylora.experiments.cases import Case, read_setup, read_workload
 from manylora.experiments.result import Result, cdf
 from manylora.sim.adapters import adapter_versions
@@ -23,7 +23,7 @@ def alone(case: Case) -> Result:
     config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
     cost = config.cost
     versions = adapter_versions(workload.adapters, config.base)
-    times = [time_alone(one, versions.get(one.adapter or ""), cost) for one in workload.requests]
+    times = [request_alone(one, versions.get(one.adapter or ""), cost) for one in workload.requests]
     count = len(times)
     ttft = sum(one.ttft_s for one in times) / count
     figures = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from manylora.adapters.shape import BaseShape
-from manylora.experiments.alone import Alone, time_alone
+from manylora.experiments.request_alone import RequestAlone, request_alone
 from manylora.experiments.cases import Case, read_setup, read_workload
 from manylora.experiments.result import Curve, Result, cdf
 from manylora.measure import RequestRecord, Slo
@@ -40,7 +40,7 @@ def run_case(case: Case) -> Result:
     config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
     run = simulate(workload, config)
     versions = adapter_versions(workload.adapters, config.base)
-    alone = [time_alone(one, versions.get(one.adapter or ""), config.cost) for one in workload.requests]
+    alone = [request_alone(one, versions.get(one.adapter or ""), config.cost) for one in workload.requests]
     counted = [one for one in run.records if one.arrived_at >= case.warm_up_s]
     good = [one for one in counted if one.error is None]
     figures = {
@@ -136,7 +136,7 @@ def _by_class(records: Seq[RequestRecord], versions: dict[str, AdapterVersion], 
     return figures
 
 
-def _against_alone(records: Seq[RequestRecord], alone: Seq[Alone]) -> dict[str, float]:
+def _against_alone(records: Seq[RequestRecord], alone: Seq[RequestAlone]) -> dict[str, float]:
     slowdowns = np.array(_slowdowns(records, alone))
     ttft = [one.ttft_s for one in records if one.ttft_s is not None]
     slo_s = 5.0 * _mean(one.e2e_s for one in alone)
@@ -150,7 +150,7 @@ def _against_alone(records: Seq[RequestRecord], alone: Seq[Alone]) -> dict[str, 
     }
 
 
-def _slowdowns(records: Seq[RequestRecord], alone: Seq[Alone]) -> list[float]:
+def _slowdowns(records: Seq[RequestRecord], alone: Seq[RequestAlone]) -> list[float]:
     return [one.e2e_s / alone[int(one.request_id)].e2e_s for one in records]
 
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from manylora.engine.ports import AdapterLoad
 from manylora.errors import ConfigError
-from manylora.sim import alone
+from manylora.sim.alone import time_alone
 from manylora.sim.cost import CostModel
 from manylora.sim.roofline import RooflineCost
 from manylora.types import AdapterVersion, Tier
 from manylora.workloads import RequestSpec
 
-__all__ = ["Alone", "time_alone"]
+__all__ = ["RequestAlone", "request_alone"]
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class RequestAlone:
     """A request by itself on an idle replica, its adapter on the host; times in seconds.
 
     Args:
@@ -42,7 +42,7 @@ class Alone:
         return self.ttft_s + self.decode_s
 
 
-def time_alone(request: RequestSpec, version: AdapterVersion | None, cost: CostModel) -> Alone:
+def request_alone(request: RequestSpec, version: AdapterVersion | None, cost: CostModel) -> RequestAlone:
     """Return what a request takes alone.
 
     Args:
@@ -57,9 +57,9 @@ def time_alone(request: RequestSpec, version: AdapterVersion | None, cost: CostM
         raise ConfigError("Experiments need a model and hardware by name: what a request takes alone is computed")
     rank = version.rank if version is not None else 0
     prompt, output = request.num_prompt_tokens, request.num_output_tokens
-    base = alone.time_alone(cost, prompt, 1)
-    whole = alone.time_alone(cost, prompt, output, rank=rank)
-    return Alone(
+    base = time_alone(cost, prompt, 1)
+    whole = time_alone(cost, prompt, output, rank=rank)
+    return RequestAlone(
         load_s=cost.load_time_s(AdapterLoad(version=version, tier=Tier.DEVICE)) if version is not None else 0.0,
         base_s=base.ttft_s,
         adapter_s=whole.ttft_s - base.ttft_s,
