@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from harness import make_rig, request, version
 
@@ -91,12 +93,19 @@ def test_prefix_index_finds_the_end_of_a_chain_among_those_that_may_go():
     index = PrefixIndex()
     for digest, page, parent in ((b"0", 10, b"r"), (b"1", 11, b"0"), (b"2", 12, b"1"), (b"2'", 13, b"1")):
         index.insert(digest, page, parent)
-    assert index.last_below(10, lambda page: True) == 12
-    assert index.last_below(10, lambda page: page != 12) == 13
-    assert index.last_below(10, lambda page: page == 12) == 10, "no gap is jumped"
+
+    def chain(*begins: int, may_go: Callable[[int], bool] = lambda page: True) -> list[int]:
+        pages = list(begins)
+        index.follow(pages, may_go)
+        return pages
+
+    assert chain(10) == [10, 11, 12]
+    assert chain(10, 11) == [10, 11, 12], "from where it was left"
+    assert chain(10, may_go=lambda page: page != 12) == [10, 11, 13]
+    assert chain(10, may_go=lambda page: page == 12) == [10], "no gap is jumped"
     index.remove(12)
     index.remove(13)
-    assert index.last_below(10, lambda page: True) == 11
+    assert chain(10) == [10, 11]
 
 
 def test_a_claim_that_fails_leaves_shared_pages_as_they_were():

@@ -45,10 +45,14 @@ def block_digests(parent: bytes, tokens: Seq[int], start: int, stop: int, block_
         stop: Tokens from here on are left out; so is a last block that is not full.
         block_size: Tokens per block.
     """
-    digests = []
-    for begin in range(start, stop - block_size + 1, block_size):
-        block = array("i", tokens[begin : begin + block_size])
-        parent = hashlib.blake2b(parent + block.tobytes(), digest_size=DIGEST_BYTES).digest()
+    digests: list[bytes] = []
+    if stop - start < block_size:  # most steps of a sequence
+        return digests
+    spelt = array("i", tokens[start:stop])
+    stride = block_size * spelt.itemsize
+    blocks = spelt.tobytes()
+    for begin in range(0, len(blocks) - stride + 1, stride):
+        parent = hashlib.blake2b(parent + blocks[begin : begin + stride], digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
     return digests
 
@@ -105,14 +109,14 @@ class PrefixIndex:
         if not siblings:
             del self._children[parent]
 
-    def last_below(self, page: int, may_go: Callable[[int], bool]) -> int:
-        """Return a block at the end of a chain of blocks that may go, beginning with ``page``."""
+    def follow(self, chain: list[int], may_go: Callable[[int], bool]) -> None:
+        """Extend ``chain``, not empty, by the blocks that may go and follow its last one, up to where none does."""
         while True:
-            children = self._children.get(self._digest_of[page], ())
+            children = self._children.get(self._digest_of[chain[-1]], ())
             child = next((child for child in children if may_go(child)), None)
             if child is None:
-                return page
-            page = child
+                return
+            chain.append(child)
 
     def pages(self) -> list[int]:
         """Return all indexed pages."""

@@ -19,7 +19,7 @@ else can go).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from math import isfinite
 
@@ -65,6 +65,7 @@ class PageStore:
         self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
         self._droppable: dict[ItemKey, tuple[IdleItem, Depth]] = {}  # an adapter that is not here is held
         self._num_droppable = {Depth.IDLE: 0, Depth.WANTED: 0}  # pages per class
+        self._chain: list[int] = []  # idle blocks, from the one the policy named last to the last that follows it
 
     @property
     def keeps_idle_adapters(self) -> bool:
@@ -113,36 +114,48 @@ class PageStore:
             now: Seconds.
         """
         missing = num_pages - self.pool.num_free
-        taken: list[IdleItem] = []
+        taken: dict[ItemKey, IdleItem] = {}
         while missing > 0:
             victim = self._victim(Depth.IDLE, now, None, taken)
             if victim is None or self._policy.price(victim, now) >= price:
                 break
             self._policy.remove(victim.key)
-            taken.append(victim)
+            self._left_chain(victim.key)
+            taken[victim.key] = victim
             missing -= victim.num_pages
-        for item in taken:
+        for item in taken.values():
             self._policy.add(item, Depth.IDLE)
+        self._chain.clear()
         return missing <= 0
 
-    def _victim(self, depth: Depth, now: float, spare: AdapterKey | None, taken: Seq[IdleItem] = ()) -> IdleItem | None:
+    def _victim(
+        self, depth: Depth, now: float, spare: AdapterKey | None, taken: Container[ItemKey] = ()
+    ) -> IdleItem | None:
         """Return what the policy would drop; of a chain of prefix blocks, the last one.
 
         A policy ranks blocks one by one, and a chain's blocks are used together, the first at least as often as the
-        last. Should it name one in the middle all the same, those behind it, out of reach without it, go first.
+        last. Should it name one in the middle all the same, those behind it, out of reach without it, go first. They
+        go one by one, and the policy names the same one each time: so the way down to the last is remembered.
         """
         victim = self._policy.victim(depth, now, spare)
         if victim is None or isinstance(victim.key, str):
             return victim
-        keys = {item.key for item in taken}
-        last = self.prefix.last_below(victim.key, lambda page: page in self._droppable and page not in keys)
-        return self._droppable[last][0]
+        chain = self._chain
+        if not chain or chain[0] != victim.key:
+            chain[:] = [victim.key]
+        self.prefix.follow(chain, lambda page: page in self._droppable and page not in taken)
+        return self._droppable[chain[-1]][0]
+
+    def _left_chain(self, key: ItemKey) -> None:
+        if self._chain and self._chain[-1] == key:
+            self._chain.pop()
 
     def _evict(self, item: IdleItem, now: float) -> None:
         self._policy.evict(item.key, now)
         _, depth = self._droppable.pop(item.key)
         self._num_droppable[depth] -= item.num_pages
         if isinstance(item.key, int):
+            self._left_chain(item.key)
             self.prefix.remove(item.key)
             self.pool.free((item.key,))
         else:
@@ -153,11 +166,15 @@ class PageStore:
         self._droppable[item.key] = (item, depth)
         self._num_droppable[depth] += item.num_pages
         self._policy.add(item, depth)
+        if not item.is_adapter:
+            self._chain.clear()  # it may be the first to follow a block in it
 
     def _set_held(self, key: ItemKey) -> None:
         item, depth = self._droppable.pop(key)
         self._num_droppable[depth] -= item.num_pages
         self._policy.remove(key)
+        if not item.is_adapter:
+            self._chain.clear()
 
     # -- KV ----------------------------------------------------------------------------------------------------------
 
@@ -276,6 +293,10 @@ class PageStore:
         idle_blocks = [page for page in self.prefix.pages() if page not in self._refs]
         assert len(idle_blocks) == self.pool.count(Owner.PREFIX)
         assert all(self.pool.owner(page) is Owner.PREFIX and page in self._droppable for page in idle_blocks)
+        way = self._chain[:1]
+        if way:
+            self.prefix.follow(way, self._droppable.__contains__)
+        assert self._chain == way[: len(self._chain)], "not the way down from its first block"
         adapter_pages = [page for pages in self._adapter_pages.values() for page in pages]
         assert len(adapter_pages) == len(set(adapter_pages)) == self.pool.count(Owner.ADAPTER)
         assert all(self.pool.owner(page) is Owner.ADAPTER for page in adapter_pages)

@@ -11,9 +11,8 @@ that a prefix block never goes before the blocks that need it, is decided by ``m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from manylora.types import AdapterKey
 
@@ -30,9 +29,8 @@ class Depth(IntEnum):
     WANTED = 2
 
 
-@dataclass(frozen=True, slots=True)
-class IdleItem:
-    """Something that could be dropped, and what bringing it back would take.
+class IdleItem(NamedTuple):
+    """Something that could be dropped, and what bringing it back would take; a tuple, for each idle block is one.
 
     Args:
         key: The adapter's key, or the page number of a prefix block.

@@ -40,6 +40,8 @@ CLASSES_PER_OCTAVE = 2
 NUM_CLASSES = 28
 FIRST_AGE, NUM_AGES = -10, 36
 """Ages from 2**-10 s to 2**25 s, a bucket per octave; younger and older fall into the first and last."""
+_ENDS = [2.0 ** (FIRST_AGE + bucket) for bucket in range(NUM_AGES)]
+_WIDTHS = [end / 2 for end in _ENDS]  # of all but the first, which begins at 0
 FIT_EVERY = 128
 FADE = 0.985
 """Weight that evidence keeps from one fit to the next: half after some 6,000 uses."""
@@ -137,11 +139,14 @@ class ReuseModel(Generic[_Key]):
     def _book(self, history: _History, age: float) -> None:
         """Put the seconds at risk from the last booking up to ``age`` into the table, bucket by bucket."""
         row, begin = self._at_risk[history.group], history.stocked_s
-        for bucket in range(_bucket(begin), _bucket(age)):
-            end = 2.0 ** (FIRST_AGE + bucket)
-            row[bucket] += end - begin
-            begin = end
-        row[_bucket(age)] += max(0.0, age - begin)
+        first, last = _bucket(begin), _bucket(age)
+        if first < last:
+            row[first] += _ENDS[first] - begin
+            for bucket in range(first + 1, last):
+                row[bucket] += _WIDTHS[bucket]
+            begin = _ENDS[last - 1]
+        if age > begin:
+            row[last] += age - begin
         history.stocked_s = max(age, history.stocked_s)
 
     def _fit(self) -> None:
@@ -163,7 +168,10 @@ class ReuseModel(Generic[_Key]):
 
 def _bucket(age: float) -> int:
     """Return the bucket of an age: bucket ``b`` holds ages in ``[2**(FIRST_AGE + b - 1), 2**(FIRST_AGE + b))``."""
-    return min(max(math.frexp(age)[1] - FIRST_AGE, 0), NUM_AGES - 1) if age > 0.0 else 0
+    bucket = math.frexp(age)[1] - FIRST_AGE
+    if bucket <= 0 or age <= 0.0:
+        return 0
+    return bucket if bucket < NUM_AGES else NUM_AGES - 1
 
 
 def _class(num_uses: float) -> int:
