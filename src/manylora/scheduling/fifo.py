@@ -6,55 +6,44 @@ for its adapter, or that the adapter cap keeps out, may be passed as well, a bou
 
 Nobody starves: the oldest is first in line until admitted, and is passed a bounded number of times.
 
-Source: vLLM admits first come first served. S-LoRA does as well, and lets nobody pass: ``strict_fifo.py``.
+Source: vLLM admits first come first served. S-LoRA does as well, and lets nobody pass: ``strict_fifo.py``, whose line
+this is.
 """
 
 from __future__ import annotations
 
 from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
-from manylora.scheduling.line import Line
-from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
+from manylora.scheduling.policy import Outcome, PolicyContext
 from manylora.scheduling.sequence import Sequence
+from manylora.scheduling.strict_fifo import StrictFifoPolicy
 
 __all__ = ["FifoPolicy"]
 
 
-class FifoPolicy:
-    """Offers sequences by order of arrival; a pre-empted one keeps its place."""
+class FifoPolicy(StrictFifoPolicy):
+    """Offers sequences by order of arrival, whoever was refused before them; a pre-empted one keeps its place."""
 
     def __init__(self, context: PolicyContext) -> None:
-        self._waiting = Line()
+        super().__init__(context)
         self._bypass = Bypass()
         self._offers: list[Sequence] = []
         self._first: Sequence | None = None
-        self._is_blocked = False
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, sequence: Sequence, now: float) -> None:
-        """Take in a sequence; its place is by ``seq_id``."""
-        self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a waiting sequence."""
-        self._waiting.remove(sequence)
+        super().remove(sequence)
         self._bypass.forgive(sequence)
-
-    def squash(self, now: float) -> list[Sequence]:
-        """Nobody: who passes stays."""
-        return []
 
     def begin(self, now: float) -> None:
         """Line up the oldest."""
+        super().begin(now)
         self._offers = self._waiting.oldest(LOOK_AHEAD)
         self._offers.reverse()
-        self._is_blocked = False
         self._first = self._waiting.head
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The oldest."""
+        """The oldest when the step began."""
         return self._first
 
     def offer(self) -> Sequence | None:
@@ -68,18 +57,3 @@ class FifoPolicy:
         if outcome is Outcome.ADMITTED:
             self._waiting.remove(sequence)
         self._is_blocked = self._bypass.report(sequence, outcome)
-
-    def finish(self, sequence: Sequence, now: float) -> None:
-        """Nothing to give back."""
-
-    def send_back(self, sequence: Sequence, now: float) -> None:
-        """Let it wait again, in its old place."""
-        self.add(sequence, now)
-
-    def upcoming(self, count: int) -> list[Sequence]:
-        """Return the oldest."""
-        return self._waiting.oldest(count)
-
-    def queues(self) -> tuple[QueueStatus, ...]:
-        """One line."""
-        return (QueueStatus(num_waiting=len(self._waiting)),)
