@@ -4,6 +4,7 @@
 #   make test
 #   make PYTHON=python3.12 demo     another interpreter
 #   make test ARGS="-k server -x"   arguments for pytest
+#   make bench TRACES=DIR           with the benchmarks that read public traces
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -11,6 +12,7 @@ SHELL := bash
 
 PYTHON ?= python3
 ARGS ?=
+TRACES ?=
 VENV := .venv
 BIN := $(VENV)/bin
 FOR_RUN := $(VENV)/.installed-for-run
@@ -37,8 +39,8 @@ check: $(FOR_TEST) ## lint, format, types and the layering of imports
 	  $(BIN)/$$tool || failed=1; done; exit $$failed
 
 .PHONY: bench
-bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (minutes; wants a quiet machine)
-	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" $(ARGS); done
+bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (an hour, on a quiet machine); TRACES=DIR
+	@$(BIN)/python bench/run_all.py $(if $(TRACES),--traces '$(TRACES)') $(ARGS)
 
 .PHONY: docs
 docs: $(FOR_TEST) ## check that the documentation's links, commands and claims about the tree hold

@@ -1,0 +1,123 @@
+"""Run every benchmark here, one after the other, and say at the end what became of each: `make bench`.
+
+    python bench/run_all.py [--traces DIR] [--quick] [--only NAME,NAME]
+
+A script that reads public traces is skipped where none are given (without them it would write another result than the
+one in `results/`, or none), and named as such; so are, under `--quick`, those that have no smoke test. One that fails
+does not stop those behind it. What needs a GPU is `gpu.sh`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ALWAYS = {"device.py": ("--compare",)}
+TRACES = {
+    "beyond.py": "--traces={folder}",
+    "eviction.py": "--traces={folder}",
+    "policies.py": "--lengths={folder}/AzureLLMInferenceTrace_conv.csv",
+    "simulator.py": "--traces={folder}",
+    "throughput.py": "--traces={folder}",
+    "traces.py": "--traces={folder}",
+    "unloaded.py": "--traces={folder}",
+}
+"""How each script that reads traces is told where they are."""
+
+NEED_A_GPU = ("gpu.py",)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a script: ``ok``, ``failed`` or ``skipped``, and why; seconds it took."""
+
+    script: str
+    status: str
+    reason: str = ""
+    took_s: float = 0.0
+
+
+def find_scripts(folder: Path) -> list[Path]:
+    """Return the programs in a folder, other than this one: what the others import has no main."""
+    programs = (path for path in sorted(folder.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8"))
+    return [path for path in programs if path.name not in (Path(__file__).name, *NEED_A_GPU)]
+
+
+def arguments(script: Path, traces: Path | None, *, is_quick: bool) -> list[str] | str:
+    """Return a script's arguments, or why it is skipped."""
+    found = list(ALWAYS.get(script.name, ()))
+    if script.name in TRACES:
+        if traces is None:
+            return "reads traces: --traces DIR"
+        found.append(TRACES[script.name].format(folder=traces))
+    if is_quick:
+        if '"--quick"' not in script.read_text(encoding="utf-8"):
+            return "has no --quick"
+        found.append("--quick")
+    return found
+
+
+def run_script(script: Path, given: Sequence[str]) -> Outcome:
+    """Run a script to its end, its output where ours goes."""
+    began = time.perf_counter()
+    code = subprocess.run([sys.executable, str(script), *given], check=False).returncode
+    took_s = time.perf_counter() - began
+    return Outcome(script.name, "failed" if code else "ok", f"exit code {code}" if code else "", took_s)
+
+
+def run_all(scripts: Sequence[Path], traces: Path | None, *, is_quick: bool) -> list[Outcome]:
+    """Run what can be run; Ctrl-C ends the script that runs and skips the others."""
+    outcomes: list[Outcome] = []
+    is_interrupted = False
+    for script in scripts:
+        given = "interrupted" if is_interrupted else arguments(script, traces, is_quick=is_quick)
+        if isinstance(given, str):
+            outcomes.append(Outcome(script.name, "skipped", given))
+            continue
+        print(f"== {' '.join([script.name, *given])}", flush=True)
+        try:
+            outcomes.append(run_script(script, given))
+        except KeyboardInterrupt:
+            is_interrupted = True
+            outcomes.append(Outcome(script.name, "failed", "interrupted"))
+    return outcomes
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return a line for each script, and how many there are of each kind."""
+    width = max(len(one.script) for one in outcomes)
+    lines = [
+        f"{one.script:{width}}  {one.status:7}  {one.reason or f'{one.took_s:.0f} s'}".rstrip() for one in outcomes
+    ]
+    counts = {status: sum(one.status == status for one in outcomes) for status in ("ok", "failed", "skipped")}
+    return "\n".join(["", *lines, ", ".join(f"{count} {status}" for status, count in counts.items())])
+
+
+def main(argv: Sequence[str] | None = None, *, folder: Path = HERE) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder of public traces")
+    parser.add_argument("--quick", action="store_true", help="smoke tests: nothing is written")
+    parser.add_argument("--only", metavar="NAME,NAME", help="these alone, without .py")
+    options = parser.parse_args(argv)
+    if options.traces is not None and not options.traces.is_dir():
+        parser.error(f"Got --traces {str(options.traces)!r}, and there is no such folder")
+    scripts = find_scripts(folder)
+    if options.only is not None:
+        asked = options.only.split(",")
+        if unknown := sorted({*asked} - {path.stem for path in scripts}):
+            parser.error(f"Got --only {unknown[0]!r}, expected some of {', '.join(path.stem for path in scripts)}")
+        scripts = [path for path in scripts if path.stem in asked]
+    traces = options.traces.resolve() if options.traces is not None else None
+    outcomes = run_all(scripts, traces, is_quick=options.quick)
+    print(summary(outcomes), flush=True)
+    return 1 if any(one.status == "failed" for one in outcomes) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
