@@ -24,10 +24,10 @@ from manylora.experiments import (
     overall,
     read_experiment,
 )
-from manylora.experiments.request_alone import request_alone
 from manylora.experiments.calculations import CALCULATIONS
 from manylora.experiments.cases import read_setup, read_workload
 from manylora.experiments.report import Picture
+from manylora.experiments.request_alone import request_alone
 from manylora.experiments.spec import Claim, Experiment, Point, merge, setup_table
 from manylora.sim.adapters import adapter_versions
 from manylora.sim.setup import make_config

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manylora.experiments.request_alone import request_alone
 from manylora.experiments.cases import Case, read_setup, read_workload
+from manylora.experiments.request_alone import request_alone
 from manylora.experiments.result import Result, cdf
 from manylora.sim.adapters import adapter_versions
 from manylora.sim.made_up_plan import Part, made_up_plan

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from manylora.adapters.shape import BaseShape
-from manylora.experiments.request_alone import RequestAlone, request_alone
 from manylora.experiments.cases import Case, read_setup, read_workload
+from manylora.experiments.request_alone import RequestAlone, request_alone
 from manylora.experiments.result import Curve, Result, cdf
 from manylora.measure import RequestRecord, Slo
 from manylora.scheduling.clustering import cluster, cut_offs
