@@ -152,6 +152,15 @@ def test_pauses_grow_and_are_bounded() -> None:
     assert [policy.pause_s(deaths) for deaths in range(1, 7)] == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]
 
 
+def test_files_where_the_server_was_started_are_not_imported(
+    tokenizer: Path, lora_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise ImportError('the wrong queue')")
+    monkeypatch.chdir(tmp_path)
+    with two_processes(tokenizer, lora_dir) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
 def test_an_engine_that_cannot_be_built_is_an_error_at_start(tokenizer: Path, lora_dir: Path) -> None:
     with (
         pytest.raises(ConfigError, match="this engine refuses"),

@@ -20,9 +20,14 @@ LIMIT = 1 << 26
 
 
 @pytest.fixture(scope="module")
-def helper() -> Iterator[PackingProcess]:
-    helper = PackingProcess(BASE, max_bytes=LIMIT, dtype="auto")
-    yield helper
+def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PackingProcess]:
+    """A helper that starts in a folder where a file has the name of a module."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "pickle.py").write_text("raise ImportError('the wrong pickle')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        helper = PackingProcess(BASE, max_bytes=LIMIT, dtype="auto")
+        yield helper
     helper.close()
 
 

@@ -103,8 +103,9 @@ class PackingProcess:
 
     def _start(self) -> Connection:
         here, there = Pipe()
+        # -P: what lies in the directory that we were started from is not for importing.
         # Not `-m`: run as a main module, its classes would be others than ours.
-        command = [sys.executable, "-c", f"import {__name__} as here; here.main({there.fileno()})"]
+        command = [sys.executable, "-P", "-c", f"import {__name__} as here; here.main({there.fileno()})"]
         self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
         there.close()
         self._pipe = here

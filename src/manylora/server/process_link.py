@@ -77,9 +77,9 @@ class ProcessLink:
         self._commands.connect(setup.commands_address)
         self._receiver = asyncio.create_task(self._receive(messages, deliver))
 
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-m", "manylora.server.engine_process"], stdin=subprocess.PIPE, start_new_session=True
-        )
+        # -P: what lies in the directory that we were started from is not for importing.
+        command = [sys.executable, "-P", "-m", "manylora.server.engine_process"]
+        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         loop = asyncio.get_running_loop()
         exit_code = self._exit_code = loop.create_future()
 
