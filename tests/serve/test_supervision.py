@@ -19,7 +19,7 @@ from reciter import engine_config, write_reciter
 from serving import PATIENCE_S, Gate, wait_for
 
 from manylora.config import ServerConfig
-from manylora.errors import ConfigError, EngineDead
+from manylora.errors import AdapterNotFound, ConfigError, EngineDead
 from manylora.server import BackgroundServer, LoraModule, RestartPolicy
 
 
@@ -150,6 +150,17 @@ def test_a_crash_loop_is_given_up(tokenizer: Path, lora_dir: Path) -> None:
 def test_pauses_grow_and_are_bounded() -> None:
     policy = RestartPolicy(first_pause_s=0.5, max_pause_s=3.0)
     assert [policy.pause_s(deaths) for deaths in range(1, 7)] == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_an_adapter_asked_for_by_name_that_is_not_there_starts_no_engine(tokenizer: Path, tmp_path: Path) -> None:
+    server = BackgroundServer(
+        engine_config(tokenizer),
+        ServerConfig(port=0),
+        [LoraModule("sql", str(tmp_path / "sql"))],
+        builder="reciter:breaking_parts",
+    )
+    with pytest.raises(AdapterNotFound, match=r"adapter 'sql': there is no directory '.*sql'"), server:
+        pytest.fail("it started")
 
 
 def test_files_where_the_server_was_started_are_not_imported(

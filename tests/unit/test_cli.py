@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import sys
@@ -21,7 +22,7 @@ import manylora.server
 from manylora.cli.app import app, main
 from manylora.cli.demo_report import Answer, print_answers
 from manylora.config import EngineConfig, ServerConfig
-from manylora.demo import TASKS, demo_model_path
+from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.offline import Generation
 from manylora.types import SamplingParams
 
@@ -67,23 +68,15 @@ def test_serve_options_become_configuration(served: list[Served], tmp_path: Path
         *("--memory", "2GiB", "--block-size", "32", "--no-prefix-caching", "--max-num-seqs", "7", "--max-loras", "3"),
         *("--max-cpu-loras", "9", "--host-memory", "1GiB", "--seed", "5", "--dtype", "float32", "--lora-kernel"),
         *("reference", "--max-model-len", "512", "--drain-timeout", "1.5", "--in-process", "--max-waiting", "11"),
-        *(
-            "--step-log",
-            "steps",
-            "--max-num-batched-tokens",
-            "64",
-            "--simulate",
-            "a40:llama-7b",
-            "--lora-dir",
-            str(tmp_path),
-        ),
+        *("--step-log", str(tmp_path / "steps"), "--max-num-batched-tokens", "64", "--simulate", "a40:llama-7b"),
+        *("--lora-dir", str(tmp_path)),
     ]
     result = CliRunner().invoke(app, line)
     assert result.exit_code == 0, result.output
     (call,) = served
     assert call.adapters == {"a": "/x", "b": "/y"}
     engine, server = call.engine, call.server
-    assert (engine.simulate, engine.step_log) == ("a40:llama-7b", "steps")
+    assert (engine.simulate, engine.step_log) == ("a40:llama-7b", str(tmp_path / "steps"))
     assert (engine.model.model, engine.model.served_model_name) == (str(tmp_path / "model"), "base")
     assert (engine.model.dtype, engine.model.lora_kernel, engine.model.max_model_len) == ("float32", "reference", 512)
     assert (engine.memory.memory_bytes, engine.memory.block_size) == (2 * 2**30, 32)
@@ -156,6 +149,11 @@ def test_file_environment_and_line_in_this_order(served: list[Served], tmp_path:
         (["serve", "demo", "--memory", "lots"], "'lots'"),
         (["serve", "demo", "--lora-modules", "sql"], "expected name=path"),
         (["serve", "demo", "--lora-dir", "/nonexistent"], "expected a folder"),
+        (["serve", "demo", "--lora-dir", str(demo_adapters()["upper"])], "which is an adapter: expected the folder"),
+        (["serve", "demo", "--policy", "lifo"], "policy = 'lifo', expected one of"),
+        (["serve", "demo", "--eviction", "mru"], "eviction = 'mru', expected one of"),
+        (["serve", "demo", "--predictor", "trained"], "no predictor_file"),
+        (["serve", "demo", "--request-log", "/nonexistent/log"], "'/nonexistent/log', which cannot be written"),
         (["serve", "demo", "-tp", "2"], "one engine runs on one device"),
         (["serve", "demo", "--config", "/nonexistent.toml"], "cannot be read"),
         (["serve", "demo", "--log-level", "loud"], "loud"),
@@ -180,12 +178,35 @@ def test_what_is_asked_wrongly_is_one_message_and_code_2(
     assert not served
 
 
+def test_a_home_directory_is_understood(served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an option's value (``--lora-dir=~/a``) and in a file, no shell has done it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "adapters").mkdir()
+    line = ["serve", str(tmp_path), "--lora-dir=~/adapters", "--lora-modules=x=~/x", "--trust-remote-code"]
+    assert CliRunner().invoke(app, line).exit_code == 0
+    (call,) = served
+    assert call.server.lora_dirs == (str(tmp_path / "adapters"),)
+    assert call.adapters == {"x": str(tmp_path / "x")}
+    assert call.engine.model.trust_remote_code
+
+
+def test_a_full_disk_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(vars(manylora.server), "run", run)
+    assert run_main(monkeypatch, "serve", str(tmp_path)) == 1
+    assert capsys.readouterr().err.endswith("error: what was being written is not whole: No space left on device\n")
+
+
 def test_a_path_that_cannot_be_used_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(vars(manylora.server), "run", lambda *args, **kwargs: (tmp_path / "x" / "y").read_text())
     assert run_main(monkeypatch, "serve", str(tmp_path)) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path / 'x' / 'y'}: No such file or directory\n"
+    assert capsys.readouterr().err.endswith(f"\nerror: {tmp_path / 'x' / 'y'}: No such file or directory\n")
 
 
 def test_a_bug_is_one_line_and_code_1_unless_debugging(

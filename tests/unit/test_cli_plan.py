@@ -118,6 +118,7 @@ def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
     ("words", "message"),
     [
         (["--compare", "gpu"], "Got --compare 'gpu'"),
+        (["--compare", "policy=fifo,lifo"], "Got policy = 'lifo', expected one of"),
         (["--compare", "color=red"], "Got 'color' to compare, expected one of adapters, eviction"),
         (["--price", "cheap"], "Got --price 'cheap'"),
         (["--adapters", "nowhere"], "Got --adapters 'nowhere'"),

@@ -85,7 +85,9 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
             if not _lies_in(Path(os.path.realpath(resolved / file)), real_roots):
                 raise AdapterForbidden(shown, f"{file} leads outside the directories adapters may be loaded from")
         return resolved
-    raise AdapterNotFound(shown, "there is no directory at its path")
+    if pure.is_absolute():
+        raise AdapterNotFound(shown, "there is no directory at its path")
+    raise AdapterNotFound(shown, "it is in none of the directories adapters may be loaded from")
 
 
 def _is_below(candidate: Path, root: Path, real_root: Path) -> bool:

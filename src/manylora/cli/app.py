@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
@@ -99,4 +100,6 @@ def main() -> None:
             fail(str(error), code=2 if error.status < 500 else 1)
         if isinstance(error, OSError) and error.filename is not None:  # a path somebody gave, or one below it
             fail(f"{error.filename}: {error.strerror}", code=2)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            fail(f"what was being written is not whole: {error.strerror}", code=1)
         fail(f"{type(error).__name__}: {error} (run `manylora --debug ...` to see where)", code=1)

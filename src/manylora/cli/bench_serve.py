@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand
 
 from manylora.cli.terminal import note, notes, out
+from manylora.cli.values import parse_address
 from manylora.errors import ConfigError
 from manylora.measure import Slo
 from manylora.measure.plots import can_plot, plot_latencies, plot_rates
@@ -93,7 +94,7 @@ def _option(panel: str, help: str, **settings: Any) -> Any:
 
 
 def bench_serve(
-    url: Annotated[str, _option("Server", "Where it is, without /v1.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, _option("Server", "Where it is.")] = "http://127.0.0.1:8000",
     models: Annotated[
         list[str] | None,
         _option("Server", "Adapters to ask for, several in a row; by default all that /v1/models lists."),
@@ -176,7 +177,11 @@ def bench_serve(
 
     slo = parse_goodput(goodput or ())
     target = Target(
-        url=url, is_chat=chat, api_key=api_key, ignore_eos=not no_ignore_eos, extra=_parse_extra(extra_body)
+        url=parse_address(url),
+        is_chat=chat,
+        api_key=api_key,
+        ignore_eos=not no_ignore_eos,
+        extra=_parse_extra(extra_body),
     )
     found = asyncio.run(discover_models(target)) if base_model is None or not models else None
     names = ModelNames(

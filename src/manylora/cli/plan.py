@@ -19,6 +19,7 @@ from manylora.planning import Plan, Promise, make_plan
 from manylora.planning.report import as_json, comparison_table, plan_tables
 from manylora.planning.settings import PlanSettings, read_plan_settings
 from manylora.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
+from manylora.plugins import find_factory
 from manylora.scheduling import POLICIES
 from manylora.sim.hardware import HARDWARE
 from manylora.sim.models import MODELS
@@ -165,7 +166,9 @@ def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, .
     """Refuse what would fail only after others have been simulated for minutes."""
     scenarios = [read_scenario(variant.table, folders=folders) for variant in wanted]
     for scenario in scenarios:
-        scenario.make_config()
+        config = scenario.make_config()
+        find_factory("policy", config.scheduler.policy, POLICIES)
+        find_factory("eviction", config.adapters.eviction, EVICTION_POLICIES)
         Promise(slo=scenario.slo, percentile=settings.percentile)
     kinds = dict.fromkeys([*(scenario.setup.hardware for scenario in scenarios), *HARDWARE])
     for name in settings.prices:

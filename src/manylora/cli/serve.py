@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +17,10 @@ from manylora.cli.terminal import note
 from manylora.cli.values import collect_adapters, parse_adapter, parse_size
 from manylora.cli.vllm_flags import spread_lists, take_out
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
-from manylora.scheduling import POLICIES, PREDICTORS
+from manylora.plugins import find_factory
+from manylora.scheduling import POLICIES, PREDICTORS, make_predictor
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -395,13 +398,15 @@ def serve(
         port=port,
         api_keys=tuple(api_key or ()),
         admin_key=admin_key,
-        lora_dirs=tuple(lora_dir or ()),
+        lora_dirs=tuple(str(Path(folder).expanduser()) for folder in lora_dir or ()),
         in_process=in_process,
         drain_timeout_s=drain_timeout,
         hang_timeout_s=hang_timeout,
         adapter_histograms=adapter_histograms,
     )
     _log_to_stderr(log_level)
+    _check_early(engine)
+    note(f"starting {model} with {len(adapters)} adapters; its address follows when it is ready")
     from manylora.server import LoraModule, run  # torch and the web framework are wanted only now
 
     named = {parse_adapter(text)[0] for text in lora_modules or ()}
@@ -410,6 +415,19 @@ def serve(
         LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
     ]
     sys.exit(run(engine, server, modules, builder=builder))
+
+
+def _check_early(engine: EngineConfig) -> None:
+    """Refuse what would fail only after a model has been loaded, for minutes perhaps."""
+    find_factory("policy", engine.scheduler.policy, POLICIES)
+    find_factory("eviction", engine.adapters.eviction, EVICTION_POLICIES)
+    make_predictor(engine.scheduler, engine.seed)
+    for option, path in (("--request-log", engine.request_log), ("--step-log", engine.step_log)):
+        try:
+            if path is not None:
+                open(path, "a").close()
+        except OSError as error:
+            raise ConfigError(f"Got {option} {path!r}, which cannot be written: {error.strerror}") from None
 
 
 def _log_to_stderr(level: str) -> None:

@@ -7,10 +7,10 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
-from urllib.parse import urlsplit
 
 import msgspec
 
+from manylora.cli.values import parse_address
 from manylora.errors import ConfigError, ManyloraError
 from manylora.server.status_report import StatusReport
 
@@ -46,7 +46,7 @@ class StatusSource:
     """
 
     def __init__(self, url: str, key: str | None) -> None:
-        self.url = _address(url)
+        self.url = parse_address(url)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._opener = urllib.request.build_opener(_NoRedirects())
         self._has_answered = False
@@ -91,18 +91,6 @@ class StatusSource:
         if isinstance(reason, ssl.SSLError) or (isinstance(reason, socket.gaierror) and not self._has_answered):
             return ConfigError(f"{self.url} cannot be asked: {reason}")
         return Away(f"no answer from {self.url}: {reason}")
-
-
-def _address(url: str) -> str:
-    whole = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(whole)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address or not whole.isascii() or any(character.isspace() for character in whole):
-        raise ConfigError(f"Got URL = {url!r}, expected something like http://127.0.0.1:8000")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _message(body: bytes) -> str:

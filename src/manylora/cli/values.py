@@ -1,4 +1,4 @@
-"""Values as people write them on a command line: sizes, adapters by name, folders of adapters."""
+"""Values as people write them on a command line: sizes, addresses, adapters by name, folders of adapters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from manylora.adapters.config import CONFIG_FILE
 from manylora.errors import ConfigError
 
-__all__ = ["adapters_below", "collect_adapters", "parse_adapter", "parse_size"]
+__all__ = ["adapters_below", "collect_adapters", "parse_adapter", "parse_address", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -27,6 +29,23 @@ def parse_size(text: str) -> int:
     is_decimal = bool(prefix) and not binary and text.strip().lower().endswith("b")
     base = 1000 if is_decimal else 1024
     return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
+
+
+def parse_address(url: str) -> str:
+    """Return a server's address without a slash at its end; `host:port` will do, and clients' `/v1` does no harm.
+
+    Raises:
+        ConfigError: That is no address.
+    """
+    whole = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(whole)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or not whole.isascii() or any(character.isspace() for character in whole):
+        raise ConfigError(f"Got URL = {url!r}, expected something like http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def parse_adapter(text: str) -> tuple[str, str]:
@@ -48,19 +67,24 @@ def parse_adapter(text: str) -> tuple[str, str]:
         name, _, path = text.partition("=")
     if not (isinstance(name, str) and name.strip() and isinstance(path, str) and path.strip()):
         raise ConfigError(f'Got --lora-modules {text!r}, expected name=path or {{"name": ..., "path": ...}}')
-    return name, path
+    return name, str(Path(path).expanduser())
 
 
 def adapters_below(folder: str) -> dict[str, str]:
     """Find the adapters directly below a folder: every folder with an `adapter_config.json`, named after itself.
 
     Raises:
-        ConfigError: There is no such folder.
+        ConfigError: There is no such folder, or it is an adapter itself.
     """
-    root = Path(folder)
+    root = Path(folder).expanduser()
     if not root.is_dir():
         raise ConfigError(f"Got --lora-dir {folder!r}, expected a folder that exists")
-    return {config.parent.name: str(config.parent) for config in sorted(root.glob("*/adapter_config.json"))}
+    if (root / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"Got --lora-dir {folder!r}, which is an adapter: expected the folder it is in, "
+            f"or --lora-modules {root.resolve().name}={folder}"
+        )
+    return {config.parent.name: str(config.parent) for config in sorted(root.glob(f"*/{CONFIG_FILE}"))}
 
 
 def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str, str]:

@@ -22,13 +22,11 @@ class VllmFlag:
         why: What to tell people, after the flag's name.
         has_value: Whether a value follows it.
         fine: The values that can be ignored in good faith; ``None`` is any.
-        is_refused: Never acceptable.
     """
 
     why: str
     has_value: bool = False
     fine: tuple[str, ...] | None = None
-    is_refused: bool = False
 
 
 _ONE_DEVICE = "one engine runs on one device"
@@ -48,7 +46,6 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     "--swap-space": VllmFlag(why="pre-empted requests are computed again, not swapped", has_value=True),
     "--disable-log-requests": VllmFlag(why="requests are never logged"),
     "--disable-log-stats": VllmFlag(why="figures are at /metrics, not in the log"),
-    "--trust-remote-code": VllmFlag(why="a checkpoint must not run code", is_refused=True),
 }
 
 _SAME_AS = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
@@ -85,7 +82,7 @@ def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
                 if not rest:
                     raise ConfigError(f"Got {name} without its value")
                 value = rest.pop(0)
-            if flag.is_refused or (flag.fine is not None and value not in flag.fine):
+            if flag.fine is not None and value not in flag.fine:
                 raise ConfigError(f"{' '.join([name, value]).strip()} is not supported: {flag.why}")
             remarks.append(f"{name} is not needed: {flag.why}")
     return ours, remarks

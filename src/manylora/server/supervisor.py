@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -179,6 +180,8 @@ class Supervisor:
         for module in modules:
             if module.name in self.adapters or module.name == self.served_name:
                 raise ConfigError(f"Got the name {module.name!r} twice, expected every model to have its own")
+            if module.is_required and not os.path.isdir(module.path):  # better known before a model is loaded
+                raise AdapterNotFound(module.name, f"there is no directory {module.path!r}")
             self.adapters[module.name] = LoadedAdapter(path=module.path, loaded_at=int(self._epoch_s()))
         client = self._client = self._new_client()
         self._info = await client.start()
