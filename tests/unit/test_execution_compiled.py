@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from torch.nn import functional
 
 from manylora.execution.compiled import CompiledKernels, find_compiled
 from manylora.execution.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
+from manylora.execution.lora_grouped import MAX_READ_ROWS, apply_grouped
+from manylora.execution.lora_parts import GroupParts, Part
+from manylora.execution.resident import GroupWeights, ModuleWeights, Piece
 
 BLOCK, LAYERS, PAGES = 4, 3, 60
 
@@ -131,3 +135,73 @@ def test_what_is_small_or_16_bit_is_not_packed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("manylora.execution.linear.has_onednn", lambda: False)
     weight = torch.randn(1024, 1024)
     assert pack(weight) is weight
+
+
+def scattered(pool: torch.Tensor, start: int, matrix: torch.Tensor, num_pieces: int) -> tuple[tuple[Piece, ...], int]:
+    """Put a matrix into ``pool`` from ``start`` on, cut into pieces by rows and by columns; return where it ends."""
+    pieces = []
+    for rows in torch.arange(matrix.shape[0]).chunk(num_pieces):
+        for cols in torch.arange(matrix.shape[1]).chunk(num_pieces):
+            row, col = int(rows[0]), int(cols[0])
+            weight = pool.as_strided((len(rows), len(cols)), (len(cols), 1), start)
+            weight.copy_(matrix[row : row + len(rows), col : col + len(cols)])
+            pieces.append(Piece(weight, row, col))
+            start += weight.numel()
+    return tuple(pieces), start
+
+
+def random_group(
+    pool: torch.Tensor, start: int, in_features: int, widths: list[int], rank: int, num_pieces: int
+) -> tuple[GroupWeights, int]:
+    a, start = scattered(pool, start, torch.randn(rank * len(widths), in_features) / 8, num_pieces)
+    modules = []
+    for index, width in enumerate(widths):
+        b, start = scattered(pool, start, torch.randn(rank, width), num_pieces)
+        modules.append(ModuleWeights(index * rank, rank, sum(widths[:index]), b))
+    return GroupWeights(rank * len(widths), a, tuple(modules)), start
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_pieces", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prompts_equal_plain_products_whatever_does_not_fill_a_tile(
+    kernels: CompiledKernels,
+    dtype: torch.dtype,
+    num_pieces: int,
+    num_threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    # Wider than a panel of A; widths with and without columns left over; a block and a piece of rows.
+    in_features, widths = 800, [288, 45]
+    pool = torch.full((200_000,), float("nan"), dtype=dtype)
+    parts, start, row = [], 7, 2
+    for rank, num_rows in ((1, 9), (21, 141), (8, 1), (6, 16)):
+        weights, start = random_group(pool, start, in_features, widths, rank, num_pieces)
+        parts.append(Part(row, row + num_rows, weights))
+        row += num_rows + 1
+    x, out = torch.randn(row + 1, in_features), torch.randn(row + 1, sum(widths))
+    x[1] = x[row] = float("nan")
+    expected = out.clone()
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        apply_grouped(x, out, GroupParts(tuple(parts)))
+    finally:
+        torch.set_num_threads(before)
+    monkeypatch.setattr("manylora.execution.lora_grouped.find_compiled", lambda: None)
+    apply_grouped(x, expected, GroupParts(tuple(parts)))
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_a_steps_prompts_are_one_call(kernels: CompiledKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("products", "lora"):
+        monkeypatch.setattr(kernels, name, lambda *_, name=name: calls.append(name))
+    pool = torch.zeros(20_000)
+    weights, _ = random_group(pool, 0, 32, [32, 32], 4, 1)
+    rows = [1, MAX_READ_ROWS + 1, 2, MAX_READ_ROWS + 5]
+    starts = np.cumsum([0, *rows]).tolist()
+    parts = GroupParts(tuple(Part(a, b, weights) for a, b in itertools.pairwise(starts)))
+    apply_grouped(torch.zeros(starts[-1], 32), torch.zeros(starts[-1], 64), parts)
+    assert calls == ["products", "lora"]

@@ -16,6 +16,7 @@ import torch
 
 if TYPE_CHECKING:
     from manylora.execution.compiled_lora import LoraTables
+    from manylora.execution.compiled_products import ProductTables
     from manylora.execution.compiled_team import Team
     from manylora.execution.resident import GroupWeights
 
@@ -25,21 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledKernels:
-    """Kernels for rows that decode, float32 on the CPU.
+    """Kernels for steps in float32 on the CPU.
 
     Args:
         team: The threads they run on.
     """
 
     def __init__(self, team: Team) -> None:
-        from manylora.execution import compiled_attention, compiled_lora
+        from manylora.execution import compiled_attention, compiled_lora, compiled_products
 
         self._team = team
         self._attention = compiled_attention
         self._lora = compiled_lora
+        self._products = compiled_products
         # Compile (or fetch from numba's cache) now, not inside somebody's first step.
         compiled_attention.attention_kernel()
         compiled_lora.lora_kernel()
+        compiled_products.product_kernel()
 
     def tables(self, parts: list[tuple[int, int, GroupWeights]]) -> LoraTables:
         """Write down the pieces of ``parts`` for ``lora``."""
@@ -48,6 +51,14 @@ class CompiledKernels:
     def lora(self, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: LoraTables) -> None:
         """Add LoRA into ``out``; see ``compiled_lora.apply_compiled``."""
         self._lora.apply_compiled(self._team, x, out, pages, tables)
+
+    def product_tables(self, parts: list[tuple[int, int, GroupWeights]]) -> ProductTables:
+        """Write down the pieces of ``parts`` for ``products``."""
+        return self._products.make_product_tables(parts)
+
+    def products(self, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: ProductTables) -> None:
+        """Add LoRA into ``out``; see ``compiled_products.apply_products``."""
+        self._products.apply_products(self._team, x, out, pages, tables)
 
     def attend(
         self,

@@ -19,29 +19,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numba import carray, njit
-from numpy.typing import NDArray
 
 from manylora.execution.compiled_numbers import as_float32
+from manylora.execution.compiled_tables import (
+    BEGIN,
+    COLUMN,
+    COST,
+    DTYPE,
+    FIRST_ROW,
+    NUM_FIELDS,
+    NUM_ROWS,
+    OFFSET,
+    PIECE_COLS,
+    PIECE_ROWS,
+    RANK_ROW,
+    START,
+    UNIT,
+    Table,
+    group_table,
+    share,
+)
 from manylora.execution.compiled_team import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
-from manylora.execution.resident import GroupWeights, Piece
+from manylora.execution.resident import GroupWeights
 
 __all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
-
-# Columns of a table's rows: which rows of the batch; where the piece lies, how large it is and of what type; what it
-# is a piece of; where that begins on the line of all work, and how much a rank row (or 16 output columns) adds to it.
-FIRST_ROW, NUM_ROWS, OFFSET, PIECE_ROWS, PIECE_COLS, DTYPE, RANK_ROW, COLUMN, BEGIN, START, COST, NUM_FIELDS = range(12)
-
-# Output columns are shared out by cache lines.
-UNIT = 16
-
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-Table = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +69,9 @@ class LoraTables:
     max_rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupTable:
-    """One adapter's part of both tables, for one row at a cost of one; kept with its weights."""
-
-    shrink: Table
-    expand: Table
-    expand_cost: int
-    element_bytes: int
-
-
 def make_tables(parts: list[tuple[int, int, GroupWeights]]) -> LoraTables:
     """Write the pieces of ``parts`` (``(start, stop, weights)``) down."""
-    tables = [_group_table(weights) for _, _, weights in parts]
+    tables = [group_table(weights) for _, _, weights in parts]
     first_row = np.array([start for start, _, _ in parts])
     num_rows = np.array([stop - start for start, stop, _ in parts])
     # Reading is what counts; a row's arithmetic is about what reading a byte per weight would be.
@@ -101,31 +97,6 @@ def make_tables(parts: list[tuple[int, int, GroupWeights]]) -> LoraTables:
     )
 
 
-def _group_table(weights: GroupWeights) -> _GroupTable:
-    if "compiled" not in weights.prepared:
-        weights.prepared["compiled"] = _make_group_table(weights)
-    return cast(_GroupTable, weights.prepared["compiled"])
-
-
-def _make_group_table(weights: GroupWeights) -> _GroupTable:
-    def line(piece: Piece, row: int, begin: int, start: int, cost: int) -> tuple[int, ...]:
-        weight = piece.weight
-        place = (weight.storage_offset(), *weight.shape, _CODES[weight.dtype])
-        return (0, 1, *place, row + piece.row, begin + piece.col, begin, start, cost)
-
-    # By column: the first piece of a row starts its sum, the others add to it.
-    shrink = [line(piece, 0, 0, 0, 1) for piece in sorted(weights.a, key=lambda piece: piece.col)]
-    expand: list[tuple[int, ...]] = []
-    total = 0
-    for module in weights.modules:
-        expand.extend(line(piece, module.row, module.offset, total, module.rank) for piece in module.b)
-        width = max(piece.col + piece.weight.shape[1] for piece in module.b)
-        total += -(-width // UNIT) * module.rank
-    return _GroupTable(
-        np.array(shrink, dtype=np.int64), np.array(expand, dtype=np.int64), total, weights.a[0].weight.itemsize
-    )
-
-
 def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: LoraTables) -> None:
     """Add LoRA of all pieces in ``tables`` into ``out``.
 
@@ -140,13 +111,6 @@ def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.
     lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
     sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, pages.nbytes], dtype=np.int64)
     team.run(lora_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
-
-
-def _share(thread: int, num_threads: int, total: int, start: int, cost: int) -> tuple[int, int]:
-    """Return which units of a thing that begins at ``start`` begin in the thread's share of ``[0, total)``."""
-    first = (total * thread // num_threads - start + cost - 1) // cost
-    last = (total * (thread + 1) // num_threads - start + cost - 1) // cost
-    return max(first, 0), max(last, 0)
 
 
 def _dot(weights: Any, vector: Any) -> Any:
@@ -222,7 +186,6 @@ def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
                 expand_piece(entry, first, last, out, float16, scratch)
 
 
-share = njit(cache=True)(_share)
 dot = njit(cache=True, fastmath=FAST_MATH)(_dot)
 add = njit(cache=True, fastmath=FAST_MATH)(_add)
 shrink_piece = njit(cache=True)(_shrink_piece)

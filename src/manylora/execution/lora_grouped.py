@@ -1,29 +1,31 @@
 """The LoRA kernel that serves: true ranks, no padding, no copies.
 
-Parts with many rows (prompts) are products: one shrink over the group's A stack, one expand per module,
-straight from the pages into slices of the output. Parts with few rows (decoding) are reading, and go through
-the compiled kernel in one call for all adapters where there is one. Either way an adapter's weights are read
-once per step for all its rows.
+On a CPU in float32 a group's adapters are two compiled calls at most: parts with few rows (decoding) are reading, parts
+with many (prompts) are arithmetic. Where nothing can be compiled, and in other types, every part is plain products: one
+shrink over the group's A stack, one expand per module, straight from the pages into slices of the output. Either way an
+adapter's weights are read once per step for all its rows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from manylora.execution.compiled import CompiledKernels, find_compiled
 from manylora.execution.linear import linear
-from manylora.execution.lora_parts import GroupParts, Part
+from manylora.execution.lora_parts import GroupParts
 from manylora.execution.resident import GroupWeights
 
 if TYPE_CHECKING:
     from manylora.execution.compiled_lora import LoraTables
+    from manylora.execution.compiled_products import ProductTables
 
 __all__ = ["apply_grouped"]
 
-# Up to here a part's rows are read beside its weights; from here products are quicker.
-MAX_COMPILED_ROWS = 8
+# Up to here a part's weights are read past its rows one by one; from here on tiles of a product are quicker.
+MAX_READ_ROWS = 8
 
 
 def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
@@ -39,22 +41,33 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None
         for part in parts.parts:
             _apply(x[part.start : part.stop], out[part.start : part.stop], part.weights)
         return
-    many, tables, pages = _split(parts, kernels)
-    for part in many:
-        _apply(x[part.start : part.stop], out[part.start : part.stop], part.weights)
-    if tables is not None:
-        kernels.lora(x.contiguous(), out, pages, tables)
+    step = _prepare(parts, kernels)
+    x = x.contiguous()
+    if step.many is not None:
+        kernels.products(x, out, step.pages, step.many)
+    if step.few is not None:
+        kernels.lora(x, out, step.pages, step.few)
 
 
-def _split(parts: GroupParts, kernels: CompiledKernels) -> tuple[list[Part], LoraTables | None, torch.Tensor]:
-    """Return the parts with many rows, the tables of the others, and the pages both lie in; prepared once."""
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Tables of the parts with many rows and of those with few, and the pages that both lie in."""
+
+    many: ProductTables | None
+    few: LoraTables | None
+    pages: torch.Tensor
+
+
+def _prepare(parts: GroupParts, kernels: CompiledKernels) -> _Prepared:
     if "grouped" not in parts.prepared:
-        many = [part for part in parts.parts if part.stop - part.start > MAX_COMPILED_ROWS]
-        few = [(p.start, p.stop, p.weights) for p in parts.parts if p.stop - p.start <= MAX_COMPILED_ROWS]
+        many = [(p.start, p.stop, p.weights) for p in parts.parts if p.stop - p.start > MAX_READ_ROWS]
+        few = [(p.start, p.stop, p.weights) for p in parts.parts if p.stop - p.start <= MAX_READ_ROWS]
         view = parts.parts[0].weights.a[0].weight
         pages = view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)
-        parts.prepared["grouped"] = (many, kernels.tables(few) if few else None, pages)
-    return cast("tuple[list[Part], LoraTables | None, torch.Tensor]", parts.prepared["grouped"])
+        parts.prepared["grouped"] = _Prepared(
+            kernels.product_tables(many) if many else None, kernels.tables(few) if few else None, pages
+        )
+    return cast(_Prepared, parts.prepared["grouped"])
 
 
 def _apply(x: torch.Tensor, out: torch.Tensor, weights: GroupWeights) -> None:
