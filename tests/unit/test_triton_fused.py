@@ -63,7 +63,10 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, tuple[int, int, int, int]]] = {
     "phi3, half of each head": (Phi3Config(**SMALL, rope_parameters=HALF), (3, 1, 1, 1)),
     "mixtral": (MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), (3, 1, 0, 1)),
     "smollm3, the second layer without rotation": (SmolLM3Config(**TWO, no_rope_layers=[1, 0]), (5, 1, 2, 2)),
-    "gemma3, more norms": (Gemma3TextConfig(**SMALL, head_dim=8, layer_types=["full_attention"]), (7, 1, 1, 0)),
+    "gemma3, more norms": (
+        Gemma3TextConfig(**TWO, head_dim=8, layer_types=["full_attention", "sliding_attention"]),
+        (13, 2, 2, 2),
+    ),
     "olmo2, norms behind": (Olmo2Config(**SMALL), (5, 1, 1, 0)),
     "granite, sums scaled": (GraniteConfig(**SMALL, residual_multiplier=0.5), (3, 1, 1, 0)),
     "cohere, neighbours rotated": (CohereConfig(**SMALL), (0, 0, 1, 0)),

@@ -45,11 +45,14 @@ def test_norms_are_replaced_where_they_are_norms(dtype: str) -> None:
         found = model[name](x)
         assert found.shape == x.shape and found.dtype == x.dtype
         assert relative_error(found, norms[name](x)) < TOLERANCE[DTYPES[dtype]]
-        # The sum before it, of rows that lie apart.
+        # The sum before it, of rows that lie apart, and another norm before that.
         y = torch.randn(2, 3, 4, 2 * width).to(DEVICE, DTYPES[dtype])[..., width:]
-        total, normed = model[name].add(y, x)
-        assert torch.equal(total, y + x)
-        assert relative_error(normed, norms[name](y + x)) < TOLERANCE[DTYPES[dtype]]
+        inner = FusedNorm(nn.Parameter(1.0 - 3.0 * norms[name].weight), 1e-2, is_offset=name == "gemma")
+        for before in (None, inner):
+            expected = y + (x if before is None else before(x))
+            total, normed = model[name].add(y, x, before)
+            assert torch.equal(total, expected)
+            assert relative_error(normed, norms[name](expected)) < TOLERANCE[DTYPES[dtype]]
 
 
 def test_a_sum_that_is_normalised_already_is_handed_out_once() -> None:

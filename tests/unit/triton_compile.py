@@ -30,8 +30,8 @@ SIGNATURE = {
     **dict.fromkeys(("query", "key", "value", "rows"), "*bf16"),
     **dict.fromkeys(("slots", "blocks"), "*i64"),
     "tables": "*i32",
-    **dict.fromkeys(("scaling", "softcap", "eps"), "fp32"),
-    **dict.fromkeys(("weight", "residual", "total", "gate", "up", "cos", "sin"), "*bf16"),
+    **dict.fromkeys(("scaling", "softcap", "eps", "inner_eps"), "fp32"),
+    **dict.fromkeys(("weight", "inner_weight", "residual", "total", "gate", "up", "cos", "sin"), "*bf16"),
 }
 
 # (kernel, its constants, warps, whether it reads enough to need wide loads)
@@ -55,8 +55,8 @@ for rotary, *shapes in ((128, PROMPT, DECODE), (0, DECODE)):  # a whole head; ro
     CASES += [(triton_attention.attend, {**heads, **SEEN, **shape}, 4, True) for shape in shapes]
 CASES.append((triton_attention.attend, {**HEADS, **LIMITED, **PROMPT, "ROTARY": 64}, 4, True))
 CASES.append((triton_attention.combine, {"HEADS": 32, "DIM": 128, "BLOCK_D": 128, "SPLITS": 4}, 4, False))
-for width, is_offset, is_sum in ((4096, False, False), (4096, False, True), (3584, True, True)):
-    norm = {"WIDTH": width, "BLOCK": 4096, "IS_OFFSET": is_offset, "IS_SUM": is_sum}
+for width, is_gemma, is_sum in ((4096, False, False), (4096, False, True), (3584, True, True)):
+    norm = {"WIDTH": width, "BLOCK": 4096, "IS_OFFSET": is_gemma, "IS_SUM": is_sum, "HAS_INNER": is_gemma}
     CASES.append((triton_norm.rms_norm, norm, 4, True))
 for is_gelu in (False, True):
     CASES.append((triton_gate.activate, {"WIDTH": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, 4, True))

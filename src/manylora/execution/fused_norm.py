@@ -37,31 +37,47 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight = weight
         self._eps = eps
-        self._is_offset = is_offset
+        self.is_offset = is_offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` normalised, of the same shape and type."""
         if isinstance(x, Summed) and x.norm is self:
             return x.normed
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._launch(x, x, out, out, is_sum=False)
+        self._launch(x, x, None, out, out, is_sum=False)
         return out
 
-    def add(self, residual: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``residual + x`` and that normalised, both of the shape and type of ``x``."""
+    def add(
+        self, residual: torch.Tensor, x: torch.Tensor, inner: FusedNorm | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a sum and that sum normalised, both of the shape and type of ``x``.
+
+        Args:
+            residual: ``[..., width]``.
+            x: What is added, of the same shape and type.
+            inner: Normalises ``x`` before it is added; of the same kind as this norm.
+        """
+        assert inner is None or inner.is_offset == self.is_offset
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-        self._launch(x, residual, total, out, is_sum=True)
+        self._launch(x, residual, inner, total, out, is_sum=True)
         return total, out
 
-    def add_ahead(self, residual: torch.Tensor, x: torch.Tensor) -> Summed:
-        """Return ``residual + x``, for which this norm then has nothing to do."""
-        total, out = self.add(residual, x)
+    def add_ahead(self, residual: torch.Tensor, x: torch.Tensor, inner: FusedNorm | None = None) -> Summed:
+        """Return the sum alone, for which this norm then has nothing to do."""
+        total, out = self.add(residual, x, inner)
         summed = total.as_subclass(Summed)
         summed.norm, summed.normed = self, out
         return summed
 
     def _launch(
-        self, x: torch.Tensor, residual: torch.Tensor, total: torch.Tensor, out: torch.Tensor, *, is_sum: bool
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        inner: FusedNorm | None,
+        total: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        is_sum: bool,
     ) -> None:
         from manylora.execution import triton_norm
 
@@ -72,14 +88,17 @@ class FusedNorm(nn.Module):
             rows.stride(0),
             others,
             others.stride(0),
+            self.weight if inner is None else inner.weight,
+            self._eps if inner is None else inner._eps,
             self.weight,
+            self._eps,
             total,
             out,
-            self._eps,
             WIDTH=width,
             BLOCK=1 << (width - 1).bit_length(),
-            IS_OFFSET=self._is_offset,
+            IS_OFFSET=self.is_offset,
             IS_SUM=is_sum,
+            HAS_INNER=inner is not None,
         )
 
 

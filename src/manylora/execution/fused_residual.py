@@ -6,6 +6,7 @@
       |                              |                                 |
       norm -> attention -> out  -> add, norm -> feed-forward -> out -> add, norm of the next layer
 
+Gemma also normalises what is added; that is in the same launch.
 A layer that ends in a sum knows which norm comes next, since that was seen; it computes it along, and its output
 carries the result. The norm hands it out; a norm that gets another tensor computes its own.
 """
@@ -20,39 +21,47 @@ from torch import nn
 from manylora.execution.fused_norm import FusedNorm
 from manylora.execution.trial import SeenCall, try_forward
 
-__all__ = ["PreNormForward", "fuse_residuals"]
+__all__ = ["LayerForward", "fuse_residuals"]
 
 _SCALES = (2.0**-6, 2.0**6)
 """Inputs a trial is run on: one that what is added outweighs, and one that outweighs it."""
 
 
-class PreNormForward:
-    """The forward of a pre-norm decoder layer, as most families write it.
+class LayerForward:
+    """The forward of a decoder layer with a norm before attention and before its feed-forward.
 
     Args:
-        layer: Has ``input_layernorm``, ``self_attn``, ``post_attention_layernorm`` and ``mlp``.
+        layer: Has ``input_layernorm``, ``self_attn``, ``post_attention_layernorm`` and ``mlp``. Where it also has
+            ``pre_feedforward_layernorm`` and ``post_feedforward_layernorm``, what is added is normalised first (Gemma).
         following: The norm that its output goes to, if there is one.
     """
 
     def __init__(self, layer: nn.Module, following: FusedNorm | None) -> None:
-        self._before_attention = layer.get_submodule("input_layernorm")
-        self._attention = layer.get_submodule("self_attn")
-        self._before_mlp = layer.get_submodule("post_attention_layernorm")
-        self._mlp = layer.get_submodule("mlp")
+        children = dict(layer.named_children())
+        self._attention, self._mlp = children["self_attn"], children["mlp"]
+        self._before_attention = _norm(children["input_layernorm"])
+        self._behind_attention = self._behind_mlp = None
+        if "pre_feedforward_layernorm" in children:
+            self._behind_attention = _norm(children["post_attention_layernorm"])
+            self._before_mlp = _norm(children["pre_feedforward_layernorm"])
+            self._behind_mlp = _norm(children["post_feedforward_layernorm"])
+        else:
+            self._before_mlp = _norm(children["post_attention_layernorm"])
         self._following = following
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
         """Return the layer's output ``[1, T, hidden]``."""
-        assert isinstance(self._before_mlp, FusedNorm)
         attended, _ = self._attention(hidden_states=self._before_attention(hidden_states), **kwargs)
-        hidden_states, normed = self._before_mlp.add(hidden_states, attended)
-        fed = self._mlp(normed)
-        return hidden_states + fed if self._following is None else self._following.add_ahead(hidden_states, fed)
+        hidden_states, normed = self._before_mlp.add(hidden_states, attended, self._behind_attention)
+        fed: torch.Tensor = self._mlp(normed)
+        if self._following is not None:
+            return self._following.add_ahead(hidden_states, fed, self._behind_mlp)
+        return hidden_states + (fed if self._behind_mlp is None else self._behind_mlp(fed))
 
 
 @torch.inference_mode()
 def fuse_residuals(calls: Mapping[nn.Module, SeenCall]) -> int:
-    """Give every pre-norm decoder layer a forward of fewer launches; return how many.
+    """Give every decoder layer of that structure a forward of fewer launches; return how many.
 
     Args:
         calls: How the model's modules, fused norms among them, are called; layers are changed in place.
@@ -72,11 +81,16 @@ def _fuse(layer: nn.Module, seen: SeenCall, following: FusedNorm | None) -> bool
         outputs = [layer(unit * scale, **seen.kwargs) for scale in _SCALES]
         return outputs if following is None else [*outputs, *(following(output) for output in outputs)]
 
-    return try_forward(layer, PreNormForward(layer, following), outcome)
+    return try_forward(layer, LayerForward(layer, following), outcome)
 
 
 def _has_parts(layer: nn.Module) -> bool:
     children = dict(layer.named_children())
-    norms = (children.get("input_layernorm"), children.get("post_attention_layernorm"))
+    norms = [child for name, child in children.items() if name.endswith("layernorm")]
     names = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-    return all(isinstance(norm, FusedNorm) for norm in norms) and children.keys() >= names
+    return children.keys() >= names and all(isinstance(norm, FusedNorm) for norm in norms)
+
+
+def _norm(module: nn.Module) -> FusedNorm:
+    assert isinstance(module, FusedNorm)
+    return module
