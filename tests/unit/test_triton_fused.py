@@ -124,7 +124,13 @@ def build(config: PreTrainedConfig, kernels: str, dtype: torch.dtype = torch.flo
         return LoadedModel(name="random", model=model, text_config=model.config, dtype=dtype, device=DEVICE)
 
     chosen = {"torch": ("grouped", "torch"), "triton": ("ragged", "triton")}[kernels]
-    options = ModelConfig(model="random", device=DEVICE.type, lora_kernel=chosen[0], attention_kernel=chosen[1])
+    options = ModelConfig(
+        model="random",
+        device=DEVICE.type,
+        lora_kernel=chosen[0],
+        attention_kernel=chosen[1],
+        decode_graphs="off",  # a replay would launch nothing that can be counted
+    )
     memory, scheduler = MemoryConfig(block_size=4, num_pages=32), SchedulerConfig(max_num_seqs=4)
     return build_parts(EngineConfig(model=options, memory=memory, scheduler=scheduler), WallClock(), load=load)
 
