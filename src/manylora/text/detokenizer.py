@@ -1,10 +1,4 @@
-"""Tokens to text as they come: one detokenizer per request.
-
-``tokenizers.decoders.DecodeStream`` does the first half of this, but cannot give out what it still holds when an
-answer ends within a character, and raises on decoders that rewrite what they said before. The window below is
-the same algorithm (decode the last piece with and without the new tokens, the difference is the new text) with
-both mended, at the same half microsecond per decode.
-"""
+"""Tokens to text as they come: one detokenizer per request, which knows when an answer is over."""
 
 from __future__ import annotations
 
@@ -17,20 +11,6 @@ from manylora.text.tokenizer import Tokenizer
 from manylora.types import SampledToken, SamplingParams
 
 __all__ = ["Detokenizer", "TextDelta", "TokenLogprob"]
-
-CONTEXT_TOKENS = 8
-"""Prompt tokens the first answer token is decoded after, so that it keeps its leading space."""
-
-MAX_WINDOW_TOKENS = 16
-"""Tokens the window grows to before it is cut to the newest: a cut costs a decode more."""
-
-MAX_UNREADABLE_TOKENS = 32
-"""Tokens without a readable end after which the text is let go as it is: no character is that long."""
-
-MAX_SILENT_TOKENS = 32
-"""Tokens without any text (skipped special ones) that are kept in the window; a model can emit thousands."""
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,10 +71,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._stops = StopStrings(sampling.stop)
-        # Window over the last tokens:  | said: their text is out | new: not yet |
-        self._window: list[int] = list(prompt[-CONTEXT_TOKENS:])
-        self._num_said = len(self._window)
-        self._said = self._decode(self._window)
+        self._pieces = tokenizer.pieces(prompt, skip_special_tokens=sampling.skip_special_tokens)
         self._num_tokens = 0
         self._num_chars = 0  # decoded, so released or held
         self._finished = False
@@ -117,7 +94,7 @@ class Detokenizer:
             is_stop = stop_token is not None and taken == len(tokens)
             if is_stop and not self._sampling.include_stop_str_in_output:
                 break
-            released = self._release(self._add(token.token_id))
+            released = self._release(self._pieces.add(token.token_id))
             if isinstance(released, StopMatch):
                 return self._stop_at(released, parts, taken, logprobs)
             parts.append(released)
@@ -138,7 +115,7 @@ class Detokenizer:
         if self._finished:
             return TextDelta(text="", num_tokens=0, finished=True)
         self._finished = True
-        released = self._release(self._take_new_text(is_last=True))
+        released = self._release(self._pieces.end())
         if isinstance(released, StopMatch):
             return self._stop_at(released, [], 0, [])
         return TextDelta(text=released + self._stops.flush(), num_tokens=0, finished=True)
@@ -155,44 +132,10 @@ class Detokenizer:
         )
 
     def _release(self, text: str) -> str | StopMatch:
+        self._num_chars += len(text)
         if not text or self._num_tokens <= self._sampling.min_tokens:
             return text
         return self._stops.feed(text)
-
-    def _add(self, token_id: int) -> str:
-        self._window.append(token_id)
-        return self._take_new_text(is_last=False)
-
-    def _take_new_text(self, *, is_last: bool) -> str:
-        """Return the text of the window's new tokens and count it as said; empty while it may still change."""
-        num_new = len(self._window) - self._num_said
-        if num_new == 0:
-            return ""
-        text = self._decode(self._window)
-        unreadable = text.endswith(REPLACEMENT) and num_new <= MAX_UNREADABLE_TOKENS
-        if unreadable and not is_last:
-            return ""
-        said = self._said
-        if not text.startswith(said):
-            # The prompt ended within a character that is now whole, or a decoder took back what it said.
-            said = said.rstrip(REPLACEMENT)
-            if not text.startswith(said):
-                self._window = self._window[self._num_said :]
-                text, said = self._decode(self._window), ""
-        new = text[len(said) :]
-        if new:  # tokens without text stay in the window: a decoder strips the space of what would come first
-            if len(self._window) > MAX_WINDOW_TOKENS:
-                self._window = self._window[self._num_said :]
-                text = self._decode(self._window)
-            self._num_said = len(self._window)
-            self._said = text
-            self._num_chars += len(new)
-        elif num_new > MAX_SILENT_TOKENS:
-            del self._window[self._num_said :]
-        return new
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._sampling.skip_special_tokens)
 
     def _report(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
         return TokenLogprob(

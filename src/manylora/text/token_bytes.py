@@ -14,7 +14,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-__all__ = ["TokenBytes"]
+from manylora.text.pieces import ByteTable
+
+__all__ = ["TokenBytes", "byte_tables"]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -75,3 +77,28 @@ class TokenBytes:
         if self._has_byte_tokens and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
         return (token.replace(self._space, " ") if self._space else token).encode()
+
+
+def byte_tables(fast: FastTokenizer) -> dict[bool, ByteTable] | None:
+    """Return what each token adds to a text, special tokens skipped and not; ``None`` where that depends on its place.
+
+    It does not where the decoder only strings bytes together: characters of the byte-level alphabet stand for a byte
+    each, and a token with any other character for itself.
+    """
+    if [part["type"] for part in _decoders(json.loads(fast.to_str())["decoder"])] != ["ByteLevel"]:
+        return None
+    alphabet = _byte_level_alphabet()
+    special = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
+
+    def look_up(token_id: int) -> bytes:
+        token = fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if all(char in alphabet for char in token):
+            return bytes(alphabet[char] for char in token)
+        return token.encode()
+
+    def look_up_unless_special(token_id: int) -> bytes:
+        return b"" if fast.id_to_token(token_id) in special else look_up(token_id)
+
+    return {True: ByteTable(look_up_unless_special), False: ByteTable(look_up)}

@@ -7,6 +7,7 @@ raises "Already borrowed" under load).
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from manylora.errors import ConfigError, RequestError
-from manylora.text.token_bytes import TokenBytes
+from manylora.text.pieces import BytePieces, DecodedPieces, TextPieces
+from manylora.text.token_bytes import TokenBytes, byte_tables
 
 __all__ = ["Tokenizer"]
 
@@ -44,6 +46,7 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self._token_bytes = TokenBytes(self._fast)
+        self._tables = byte_tables(self._fast)
         ids = self._fast.get_vocab(with_added_tokens=True).values()
         self._vocab_size = max(ids, default=-1) + 1
         own = inspect.signature(hf.apply_chat_template).parameters
@@ -113,6 +116,18 @@ class Tokenizer:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= MAX_TOKEN_ID)
             raise RequestError(f"Got token id {wrong}, expected 0 to {self._vocab_size - 1}", param="tokens") from None
         return text
+
+    def pieces(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> TextPieces:
+        """Return what turns the tokens of one answer into text as they come.
+
+        Args:
+            prompt: Token ids before the answer.
+            skip_special_tokens: Leave special tokens out of the text.
+        """
+        if self._tables is not None:
+            return BytePieces(prompt, self._tables[skip_special_tokens])
+        decode = functools.partial(self._fast.decode, skip_special_tokens=skip_special_tokens)
+        return DecodedPieces(prompt, decode)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_kwargs: Any
