@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,16 +124,17 @@ def metrics_of(http: httpx.Client) -> str:
     return http.get("/metrics").text
 
 
-def test_a_stop_string_frees_the_engine_and_is_a_good_end(http: httpx.Client) -> None:
-    def ended(reason: str) -> float:
-        name = f'vllm:request_success_total{{finished_reason="{reason}",model_name="base"}} '
-        return sum(float(line.rsplit(" ", 1)[1]) for line in metrics_of(http).splitlines() if line.startswith(name))
+def ended(http: httpx.Client, reason: str) -> float:
+    name = f'vllm:request_success_total{{finished_reason="{reason}",model_name="base"}} '
+    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics_of(http).splitlines() if line.startswith(name))
 
-    before = ended("stop"), ended("cancelled")
+
+def test_a_stop_string_frees_the_engine_and_is_a_good_end(http: httpx.Client) -> None:
+    before = ended(http, "stop"), ended(http, "cancelled")
     answer = http.post("/v1/completions", json={**LONG, "stop": "efg"})
     assert answer.json()["choices"][0]["text"] == "abcd"
-    wait_for(lambda: ended("stop") == before[0] + 1)
-    assert ended("cancelled") == before[1]
+    wait_for(lambda: ended(http, "stop") == before[0] + 1)
+    assert ended(http, "cancelled") == before[1]
 
 
 def events_of(text: str) -> list[Any]:
@@ -184,3 +186,39 @@ def test_many_tokens_at_once_travel_in_one_event(server: BackgroundServer) -> No
     assert len(texts) == 100
     assert {len(text) for text in texts.values()} == {200}
     assert len(events) < 100 * 200
+
+
+def test_a_client_that_does_not_read_stops_nobody_and_misses_nothing(server: BackgroundServer) -> None:
+    """Its chunks no longer fit into the socket: the rest of its answer waits, and comes whole when it reads."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = {"model": "base", "messages": [{"role": "user", "content": "say"}], "max_tokens": 200, "n": 24}
+    body |= {"stream": True, "logprobs": True, "top_logprobs": 20}
+    content = json.dumps(body).encode()
+    with socket.socket() as slow, httpx.Client(base_url=server.url, timeout=60) as http:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((host, int(port)))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        before = ended(http, "length")
+        slow.sendall(
+            f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+        )
+        wait_for(lambda: ended(http, "length") == before + 24)  # the engine waits for no reader
+        quick = http.post("/v1/completions", json={"model": "base", "prompt": "say", "max_tokens": 5, "stream": True})
+        assert len(events_of(quick.text)) >= 2
+        answer = b"".join(iter(lambda: slow.recv(1 << 16), b"")).partition(b"\r\n\r\n")[2]
+    texts: dict[int, str] = {}
+    events = events_of(b"".join(chunks_of(answer)).decode())
+    for event in events[:-1]:
+        choice = event["choices"][0]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["delta"].get("content", "")
+    assert events[-1] == "[DONE]"
+    assert len(texts) == 24
+    assert {len(text) for text in texts.values()} == {200}
+    assert len(answer) > 4_500_000  # more than the sockets of a connection hold
+
+
+def chunks_of(body: bytes) -> Iterator[bytes]:
+    at = 0
+    while size := int(body[at : (end := body.index(b"\r\n", at))], 16):
+        yield body[end + 2 : end + 2 + size]
+        at = end + 2 + size + 2

@@ -6,6 +6,7 @@ encoded string.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,9 +16,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.errors import ManyloraError
+from manylora.server.client import Rest
 from manylora.server.errors import error_body
 from manylora.server.fields import StreamOptions
 from manylora.server.generation import ClientGone, Generation, Piece, Usage
+from manylora.server.http_protocol import WriteChunk, chunk_writer
 
 __all__ = ["LEAST_LOGPROB", "NOTHING_ELSE", "AnswerFormat", "EventStream", "Whole", "usage_json"]
 
@@ -106,7 +109,7 @@ class EventStream(Response):
         async with self._generation.while_connected(receive):
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             try:
-                await self._send_chunks(send)
+                await self._send_chunks(send, chunk_writer(scope))
             except ClientGone:
                 return
             except ManyloraError as error:
@@ -114,18 +117,23 @@ class EventStream(Response):
                 await _send_body(send, b"data: " + encode(error_body(error)) + b"\n\n" + DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_chunks(self, send: Send) -> None:
+    async def _send_chunks(self, send: Send, write_chunk: WriteChunk) -> None:
         generation, form = self._generation, self._form
         envelope: _Envelope | None = None
         suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
-        async for pieces in generation.pieces():
+
+        def write(pieces: list[Piece]) -> Rest | None:
+            nonlocal envelope, suffix
             if envelope is None:
                 envelope = _Envelope(self._head, generation, self._fingerprint)
             if self._usage_everywhere:
                 suffix = b'],"usage":' + encode(usage_json(generation.usage())) + b"}\n\n"
-            events = [envelope.prefix + chunk + suffix for chunk in map(form.chunk, pieces) if chunk is not None]
-            if events:
-                await _send_body(send, b"".join(events))
+            prefix = envelope.prefix
+            events = [prefix + chunk + suffix for chunk in map(form.chunk, pieces) if chunk is not None]
+            body = b"".join(events)
+            return None if not body or write_chunk(body) else functools.partial(_send_body, send, body)
+
+        await generation.give(write)
         assert envelope is not None
         last = b""
         if self._include_usage:
@@ -167,10 +175,13 @@ class Whole(Response):
         """Wait for the answers, then send them."""
         async with self._generation.while_connected(receive):
             gathered: dict[int, list[Piece]] = {}
+
+            def gather(pieces: list[Piece]) -> None:
+                for piece in pieces:
+                    gathered.setdefault(piece.index, []).append(piece)
+
             try:
-                async for pieces in self._generation.pieces():
-                    for piece in pieces:
-                        gathered.setdefault(piece.index, []).append(piece)
+                await self._generation.give(gather)
             except ClientGone:
                 return
             except ManyloraError as error:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
 
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.errors import EngineDead, ManyloraError
@@ -33,48 +33,87 @@ from manylora.server.protocol import (
 )
 from manylora.types import Output, Request
 
-__all__ = ["EngineClient", "OutputStream"]
+__all__ = ["EngineClient", "OutputStream", "Rest", "Taker"]
+
+Rest: TypeAlias = Callable[[], Awaitable[None]]
+"""What a taker could not do without waiting."""
+
+Taker: TypeAlias = Callable[[list[Output]], Rest | None]
+"""Takes outputs; returns what is left to do before it can take more, if anything."""
 
 
 class OutputStream:
-    """The outputs of the requests that were submitted together, until each has finished or been cancelled."""
+    """The outputs of the requests that were submitted together, until each has finished or been cancelled.
+
+    What arrives is given to its taker at once, in the callback that brought it. To wake a task for every token costs
+    more than to write it, and all streams of a step wait for each other.
+    """
 
     def __init__(self, request_ids: Sequence[str]) -> None:
         self.request_ids = tuple(request_ids)
         self._waiting: list[Output] = []
         self._error: ManyloraError | None = None
-        self._news: asyncio.Future[None] | None = None  # there while somebody waits
+        self._is_closed = False
+        self._take: Taker | None = None  # there while outputs can be given as they arrive ...
+        self._interrupted: asyncio.Future[Rest | None] | None = None  # ... and the task that sleeps meanwhile
 
-    async def next(self) -> list[Output]:
-        """Wait for news, then return all of it: a slow reader gets more tokens at a time, not a longer queue.
+    async def give(self, take: Taker) -> None:
+        """Give outputs to ``take`` as they arrive, until ``close``.
+
+        Where ``take`` returns something left to do, nothing is given until that is done, and then all that came
+        meanwhile: a slow reader gets more tokens at a time, not a longer queue.
+
+        Args:
+            take: Called with one or more outputs, on the event loop but not in this task. What it raises is raised
+                here.
 
         Raises:
             EngineDead: The engine is gone, and what it had not delivered is lost.
         """
-        if not self._waiting and self._error is None:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
-        if self._waiting:
-            outputs, self._waiting = self._waiting, []
-            return outputs
-        assert self._error is not None, "woken without news"
-        raise self._error
+        while not self._is_closed:
+            if self._waiting:
+                outputs, self._waiting = self._waiting, []
+                rest = take(outputs)
+            elif self._error is not None:
+                raise self._error
+            else:
+                self._interrupted = asyncio.get_running_loop().create_future()
+                self._take = take
+                try:
+                    rest = await self._interrupted
+                finally:
+                    self._take = self._interrupted = None
+            if rest is not None:
+                await rest()
 
     def push(self, output: Output) -> None:
-        """Add an output."""
+        """Add an output, for the next ``wake``."""
         self._waiting.append(output)
-        self._wake()
+
+    def wake(self) -> None:
+        """Give what was pushed, if it can be taken now."""
+        take, interrupted = self._take, self._interrupted
+        if take is None or interrupted is None or interrupted.done():
+            return
+        rest = None
+        if self._waiting:
+            outputs, self._waiting = self._waiting, []
+            try:
+                rest = take(outputs)
+            except Exception as error:  # the sleeping task's to deal with, and no other stream's
+                interrupted.set_exception(error)
+                return
+        if rest is not None or self._is_closed or self._error is not None:
+            interrupted.set_result(rest)
+
+    def close(self) -> None:
+        """End the stream: ``give`` returns; called by the taker, which has all it wants."""
+        self._is_closed = True
 
     def fail(self, error: ManyloraError) -> None:
-        """End the stream: after what has arrived, ``next`` raises ``error``."""
+        """End the stream: after what has arrived, ``give`` raises ``error``."""
         self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._news is not None:
-            if not self._news.done():
-                self._news.set_result(None)
-            self._news = None
+        self.wake()
 
 
 class EngineClient:
@@ -216,28 +255,36 @@ class EngineClient:
         self.fail_all(EngineDead(f"The engine died while it worked on this request ({how}); please try again."))
         return how
 
-    def _deliver(self, message: Message) -> None:
-        match message:
-            case Turn(outputs, observations):
-                for output in outputs:
-                    stream = self._streams.get(output.request_id)
-                    if stream is not None:
-                        if output.finish is not None:
-                            del self._streams[output.request_id]
-                        stream.push(output)
-                self._observe(observations)
-            case Reply():
-                answer = self._calls.get(message.call)
-                if answer is not None and not answer.done():
-                    answer.set_result(message)
-                if message.observations is not None:
-                    self._observe(message.observations)
-            case Ready(info):
-                if not self._ready.done():
-                    self._ready.set_result(info)
-            case Refused(fault):
-                if not self._ready.done():
-                    self._ready.set_exception(fault.to_error())
+    def _deliver(self, messages: Sequence[Message]) -> None:
+        news: dict[OutputStream, None] = {}  # in order
+        observed: list[Observations] = []
+        for message in messages:
+            match message:
+                case Turn(outputs, observations):
+                    for output in outputs:
+                        stream = self._streams.get(output.request_id)
+                        if stream is not None:
+                            if output.finish is not None:
+                                del self._streams[output.request_id]
+                            stream.push(output)
+                            news[stream] = None
+                    observed.append(observations)
+                case Reply():
+                    answer = self._calls.get(message.call)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+                    if message.observations is not None:
+                        observed.append(message.observations)
+                case Ready(info):
+                    if not self._ready.done():
+                        self._ready.set_result(info)
+                case Refused(fault):
+                    if not self._ready.done():
+                        self._ready.set_exception(fault.to_error())
+        for stream in news:
+            stream.wake()
+        for observations in observed:  # somebody waits for tokens, nobody for statistics
+            self._observe(observations)
 
     def _forget(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from starlette.types import Receive
 
 from manylora.errors import EngineDead, ManyloraError
-from manylora.server.client import OutputStream
+from manylora.server.client import OutputStream, Rest
 from manylora.server.supervisor import Supervisor
 from manylora.text import Detokenizer, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
@@ -100,8 +100,12 @@ class Generation:
         """
         self._stream = await self._engine.submit(self._requests)
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Yield what is new, until every answer has finished.
+    async def give(self, take: Callable[[list[Piece]], Rest | None]) -> None:
+        """Give ``take`` what is new as it arrives, until every answer has finished.
+
+        Args:
+            take: Called on the event loop but not in this task; returns what is left to do before it can take more, if
+                anything. What it raises is raised here.
 
         Raises:
             EngineDead: The engine is gone.
@@ -109,12 +113,18 @@ class Generation:
             ManyloraError: The engine gave one of the requests up; the others are cancelled.
         """
         assert self._stream is not None, "start first"
-        unfinished = len(self._answers)
-        while unfinished:
-            pieces = self._take(await self._stream.next())
+        stream, unfinished = self._stream, len(self._answers)
+
+        def take_outputs(outputs: Sequence[Output]) -> Rest | None:
+            nonlocal unfinished
+            pieces = self._take(outputs)
             for piece in pieces:
                 unfinished -= piece.finish_reason is not None
-            yield pieces
+            if not unfinished:
+                stream.close()
+            return take(pieces)
+
+        await stream.give(take_outputs)
 
     @contextlib.asynccontextmanager
     async def while_connected(self, receive: Receive) -> AsyncIterator[None]:

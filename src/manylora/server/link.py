@@ -6,7 +6,7 @@ A link carries one life of an engine. It is started once, and when the engine en
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from manylora.server.protocol import Command, Message
@@ -22,8 +22,8 @@ class EngineLink(Protocol):
         """Return the process the engine runs in."""
         ...
 
-    async def start(self, deliver: Callable[[Message], None]) -> None:
-        """Start the engine; ``deliver`` is called on the event loop with every message from now on.
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
+        """Start the engine; ``deliver`` is called on the event loop with all messages there are, from now on.
 
         Raises:
             ManyloraError: It could not even be started.

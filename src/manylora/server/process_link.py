@@ -17,11 +17,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from manylora.config import EngineConfig
 from manylora.errors import ConfigError
@@ -46,16 +45,17 @@ class ProcessLink:
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: asyncio.Future[int] | None = None
         self._directory: str | None = None
-        self._context: zmq.asyncio.Context | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
-        self._receiver: asyncio.Task[None] | None = None
+        self._messages: zmq.Socket[bytes] | None = None
+        self._broken: asyncio.Future[str] | None = None
 
     @property
     def pid(self) -> int | None:
         """Return the engine process's id; ``None`` before there is one."""
         return None if self._process is None else self._process.pid
 
-    async def start(self, deliver: Callable[[Message], None]) -> None:
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Start the process and begin to receive."""
         self._directory = tempfile.mkdtemp(prefix="manylora-")
         if len(self._directory) > LONGEST_SOCKET_PATH - 5:
@@ -68,19 +68,20 @@ class ProcessLink:
             messages_address=f"ipc://{self._directory}/up",
             log_level=logging.getLogger().getEffectiveLevel(),
         )
-        self._context = zmq.asyncio.Context()
-        messages = self._context.socket(zmq.PULL)
-        messages.set_hwm(0)
-        messages.bind(setup.messages_address)
-        self._commands = zmq.Context(self._context).socket(zmq.PUSH)
+        loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._messages = self._context.socket(zmq.PULL)
+        self._messages.set_hwm(0)
+        self._messages.bind(setup.messages_address)
+        self._commands = self._context.socket(zmq.PUSH)
         self._commands.set_hwm(0)
         self._commands.connect(setup.commands_address)
-        self._receiver = asyncio.create_task(self._receive(messages, deliver))
+        self._broken = loop.create_future()
+        loop.add_reader(self._messages.fileno(), self._receive, self._messages, self._broken, deliver)
 
         # -P: what lies in the directory that we were started from is not for importing.
         command = [sys.executable, "-P", "-m", "manylora.server.engine_process"]
         process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        loop = asyncio.get_running_loop()
         exit_code = self._exit_code = loop.create_future()
 
         def note_exit(code: int) -> None:
@@ -106,12 +107,11 @@ class ProcessLink:
     async def closed(self) -> str:
         """Wait for the process to end, or for its messages to make no sense."""
         assert self._exit_code is not None
-        assert self._receiver is not None
-        waiting: list[asyncio.Future[Any]] = [self._exit_code, self._receiver]
+        assert self._broken is not None
+        waiting: list[asyncio.Future[Any]] = [self._exit_code, self._broken]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not self._exit_code.done():
-            broken = None if self._receiver.cancelled() else self._receiver.exception()
-            return f"lost the connection to engine process {self.pid}: {broken!r}"
+            return f"lost the connection to engine process {self.pid}: {self._broken.result()}"
         code = self._exit_code.result()
         await asyncio.sleep(LAST_WORDS_S)  # what it sent before it ended is still on its way
         if code < 0:
@@ -130,10 +130,10 @@ class ProcessLink:
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
-        if self._receiver is not None:
-            self._receiver.cancel()
-            await asyncio.gather(self._receiver, return_exceptions=True)
-            self._receiver = None
+        if self._messages is not None:
+            self._close_messages(self._messages)
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_result("it was stopped")
         if self._commands is not None:
             self._commands.close(linger=0)
         if self._context is not None:
@@ -143,9 +143,30 @@ class ProcessLink:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    async def _receive(self, messages: zmq.asyncio.Socket, deliver: Callable[[Message], None]) -> None:
+    def _receive(
+        self,
+        socket: zmq.Socket[bytes],
+        broken: asyncio.Future[str],
+        deliver: Callable[[Sequence[Message]], None],
+    ) -> None:
+        """Deliver every message there is; the event loop calls this when there are some.
+
+        To the last one, for ZeroMQ says only when it stops being empty. What an engine sends while it outruns us is
+        delivered together, so that the price of a write is paid once for several tokens.
+        """
+        messages: list[Message] = []
         try:
-            while True:
-                deliver(decode_message(await messages.recv()))
-        finally:
-            messages.close(linger=0)
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    messages.append(decode_message(socket.recv(zmq.NOBLOCK)))
+            if messages:
+                deliver(messages)
+        except Exception as error:
+            self._close_messages(socket)
+            if not broken.done():
+                broken.set_result(repr(error))
+
+    def _close_messages(self, socket: zmq.Socket[bytes]) -> None:
+        if not socket.closed:
+            asyncio.get_running_loop().remove_reader(socket.fileno())
+            socket.close(linger=0)

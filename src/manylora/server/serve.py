@@ -35,6 +35,7 @@ from manylora.server.app import make_app
 from manylora.server.auth import Gate
 from manylora.server.context import Context
 from manylora.server.garbage import leave_out_of_collections
+from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.latency import LatencyWindow
 from manylora.server.link import EngineLink
 from manylora.server.metrics import Metrics
@@ -218,6 +219,7 @@ class Server:
         return _HttpServer(
             uvicorn.Config(
                 make_app(context),
+                http=ChunkWritingProtocol,
                 log_config=None,
                 log_level=logging.WARNING,
                 access_log=False,

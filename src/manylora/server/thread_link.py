@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from manylora.clock import WallClock
 from manylora.config import EngineConfig
@@ -37,15 +38,23 @@ class ThreadLink:
         """Return this process's id."""
         return os.getpid()
 
-    async def start(self, deliver: Callable[[Message], None]) -> None:
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Start the thread."""
         event_loop = asyncio.get_running_loop()
         end = self._end = event_loop.create_future()
 
+        inbox: deque[Message] = deque()  # append and popleft are atomic
+
+        def take_in() -> None:
+            messages = [inbox.popleft() for _ in range(len(inbox))]
+            if messages:  # else an earlier call took them
+                deliver(messages)
+
         def send(message: Message) -> None:
+            inbox.append(message)
             # An event loop that is gone has nobody left to tell.
             with contextlib.suppress(RuntimeError):
-                event_loop.call_soon_threadsafe(deliver, message)
+                event_loop.call_soon_threadsafe(take_in)
 
         service = self._service = EngineService(
             self._config, served_name=self._served_name, builder=self._builder, clock=WallClock(), send=send
