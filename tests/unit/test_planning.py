@@ -137,6 +137,12 @@ def plan(one: Scenario, slo: Slo, cost: FixedCost | None, **demand: float) -> Pl
     return make_plan(one, Promise(slo=slo), Demand(effort=effort, tolerance=0.1, **demand), cost=cost)  # type: ignore[arg-type]
 
 
+def test_prompts_that_never_fit_are_said_before_any_search() -> None:
+    promise = Promise(slo=Slo(ttft_s=1.0))
+    with pytest.raises(ConfigError, match=r"200 of 200 prompts have more than the 7999 tokens .*max_prompt=7999\)"):
+        make_plan(scenario(prompt=8000), promise, Demand(effort=Effort(num_requests=200)))
+
+
 def test_too_few_seats_bind() -> None:
     one = scenario(output=20, scheduler=SchedulerConfig(max_num_seqs=2))
     made = plan(one, Slo(ttft_s=0.5), FixedCost(step_s=0.01, token_s=0.0))

@@ -14,6 +14,8 @@ from manylora.planning.trial import Effort, Trial, Trials
 from manylora.planning.usage import Usage, usage_of, what_binds
 from manylora.sim.cost import CostModel
 from manylora.sim.scenario import Scenario
+from manylora.sim.simulation import SimulationConfig
+from manylora.workloads import Workload
 
 __all__ = ["MOST_SIMULATED", "Cost", "Demand", "Plan", "make_plan"]
 
@@ -114,10 +116,11 @@ def make_plan(
         on_run: Told of each simulated run before it begins, as words for people.
 
     Raises:
-        ConfigError: The scenario does not fit together.
+        ConfigError: The scenario does not fit together, or no rate can keep its promise.
     """
     trials = Trials(scenario, promise, demand.effort, cost=cost, on_run=on_run)
     workload, config = trials.workload(1.0), trials.config()
+    _check_prompts_fit(workload, config, promise)
     most_per_s = most_requests_per_s(workload.requests, config)
     capacity = find_capacity(trials.at, start=first_guess(workload, config), tolerance=demand.tolerance)
     if capacity.kept is None:
@@ -148,6 +151,18 @@ def make_plan(
         served=served,
         cost=_price(scenario, demand, usage, served, num_replicas),
     )
+
+
+def _check_prompts_fit(workload: Workload, config: SimulationConfig, promise: Promise) -> None:
+    """Refuse what would be searched for in vain: a request that is refused counts as forever, at every rate."""
+    longest = min(config.base.max_model_len, config.num_pages * config.memory.block_size) - 1
+    num_refused = sum(one.num_prompt_tokens > longest for one in workload.requests)
+    if num_refused > len(workload.requests) * (1 - promise.percentile / 100):
+        raise ConfigError(
+            f"{num_refused} of {len(workload.requests)} prompts have more than the {longest} tokens that "
+            f"{config.base.name} can take here, and are refused at every rate: cut them "
+            f"(--set workload.lengths.bounds.max_prompt={longest}), or take a model of a longer context"
+        )
 
 
 def _fit(trials: Trials, capacity: Capacity, demand: Demand) -> tuple[Trial, int | None, bool]:
