@@ -99,6 +99,7 @@ def calibrate(
     profile.write(output)
     _print_terms(profile, lines)
     _print_errors(profile)
+    _print_spells(profile)
     note(f"{profile.num_steps} steps on {profile.machine or 'a machine without a name'}; the profile is in {output}")
 
 
@@ -158,16 +159,28 @@ def _print_terms(profile: CostProfile, lines: list[LogLine]) -> None:
 
 
 def _print_errors(profile: CostProfile) -> None:
-    table = Table("steps", "held out", "mean", "R²", "median error", "P90", title="Steps the fit has not seen")
+    table = Table(
+        "steps", "held out", "mean", "R²", "R² at even speed", "median error", "P90", title="Steps the fit has not seen"
+    )
     for error in profile.errors:
         table.add_row(
             error.regime,
             str(error.num_steps),
             _time(error.mean_s),
             f"{error.r2:.3f}",
+            "-" if error.steady_r2 is None else f"{error.steady_r2:.3f}",
             f"{error.median_error:.1%}",
             f"{error.p90_error:.1%}",
         )
+    out.print(table)
+
+
+def _print_spells(profile: CostProfile) -> None:
+    if profile.unsteadiness is None:
+        return
+    table = Table("lasts", "slower or faster by", title="The machine was not steady: spells in which its speed differs")
+    for spell in profile.unsteadiness.spells:
+        table.add_row(_time(spell.length_s), f"{spell.size:.0%}")
     out.print(table)
 
 

@@ -142,7 +142,7 @@ class Trials:
         """Return what serves."""
         setup = replace(self.scenario.setup, num_replicas=num_replicas)
         config = replace(self.scenario, setup=setup, seed=self.scenario.seed + seed).make_config()
-        return config if self._cost is None else replace(config, cost=self._cost)
+        return config if self._cost is None else replace(config, cost=self._cost, pace=None)
 
     def workload(self, rate: float, num_replicas: int = 1, seed: int = 0) -> Workload:
         """Make the workload at a rate, long enough for a trial."""

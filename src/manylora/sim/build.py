@@ -100,14 +100,20 @@ def build_simulated_parts(
         base = shape or base_shape("llama-3-8b", block_size=config.memory.block_size)
         pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
         num_pages = config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes)
-        drag = cost.drag if isinstance(cost, FittedCost) else {}
-        made_up = StandIn(base=base, num_pages=num_pages, cost=cost or FixedCost(), machine="made up", drag=drag)
+        drag, pace = (cost.drag, cost.pace()) if isinstance(cost, FittedCost) else ({}, None)
+        made_up = StandIn(
+            base=base, num_pages=num_pages, cost=cost or FixedCost(), machine="made up", drag=drag, pace=pace
+        )
     base = made_up.base
     return EngineParts(
         base=base,
         num_pages=made_up.num_pages,
         executor=SimulatedExecutor(
-            made_up.cost, vocab_size=base.vocab_size, choose=make_teller(base), drag=made_up.drag
+            made_up.cost,
+            vocab_size=base.vocab_size,
+            choose=make_teller(base),
+            drag=made_up.drag,
+            pace=made_up.pace,
         ),
         reader=SimulatedReader(base),
         close=lambda: None,

@@ -22,7 +22,18 @@ from manylora.engine.features import StepFeatures
 from manylora.engine.step_log import LoadRecord, LogHeader, LogLine, StepRecord
 from manylora.errors import ConfigError
 from manylora.sim.least_squares import Array, fit_nonnegative, fit_robustly
-from manylora.sim.profile import TERMS, CostProfile, FitError, LoadCost, Noise, RowCost, StepCost, term_units
+from manylora.sim.profile import (
+    TERMS,
+    CostProfile,
+    FitError,
+    LoadCost,
+    Noise,
+    RowCost,
+    StepCost,
+    Unsteadiness,
+    term_units,
+)
+from manylora.sim.spells import Spells, find_spells, noise_within, speed_between
 
 __all__ = ["LEAST_STEPS", "fit_profile", "foretell", "regime_of", "split_log", "step_shares"]
 
@@ -36,6 +47,9 @@ IN_SEGMENT = 12
 """Steps that must lie between two knots."""
 
 NUM_QUANTILES = 101
+
+RUNS_APART_S = 1e6
+"""Between two runs of a log: longer than any spell of the machine."""
 
 TIERS = ("host", "device")
 
@@ -56,7 +70,8 @@ def regime_of(features: StepFeatures) -> str:
 def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], list[LoadRecord]]:
     """Sort a log's lines; several runs may follow each other if they are of one engine.
 
-    Each run has a clock of its own: later ones are moved behind those before.
+    Each run has a clock of its own: later ones are moved behind those before, so far that a slow machine at the end
+    of one says nothing of the next.
 
     Raises:
         ConfigError: There is no header, or two name different models, machines or kernels.
@@ -70,7 +85,7 @@ def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], li
         match line:
             case StepRecord() | LoadRecord():
                 if shift_s is None:
-                    shift_s = latest + 1.0 - line.launched_at
+                    shift_s = latest + RUNS_APART_S - line.launched_at
                 moved = _moved(line, shift_s)
                 latest = max(latest, moved.ended_at)
                 if isinstance(moved, StepRecord):
@@ -116,8 +131,9 @@ def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
     is_held_out = [index // STRETCH % 4 == 3 for index in range(len(steps))]
     kept = [step for step, is_out in zip(steps, is_held_out, strict=True) if not is_out]
     held_out = [step for step, is_out in zip(steps, is_held_out, strict=True) if is_out]
-    errors = tuple(_errors(_fit(header, kept, loads, ()), held_out, loads))
-    return msgspec.structs.replace(_fit(header, steps, loads, errors), command=command)
+    errors = tuple(_errors(_fit(header, kept, loads, ()), kept, held_out, loads))
+    profile = msgspec.structs.replace(_fit(header, steps, loads, errors), command=command)
+    return msgspec.structs.replace(profile, unsteadiness=_unsteadiness(profile, _spells(profile, steps, loads)))
 
 
 def foretell(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
@@ -254,20 +270,50 @@ def _fit_loads(loads: Sequence[LoadRecord], tier: str) -> tuple[LoadCost, Noise 
     )
 
 
-def _errors(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Iterable[FitError]:
+def _spells(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Spells:
+    began_at, took = np.array([(step.launched_at, step.took_s) for step in steps]).T
+    return find_spells(began_at, took, foretell(profile, steps, loads))
+
+
+def _middles(steps: Sequence[StepRecord]) -> Array:
+    return np.array([(step.launched_at + step.ended_at) / 2 for step in steps])
+
+
+def _unsteadiness(profile: CostProfile, found: Spells) -> Unsteadiness | None:
+    if not found.spells:
+        return None
+    noise = {kind: noise_within(one, found.share) for kind, one in profile.noise.items() if kind not in TIERS}
+    return Unsteadiness(spells=found.spells, noise=noise)
+
+
+def _errors(
+    profile: CostProfile, kept: Sequence[StepRecord], held_out: Sequence[StepRecord], loads: Sequence[LoadRecord]
+) -> Iterable[FitError]:
+    """Yield the errors of a fit to some steps on others, as they are and with the machine's speed taken out."""
+    found = _spells(profile, kept, loads)
+    speeds = np.ones(len(held_out))
+    if found.spells:
+        known_at = _middles(kept)
+        known = np.array([step.took_s for step in kept]) / foretell(profile, kept, loads)
+        speeds = speed_between(found, _middles(held_out), known_at, known)
     for regime in ("decode", "prefill", "mixed"):
-        of = [step for step in steps if regime_of(step.features) == regime]
+        of = [index for index, step in enumerate(held_out) if regime_of(step.features) == regime]
         if len(of) < 2:
             continue
-        measured = np.array([step.took_s for step in of])
-        residuals = foretell(profile, of, loads) - measured
-        relative = np.abs(residuals) / measured
-        variance = float(((measured - measured.mean()) ** 2).sum())
+        steps = [held_out[index] for index in of]
+        measured, foretold = np.array([step.took_s for step in steps]), foretell(profile, steps, loads)
+        relative = np.abs(foretold / measured - 1.0)
         yield FitError(
             regime=regime,
             num_steps=len(of),
             mean_s=float(measured.mean()),
-            r2=1.0 - float((residuals**2).sum()) / variance if variance else 0.0,
+            r2=_explained(measured, foretold),
             median_error=float(np.median(relative)),
             p90_error=float(np.quantile(relative, 0.9)),
+            steady_r2=_explained(measured / speeds[of], foretold) if found.spells else None,
         )
+
+
+def _explained(measured: Array, foretold: Array) -> float:
+    variance = float(((measured - measured.mean()) ** 2).sum())
+    return 1.0 - float(((foretold - measured) ** 2).sum()) / variance if variance else 0.0

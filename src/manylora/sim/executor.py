@@ -12,6 +12,7 @@ from zlib import crc32
 
 from manylora.engine.ports import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.sim.cost import CostModel
+from manylora.sim.pace import Pace
 from manylora.types import AdapterKey, SampledToken, Tier
 
 __all__ = ["SimulatedExecutor", "SimulatedWork", "made_up_token"]
@@ -62,6 +63,7 @@ class SimulatedExecutor:
             machine that simulates it. Behind a step in flight it costs nothing that the step outlasts.
         drag: How much a load to each tier slows down the step beside it: seconds of delay per second of the load,
             below 1; none where nothing is said.
+        pace: How slow the machine is over time; steady without it.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class SimulatedExecutor:
         choose: Callable[[PlannedSequence], SampledToken] | None = None,
         scheduler_time_s: float = 0.0,
         drag: Mapping[Tier, float] | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._cost = cost
         self._drag = {tier: one for tier, one in (drag or {}).items() if one}
+        self._pace = pace
         self._steps: list[SimulatedWork] = []  # the last two, for loads to slow down
         self._scheduler_time_s = scheduler_time_s
         self._choose = choose or (lambda part: made_up_token(part, vocab_size, avoid))
@@ -85,7 +89,10 @@ class SimulatedExecutor:
         """Start a step."""
         tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
         begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
-        ready_at = begins_at + self._cost.step_time_s(plan)
+        step_s = self._cost.step_time_s(plan)
+        if self._pace is not None:
+            step_s *= self._pace.factor(begins_at)
+        ready_at = begins_at + step_s
         for tier in self._drag:
             ready_at = self._dragged(ready_at, tier, begins_at, self._link_free_at[tier])
         self._steps = [*self._steps[-1:], SimulatedWork(ready_at, StepResult(tokens=tokens), begins_at)]

@@ -6,7 +6,8 @@ from random import Random
 
 from manylora.engine.features import StepFeatures, step_features
 from manylora.engine.ports import AdapterLoad, StepPlan
-from manylora.sim.profile import CostProfile, Noise, StepCost
+from manylora.sim.pace import Pace, WanderingPace
+from manylora.sim.profile import CostProfile, Noise, Spell, StepCost
 from manylora.types import Tier
 
 __all__ = ["FittedCost"]
@@ -17,21 +18,30 @@ class FittedCost:
 
     Without ``rng`` a step costs what such steps cost on the mean, and two equal steps the same: averages come out
     right, and tails too thin, for a machine is never as even. With it, each step is longer or shorter by a factor
-    drawn from those that were measured. Draws are independent: a machine that is slow for a while is not modelled.
+    drawn from those that were measured. What of that has a memory is not this model's, for it is not told the time: a
+    profile with spells makes ``pace`` give the executor what wanders, and draws here what is left within a spell.
 
-    ``drag`` is for the executor: how much loads slow down the step beside them, by tier.
+    ``drag`` is for the executor too: how much loads slow down the step beside them, by tier.
 
     Args:
         profile: What was measured.
         rng: Draws the jitter; none without it.
+        has_spells: Leave what has a memory to ``pace``, where the profile knows of it. Without, all jitter is drawn
+            here, step by step.
     """
 
-    def __init__(self, profile: CostProfile, rng: Random | None = None) -> None:
+    def __init__(self, profile: CostProfile, rng: Random | None = None, *, has_spells: bool = True) -> None:
         self._step = StepCost(profile.terms, profile.rows)
         self._turn_s, self._turn_sequence_s = profile.turn_s, profile.turn_sequence_s
         self._loads = profile.loads
         self._noise = profile.noise
         self._rng = rng
+        self._spells: tuple[Spell, ...] = ()
+        self._seed = 0
+        if rng is not None and has_spells and profile.unsteadiness is not None:
+            self._spells = profile.unsteadiness.spells
+            self._noise = {**profile.noise, **profile.unsteadiness.noise}
+            self._seed = rng.getrandbits(64)
         self.drag: dict[Tier, float] = {Tier(tier): one for tier, one in profile.drag.items()}
 
     def step_time_s(self, plan: StepPlan) -> float:
@@ -42,6 +52,13 @@ class FittedCost:
         """Return how long a step with these features takes, in seconds."""
         seconds = self._step.seconds(features) + self._turn_s + self._turn_sequence_s * features.num_sequences
         return seconds * self._factor("prompt" if features.num_prompts else "decode")
+
+    def pace(self, replica: int = 0) -> Pace | None:
+        """Return how slow the machine of one replica is over time, for its executor; ``None`` for a steady one.
+
+        Replicas have machines of their own, each with its own spells.
+        """
+        return WanderingPace(self._spells, Random(f"pace/{self._seed}/{replica}")) if self._spells else None
 
     def load_time_s(self, load: AdapterLoad) -> float:
         """Return how long a load takes on an idle link, in seconds."""

@@ -19,7 +19,19 @@ from manylora.adapters.shape import BaseShape
 from manylora.engine.features import StepFeatures
 from manylora.errors import ConfigError
 
-__all__ = ["TERMS", "CostProfile", "FitError", "LoadCost", "Noise", "RowCost", "StepCost", "read_profile", "term_units"]
+__all__ = [
+    "TERMS",
+    "CostProfile",
+    "FitError",
+    "LoadCost",
+    "Noise",
+    "RowCost",
+    "Spell",
+    "StepCost",
+    "Unsteadiness",
+    "read_profile",
+    "term_units",
+]
 
 FORMAT = 1
 
@@ -125,6 +137,30 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
     quantiles: tuple[float, ...]
 
 
+class Spell(msgspec.Struct, frozen=True, kw_only=True):
+    """How the machine's speed wanders at one scale of time; see ``sim/pace.py``.
+
+    Args:
+        size: Standard deviation of the logarithm of steps' times: 0.2 is a fifth slower or faster.
+        length_s: Time after which a spell is forgotten but for 1/e of it, in seconds.
+    """
+
+    size: float
+    length_s: float
+
+
+class Unsteadiness(msgspec.Struct, frozen=True, kw_only=True):
+    """What of the noise in steps has a memory, and what is left without it.
+
+    Args:
+        spells: Slow and fast spells, from short to long.
+        noise: As the profile's, by ``decode`` and ``prompt``, of steps within a spell: what each step draws afresh.
+    """
+
+    spells: tuple[Spell, ...]
+    noise: dict[str, Noise]
+
+
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
     """How well a fit foretells steps that it has not seen.
 
@@ -135,6 +171,8 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
         r2: Share of the variance explained.
         median_error: Median of the relative error.
         p90_error: Its 90th percentile.
+        steady_r2: Share explained of what is left when the machine's speed is taken out, as the steps before and after
+            those held out show it; ``None`` where no spells were found.
     """
 
     regime: str
@@ -143,6 +181,7 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
     r2: float
     median_error: float
     p90_error: float
+    steady_r2: float | None = None
 
 
 class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +202,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
         drag: How much a load slows down the step beside it, in seconds per second of the load, by tier.
         errors: On steps held out.
         num_steps: Steps it was fitted from.
+        unsteadiness: How the machine's speed wanders; ``None`` if it did not, or if the profile is older than this.
         format: Version of this form.
     """
 
@@ -180,6 +220,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     drag: dict[str, float]
     errors: tuple[FitError, ...]
     num_steps: int
+    unsteadiness: Unsteadiness | None = None
     format: int = FORMAT
 
     def write(self, path: str | Path) -> None:
@@ -193,9 +234,16 @@ def _shown(name: str, value: Any) -> str:
     if name in ("base", "rows"):
         return json.dumps(value)
     if name == "noise":
-        inner = [f"    {json.dumps(key)}: {json.dumps(one)}" for key, one in value.items()]
-        return "{\n" + ",\n".join(inner) + "\n  }"
+        return _by_line(value, "  ")
+    if name == "unsteadiness" and value is not None:
+        shown = {"spells": json.dumps(value["spells"]), "noise": _by_line(value["noise"], "    ")}
+        return "{\n" + ",\n".join(f"    {json.dumps(key)}: {one}" for key, one in shown.items()) + "\n  }"
     return json.dumps(value, indent=2).replace("\n", "\n  ")
+
+
+def _by_line(value: dict[str, Any], indent: str) -> str:
+    inner = [f"{indent}  {json.dumps(key)}: {json.dumps(one)}" for key, one in value.items()]
+    return "{\n" + ",\n".join(inner) + f"\n{indent}}}"
 
 
 def read_profile(path: str | Path) -> CostProfile:

@@ -154,6 +154,7 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         router_tbt_s=setup.router_tbt_s,
         scheduler_time_s=setup.scheduler_time_s,
         drag=cost.drag if isinstance(cost, FittedCost) else {},
+        pace=cost.pace if isinstance(cost, FittedCost) else None,
         max_tokens=setup.max_tokens,
         exact_caps=setup.exact_caps,
         seed=seed,

@@ -37,6 +37,7 @@ from manylora.scheduling.prediction import NoisyPredictor, OraclePredictor
 from manylora.sim.adapters import adapter_versions
 from manylora.sim.cost import CostModel
 from manylora.sim.executor import SimulatedExecutor
+from manylora.sim.pace import Pace
 from manylora.sim.prompts import PromptMaker
 from manylora.sim.step_model import step_model
 from manylora.types import Output, Request, SampledToken, SamplingParams, Tier
@@ -67,6 +68,7 @@ class SimulationConfig:
         router_tbt_s: Time between tokens that the ``rank-aware`` router keeps to, in seconds; ``None`` for none.
         scheduler_time_s: What deciding a step takes, in seconds.
         drag: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
+        pace: Makes the pace of the replica with this number; all are steady without it.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
         exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask; for engines
             that reserve it.
@@ -85,6 +87,7 @@ class SimulationConfig:
     router_tbt_s: float | None = None
     scheduler_time_s: float = 0.0
     drag: Mapping[Tier, float] = field(default_factory=dict)
+    pace: Callable[[int], Pace | None] | None = None
     max_tokens: int | None = None
     exact_caps: bool = False
     sample_every_s: float = 1.0
@@ -159,7 +162,7 @@ def simulate(
         Recorder(replica=index, ranks=ranks, sample_every_s=config.sample_every_s)
         for index in range(config.num_replicas)
     ]
-    cores = [_make_core(workload, config, (recorder, *sinks)) for recorder in recorders]
+    cores = [_make_core(workload, config, index, (recorder, *sinks)) for index, recorder in enumerate(recorders)]
     for core, recorder in zip(cores, recorders, strict=True):
         recorder.watch(core.stats)
     dispatcher = Dispatcher(_make_router(workload, config, ranks), config.num_replicas, ranks)
@@ -213,7 +216,7 @@ def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[st
     return make_router(config.router, context)
 
 
-def _make_core(workload: Workload, config: SimulationConfig, sinks: tuple[EventSink, ...]) -> EngineCore:
+def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks: tuple[EventSink, ...]) -> EngineCore:
     lengths = [request.num_output_tokens for request in workload.requests]
 
     def choose(part: PlannedSequence) -> SampledToken:
@@ -238,6 +241,7 @@ def _make_core(workload: Workload, config: SimulationConfig, sinks: tuple[EventS
             choose=choose,
             scheduler_time_s=config.scheduler_time_s,
             drag=config.drag,
+            pace=config.pace(replica) if config.pace is not None else None,
         ),
         scheduler=config.scheduler,
         memory=config.memory,

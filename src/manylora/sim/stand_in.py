@@ -19,6 +19,7 @@ from manylora.engine.ports import PlannedSequence
 from manylora.errors import ConfigError
 from manylora.sim.cost import CostModel
 from manylora.sim.executor import made_up_token
+from manylora.sim.pace import Pace
 from manylora.sim.profile import read_profile
 from manylora.sim.setup import Setup, make_config
 from manylora.types import SampledToken, Tier
@@ -39,6 +40,7 @@ class StandIn:
         cost: What its steps and loads take.
         machine: What it would run on, in words.
         drag: How much loads slow down the step beside them, by tier.
+        pace: How slow the machine is over time; steady when ``None``.
     """
 
     base: BaseShape
@@ -46,6 +48,7 @@ class StandIn:
     cost: CostModel
     machine: str
     drag: Mapping[Tier, float] = field(default_factory=dict)
+    pace: Pace | None = None
 
 
 def find_stand_in(name: str, config: EngineConfig) -> StandIn:
@@ -79,6 +82,7 @@ def find_stand_in(name: str, config: EngineConfig) -> StandIn:
         cost=made.cost,
         machine=machine,
         drag=made.drag,
+        pace=made.pace(0) if made.pace is not None else None,
     )
 
 
