@@ -19,7 +19,9 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     GraniteConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    Ministral3Config,
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
@@ -72,6 +74,8 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, tuple[int, int, int, int]]] = {
     "cohere, neighbours rotated": (CohereConfig(**SMALL), (0, 0, 1, 0)),
     "glm4, neighbours rotated": (Glm4Config(**SMALL, head_dim=8), (5, 0, 1, 0)),
     "phi, joined after rotating": (PhiConfig(**SMALL), (0, 0, 0, 0)),
+    "hunyuan, normalised after rotating": (HunYuanDenseV1Config(**SMALL, head_dim=8), (5, 0, 1, 1)),
+    "ministral3, queries scaled after rotating": (Ministral3Config(**SMALL, head_dim=8), (3, 0, 1, 1)),
 }
 
 
@@ -86,8 +90,8 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
 
 @torch.inference_mode()
 def logits(model: nn.Module) -> torch.Tensor:
-    tokens = torch.tensor([[3, 14, 15, 9]], device=DEVICE)
-    positions = torch.tensor([[0, 7, 1, 40]], device=DEVICE)
+    tokens = torch.tensor([[3, 14, 15]], device=DEVICE)
+    positions = torch.tensor([[0, 7, 40]], device=DEVICE)
     found: torch.Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False, paged=Echo()).logits
     return found
 
