@@ -1,4 +1,4 @@
-"""The torch executor behind the server: a tiny random model with real adapters, and the demo model where it is."""
+"""The torch executor behind the server: a tiny random model with real adapters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from serving import write_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
-from manylora.demo import demo_adapters
 from manylora.server import BackgroundServer, LoraModule
 
 VOCAB_SIZE = 257
@@ -120,20 +119,3 @@ def test_unloading_really_frees(live: BackgroundServer, client: openai.OpenAI) -
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="lora-1", prompt="hello", max_tokens=1)
         assert http.post("/adapters", json={"name": "lora-1", "src": path}).status_code == 200
-
-
-@pytest.mark.skipif(not demo_adapters(), reason="the demo model's files are not here")
-def test_the_demo_model_in_two_processes() -> None:
-    modules = [LoraModule(name, str(path)) for name, path in demo_adapters().items()]
-    engine = EngineConfig(model=ModelConfig(model="demo", device="cpu"))
-    with (
-        BackgroundServer(engine, ServerConfig(port=0), modules) as server,
-        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
-    ):
-        assert [model.id for model in client.models.list().data] == ["demo", *sorted(demo_adapters())]
-        for model in ("demo", *list(demo_adapters())[:3]):
-            chat = client.chat.completions.create(
-                model=model, messages=[{"role": "user", "content": "hello"}], max_tokens=8, temperature=0
-            )
-            assert chat.usage is not None
-            assert chat.usage.completion_tokens >= 1

@@ -15,7 +15,7 @@ def test_the_demo_without_a_terminal_answers_rightly_and_ends() -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
