@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, run_oracle
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only lose by a second thread; the kernels' tests use two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES])

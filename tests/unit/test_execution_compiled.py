@@ -18,6 +18,8 @@ from manylora.execution.resident import GroupWeights, ModuleWeights, Piece
 
 BLOCK, LAYERS, PAGES = 4, 3, 60
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 
 @pytest.fixture(scope="module")
 def kernels() -> CompiledKernels:

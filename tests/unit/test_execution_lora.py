@@ -17,6 +17,8 @@ IN, SIZES, VOCAB = 24, (20, 8, 12), 50
 GROUP = "layers.0.qkv"
 NAMES = ("layers.0.q_proj", "layers.0.k_proj", "layers.0.v_proj")
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 
 def make_base(page_elements: int) -> BaseShape:
     offsets = np.cumsum([0, *SIZES]).tolist()
