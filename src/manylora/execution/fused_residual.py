@@ -6,9 +6,9 @@
       |                              |                                 |
       norm -> attention -> out  -> add, norm -> feed-forward -> out -> add, norm of the next layer
 
-Gemma also normalises what is added; that is in the same launch.
-A layer that ends in a sum knows which norm comes next, since that was seen; it computes it along, and its output
-carries the result. The norm hands it out; a norm that gets another tensor computes its own.
+What Gemma normalises before it is added is in the same launch. A layer that ends in a sum knows which norm comes next,
+since that was seen; it computes it along, and its output carries the result. The norm hands it out; a norm that gets
+another tensor computes its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from manylora.execution.fused_norm import FusedNorm
 from manylora.execution.trial import SeenCall, try_forward
 
 __all__ = ["LayerForward", "fuse_residuals"]
+
+_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_FURTHER_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 _SCALES = (2.0**-6, 2.0**6)
 """Inputs a trial is run on: one that what is added outweighs, and one that outweighs it."""
@@ -86,9 +89,13 @@ def _fuse(layer: nn.Module, seen: SeenCall, following: FusedNorm | None) -> bool
 
 def _has_parts(layer: nn.Module) -> bool:
     children = dict(layer.named_children())
-    norms = [child for name, child in children.items() if name.endswith("layernorm")]
-    names = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-    return children.keys() >= names and all(isinstance(norm, FusedNorm) for norm in norms)
+    norms = {name for name in children if name.endswith("layernorm")}
+    further = norms - _PARTS
+    return (
+        children.keys() >= _PARTS
+        and (not further or further == _FURTHER_NORMS)
+        and all(isinstance(children[name], FusedNorm) for name in norms)
+    )
 
 
 def _norm(module: nn.Module) -> FusedNorm:

@@ -78,15 +78,15 @@ def try_forward(
         forward: Takes what the module's own takes.
         outcome: Runs the module and returns what must not change.
     """
-    expected = outcome()
-    module.forward = forward
     try:
+        expected = outcome()
+        module.forward = forward
         is_same = agree(outcome(), expected)
     except Exception as error:  # whatever goes wrong, the module is none of this kind
         logger.debug("forward_refused module=%s error=%r", type(module).__name__, error)
         is_same = False
     if not is_same:
-        del module.forward
+        vars(module).pop("forward", None)
     return is_same
 
 
