@@ -8,8 +8,8 @@ same for all of them and is here::
 
 Nobody starves: whoever is first in line stays so until admitted. The oldest of all is passed by ``MAX_BYPASS``
 admissions at most (``bypass.py``), whether it was offered or not, then is first in line, and alone; so everybody comes
-to be the oldest. A key that grows with the time of arrival needs no such bound, for nobody who comes late enough goes
-before (``sjf.py``).
+to be the oldest, and behind ``n`` others waits for ``n + 1`` times as many at the worst. A key that grows with the time
+of arrival needs no such bound, for nobody who comes late enough goes before (``sjf.py``).
 """
 
 from __future__ import annotations
