@@ -44,7 +44,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{broken")
     with pytest.raises(ConfigError, match="no tokenizer from"):
         Tokenizer.load(tmp_path)
-    with pytest.raises(ConfigError, match=r"no tokenizer from .*: there is no such folder$"):
+    with pytest.raises(ConfigError, match=r"elsewhere', and there is no such folder$"):
         Tokenizer.load(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="slow tokenizer"):
         Tokenizer(object(), "x")

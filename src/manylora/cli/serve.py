@@ -419,6 +419,11 @@ def serve(
 
 def _check_early(engine: EngineConfig) -> None:
     """Refuse what would fail only after a model has been loaded, for minutes perhaps."""
+    from manylora.execution.checkpoint import check_checkpoint  # the hub's library is wanted only now
+
+    # Of a model that is simulated nothing but the tokenizer is read.
+    simulated = engine.model.tokenizer if engine.simulate is not None else None
+    check_checkpoint(simulated or engine.model.model, engine.model.revision)
     find_factory("policy", engine.scheduler.policy, POLICIES)
     find_factory("eviction", engine.adapters.eviction, EVICTION_POLICIES)
     make_predictor(engine.scheduler, engine.seed)

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
+from manylora.execution.checkpoint import check_checkpoint
 from manylora.execution.paged_attention import ATTENTION_NAME, register_attention
 
 __all__ = ["LoadedModel", "context_limit", "load_model"]
@@ -54,6 +55,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
     Raises:
         ConfigError: There is no such model, or it is none that can be served this way; says why.
     """
+    check_checkpoint(config.model, config.revision)
     register_attention()
     device = _device(config.device)
     try:

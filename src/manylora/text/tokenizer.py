@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from manylora.errors import ConfigError, RequestError
+from manylora.execution.checkpoint import check_checkpoint
 from manylora.text.pieces import BytePieces, DecodedPieces, TextPieces
 from manylora.text.token_bytes import TokenBytes, byte_tables
 
@@ -60,15 +61,14 @@ class Tokenizer:
             ConfigError: There is none, it cannot be read, or it is not a fast one.
         """
         name = str(path_or_name)
+        check_checkpoint(name, revision)
         is_folder = Path(name).is_dir()
-        if not is_folder and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-            raise ConfigError(f"Got no tokenizer from {name!r}: there is no such folder")
         if is_folder and not any(Path(name).glob("*token*")):
             raise ConfigError(f"Got no tokenizer from {name!r}: none of its files is a tokenizer's")
         try:
             hf = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         except Exception as error:  # whatever a broken tokenizer file makes the loader raise
-            place = "" if is_folder else "there is no such folder, and from the hub: "
+            place = "" if is_folder else "from the hub: "
             # The loader's messages are paragraphs of which the first line says what happened.
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ConfigError(f"Got no tokenizer from {name!r}: {place}{reason}") from error
