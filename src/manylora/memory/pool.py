@@ -24,6 +24,9 @@ class Owner(IntEnum):
     ADAPTER = 3
 
 
+_FREE = Owner.FREE  # looked up for every page; the way through the enumeration takes longer than all the rest
+
+
 class PagePool:
     """Hands out page numbers and knows whose each one is.
 
@@ -56,7 +59,7 @@ class PagePool:
 
     def allocate(self, num_pages: int, owner: Owner) -> list[int] | None:
         """Take ``num_pages`` free pages for ``owner``; all of them, or ``None`` and nothing changes."""
-        assert owner is not Owner.FREE
+        assert owner is not _FREE
         if num_pages > len(self._free):
             return None
         if num_pages == 0:
@@ -66,24 +69,25 @@ class PagePool:
         pages.reverse()
         for page in pages:
             self._owner[page] = owner
-        self._counts[Owner.FREE] -= num_pages
+        self._counts[_FREE] -= num_pages
         self._counts[owner] += num_pages
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
         """Give pages back."""
+        counts = self._counts
         for page in pages:
             owner = self._owner[page]
-            assert owner != Owner.FREE, f"page {page} freed twice"
-            self._owner[page] = Owner.FREE
-            self._counts[owner] -= 1
-            self._counts[Owner.FREE] += 1
+            assert owner != _FREE, f"page {page} freed twice"
+            self._owner[page] = _FREE
+            counts[owner] -= 1
+            counts[_FREE] += 1
             self._free.append(page)
 
     def transfer(self, page: int, owner: Owner) -> None:
         """Hand an owned page to another owner, its contents untouched."""
         old = self._owner[page]
-        assert old != Owner.FREE and owner is not Owner.FREE, f"page {page} is free"
+        assert old != _FREE and owner is not _FREE, f"page {page} is free"
         self._owner[page] = owner
         self._counts[old] -= 1
         self._counts[owner] += 1
@@ -93,5 +97,5 @@ class PagePool:
         counted = Counter(self._owner)
         assert all(counted[owner] == self._counts[owner] for owner in Owner), (counted, self._counts)
         assert sum(self._counts) == self.num_pages
-        assert len(self._free) == len(set(self._free)) == self._counts[Owner.FREE]
-        assert all(self._owner[page] == Owner.FREE for page in self._free)
+        assert len(self._free) == len(set(self._free)) == self._counts[_FREE]
+        assert all(self._owner[page] == _FREE for page in self._free)

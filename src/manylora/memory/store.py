@@ -97,7 +97,7 @@ class PageStore:
                 victim = self._victim(level, now, spare)
                 if victim is None:
                     break
-                num_blocks_dropped += not victim.is_adapter
+                num_blocks_dropped += isinstance(victim.key, int)
                 self._evict(victim, now)
         if num_blocks_dropped:
             self._on_prefix_dropped(num_blocks_dropped, now)
@@ -144,7 +144,7 @@ class PageStore:
         if not chain or chain[0] != victim.key:
             chain[:] = [victim.key]
         self.prefix.follow(chain, lambda page: page in self._droppable and page not in taken)
-        return self._droppable[chain[-1]][0]
+        return victim if len(chain) == 1 else self._droppable[chain[-1]][0]
 
     def _left_chain(self, key: ItemKey) -> None:
         if self._chain and self._chain[-1] == key:
@@ -166,14 +166,14 @@ class PageStore:
         self._droppable[item.key] = (item, depth)
         self._num_droppable[depth] += item.num_pages
         self._policy.add(item, depth)
-        if not item.is_adapter:
+        if isinstance(item.key, int):
             self._chain.clear()  # it may be the first to follow a block in it
 
     def _set_held(self, key: ItemKey) -> None:
         item, depth = self._droppable.pop(key)
         self._num_droppable[depth] -= item.num_pages
         self._policy.remove(key)
-        if not item.is_adapter:
+        if isinstance(key, int):
             self._chain.clear()
 
     # -- KV ----------------------------------------------------------------------------------------------------------

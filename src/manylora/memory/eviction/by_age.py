@@ -77,7 +77,7 @@ class ByAge:
 
     def add(self, item: IdleItem, depth: Depth) -> None:
         """Put an item into its line."""
-        if item.is_adapter:
+        if isinstance(item.key, str):
             self._adapters[depth].add(item, *self._score.place(item))
             self._rescore()
         else:
@@ -91,7 +91,7 @@ class ByAge:
     def evict(self, key: ItemKey, now: float) -> None:
         """Take out a dropped item."""
         item = self._line_of(key).remove(key)
-        if item.is_adapter:
+        if isinstance(key, str):
             self._score.evicted(item)
 
     def victim(self, depth: Depth, now: float, spare: AdapterKey | None = None) -> IdleItem | None:

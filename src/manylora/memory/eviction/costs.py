@@ -78,6 +78,6 @@ class ReloadCosts:
 
         A block is recomputed within a step that happens anyway: what it adds to the step is what it costs.
         """
-        if not item.is_adapter:
+        if isinstance(item.key, int):
             return self.step.marginal_s(item.run_tokens)
         return self.copy.seconds(item.copy_bytes) + (self.read.seconds(item.read_bytes) if item.read_bytes else 0.0)

@@ -48,11 +48,6 @@ class IdleItem(NamedTuple):
     read_bytes: int = 0
     run_tokens: int = 0
 
-    @property
-    def is_adapter(self) -> bool:
-        """Whether it is an adapter rather than a prefix block."""
-        return isinstance(self.key, str)
-
 
 class EvictionPolicy(Protocol):
     """Ranks idle items, those that waiting requests want apart from the others. ``now`` is in seconds."""

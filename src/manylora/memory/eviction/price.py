@@ -38,7 +38,8 @@ class PriceEviction:
         self._costs = costs
         self._adapter_reuse: ReuseModel[AdapterKey] = ReuseModel()
         self._block_reuse: ReuseModel[int] = ReuseModel()
-        self._rankings = {depth: Ranking(self.price) for depth in Depth}
+        self._idle = Ranking(self.price)
+        self._wanted = Ranking(self.price)
 
     def used(self, key: ItemKey, now: float) -> None:
         """Learn a gap."""
@@ -46,8 +47,8 @@ class PriceEviction:
             self._adapter_reuse.used(key, now)
         else:
             self._block_reuse.used(key, now)
-        for ranking in self._rankings.values():
-            ranking.rescore()  # what was learnt may change every price
+        self._idle.rescore()  # what was learnt may change every price
+        self._wanted.rescore()
 
     def forget(self, key: AdapterKey, now: float) -> None:
         """Drop an adapter's history."""
@@ -62,11 +63,11 @@ class PriceEviction:
             group = (learn(item.key, item.idle_since), size, item.read_bytes > 0)
         else:
             group = (self._block_reuse.idle(item.key, item.idle_since), -1, False)
-        self._rankings[depth].add(item, group, item.idle_since)
+        self._ranking(depth).add(item, group, item.idle_since)
 
     def remove(self, key: ItemKey) -> None:
         """Take an item out."""
-        self._ranking_of(key).remove(key)
+        (self._idle if key in self._idle else self._wanted).remove(key)
 
     def evict(self, key: ItemKey, now: float) -> None:
         """Take out a dropped item. An adapter's gap goes on; a page number means another block from here on."""
@@ -76,7 +77,7 @@ class PriceEviction:
 
     def victim(self, depth: Depth, now: float, spare: AdapterKey | None = None) -> IdleItem | None:
         """Return the cheapest."""
-        return self._rankings[depth].least(now, spare)
+        return self._ranking(depth).least(now, spare)
 
     def price(self, item: IdleItem, now: float) -> float:
         """Return seconds saved per second and page by keeping it."""
@@ -86,5 +87,5 @@ class PriceEviction:
             rate = self._block_reuse.rate(item.key, now)
         return self._costs.reload_s(item) * rate / item.num_pages
 
-    def _ranking_of(self, key: ItemKey) -> Ranking:
-        return self._rankings[Depth.IDLE if key in self._rankings[Depth.IDLE] else Depth.WANTED]
+    def _ranking(self, depth: Depth) -> Ranking:
+        return self._idle if depth is Depth.IDLE else self._wanted

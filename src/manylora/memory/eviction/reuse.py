@@ -28,6 +28,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from operator import add
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -118,7 +119,7 @@ class ReuseModel(Generic[_Key]):
 
     def rate(self, key: _Key, now: float) -> float:
         """Return the rate, per second, at which an item is used again just now."""
-        history = self._history(key, now)
+        history = self._histories.get(key) or self._history(key, now)
         return self._popularity[history.group] * self._ageing[_bucket(now - history.since)]
 
     def _history(self, key: _Key, now: float) -> _History:
@@ -142,8 +143,7 @@ class ReuseModel(Generic[_Key]):
         first, last = _bucket(begin), _bucket(age)
         if first < last:
             row[first] += _ENDS[first] - begin
-            for bucket in range(first + 1, last):
-                row[bucket] += _WIDTHS[bucket]
+            row[first + 1 : last] = map(add, row[first + 1 : last], _WIDTHS[first + 1 : last])
             begin = _ENDS[last - 1]
         if age > begin:
             row[last] += age - begin
