@@ -52,6 +52,8 @@ def test_shares_add_up_to_the_whole() -> None:
         ([], "expected step logs, or --run MODEL"),
         (["steps.jsonl", "--run", "demo"], "expected step logs, or --run MODEL"),
         (["steps.jsonl"], "Cannot read the step log steps.jsonl"),
+        (["good.jsonl", "empty.jsonl"], "The step log empty.jsonl is empty"),
+        (["good.jsonl"], "Got 2 steps in all"),
         (["--run", "demo", "--ranks", "8,x"], "expected numbers with commas"),
     ],
 )
@@ -59,6 +61,9 @@ def test_what_was_asked_for_wrongly_is_said(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    header, *records = sweep(make_profile(), seconds=0.2)
+    write_step_log("good.jsonl", [header, *[record for record in records if isinstance(record, StepRecord)][:2]])
+    write_step_log("empty.jsonl", [])
     result = CliRunner().invoke(app, ["calibrate", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)

@@ -93,6 +93,9 @@ def test_a_log_reads_back_as_it_was_written(tmp_path: Path):
     path = tmp_path / "steps.jsonl"
     path.write_bytes(file.getvalue())
     assert list(read_step_log(path)) == [header, step, load]
+    path.write_bytes(file.getvalue().partition(b"\n")[2])
+    with pytest.raises(ConfigError, match=r"steps\.jsonl does not begin with its header"):
+        list(read_step_log(path))
 
 
 def test_a_log_that_is_none_is_refused(tmp_path: Path):
@@ -101,4 +104,7 @@ def test_a_log_that_is_none_is_refused(tmp_path: Path):
     path = tmp_path / "other.jsonl"
     path.write_text('{"arrived_at": 1.0}\n')
     with pytest.raises(ConfigError, match=r"Line 1 of .* is not a line of a step log"):
+        list(read_step_log(path))
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"The step log .*other\.jsonl is empty"):
         list(read_step_log(path))

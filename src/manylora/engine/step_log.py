@@ -243,18 +243,25 @@ def write_step_log(path: str | Path, lines: Iterable[LogLine]) -> None:
 
 
 def read_step_log(path: str | Path) -> Iterator[LogLine]:
-    """Yield the lines of a log.
+    """Yield the lines of a log, its header first.
 
     Raises:
-        ConfigError: There is no such file, or a line of it is not one of a step log; says which and why.
+        ConfigError: There is no such file, it is empty, does not begin with a header, or a line of it is not one of a
+            step log; says which and why.
     """
     decode = msgspec.json.Decoder(LogLine).decode
+    number = 0
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    yield decode(line)
+                    record = decode(line)
                 except msgspec.DecodeError as error:  # what is not JSON, and what is not a record
                     raise ConfigError(f"Line {number} of {path} is not a line of a step log: {error}") from None
+                if number == 1 and not isinstance(record, LogHeader):
+                    raise ConfigError(f"The step log {path} does not begin with its header: its first lines are gone")
+                yield record
     except OSError as error:
         raise ConfigError(f"Cannot read the step log {path}: {error.strerror}") from None
+    if not number:
+        raise ConfigError(f"The step log {path} is empty")

@@ -101,7 +101,7 @@ def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], li
                     )
                 header = header or line
     if header is None:
-        raise ConfigError("The log is empty")
+        raise ConfigError("The log has no header: there is nothing in it, or not its beginning")
     return header, steps, loads
 
 
@@ -127,7 +127,7 @@ def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
     """
     header, steps, loads = split_log(lines)
     if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"The log has {len(steps)} steps, expected {LEAST_STEPS} at least")
+        raise ConfigError(f"Got {len(steps)} steps in all that was logged, expected {LEAST_STEPS} at least")
     is_held_out = [index // STRETCH % 4 == 3 for index in range(len(steps))]
     kept = [step for step, is_out in zip(steps, is_held_out, strict=True) if not is_out]
     held_out = [step for step, is_out in zip(steps, is_held_out, strict=True) if is_out]
