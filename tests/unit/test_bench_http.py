@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from manylora.bench.http import http_table, measure_http
+from manylora.bench.http_client import SO_TIMESTAMPNS, arrived_at, epoch_s
 from manylora.bench.paced import NUM_TICKS, TICK_S, PacedExecutor, write_paced_tokenizer
 from manylora.engine.ports import PlannedSequence, StepPlan
 from manylora.text import Detokenizer, Tokenizer
@@ -46,12 +49,36 @@ def test_every_token_is_its_moment_in_text(tmp_path: Path) -> None:
     assert stamps == ["~00000", "~10061", "~99999"]
 
 
+def test_a_socket_tells_when_bytes_came_in() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        connection, _ = server.accept()
+        with connection:
+            client.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+            for _ in range(200):  # the kernel switches the stamps on in its own time
+                sent_at = time.monotonic()
+                connection.sendall(b"bytes")
+                was_sent_at = time.monotonic()
+                time.sleep(0.02)
+                data, told, _, _ = client.recvmsg(100, 100)
+                read_at = time.monotonic()
+                arrived = arrived_at((read_at, told, data), epoch_s())
+                if arrived < read_at - 0.01:
+                    break
+    assert sent_at - 1e-4 <= arrived <= was_sent_at + 1e-4
+    assert arrived_at((7.0, [], b"bytes"), 0.0) == 7.0
+
+
 @pytest.mark.slow
 def test_a_small_run_counts_every_token_in_its_window() -> None:
-    """The whole thing, three processes: nothing is lost, and a token never arrives before it was made."""
+    """The whole thing, four processes: nothing is lost, and a token never arrives before it was made."""
     (result,) = measure_http(num_streams=4, paces=(200.0,), seconds=1.0)
-    seen = result.seen
-    assert 0.7 * 800 <= seen.num_tokens <= 800
-    assert seen.num_events <= seen.num_tokens + 4 * 2
-    assert 0.0 <= seen.latency_ms["p50"] <= seen.latency_ms["p99"] <= seen.latency_ms["max"] < 5000.0
-    assert "| 200 |" in http_table([result], "manylora bench http")
+    for seen in (result.seen, result.floor):
+        assert 0.7 * 800 <= seen.num_tokens <= 800
+        assert seen.num_events <= seen.num_tokens + 4 * 2
+        assert 0.0 <= seen.latency_ms["p50"] <= seen.latency_ms["p99"] <= seen.latency_ms["max"] < 5000.0
+        assert all(seen.latency_ms[name] <= seen.read_ms[name] for name in seen.read_ms)
+    # A chunk of the floor is as long as the server's.
+    sizes = [seen.num_bytes / seen.num_tokens for seen in (result.seen, result.floor)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
+    table = http_table([result], "manylora bench http")
+    assert table.count("| 200 |") == 2

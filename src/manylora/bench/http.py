@@ -44,16 +44,20 @@ class HttpResult:
         seen: By the client.
         api_cpu_us: Microseconds of the API process per token; ``None`` where the system does not tell.
         engine_cpu_us: Microseconds of the engine process per token.
+        floor: What the same client saw of an application that only writes (see ``http_floor``).
+        floor_cpu_us: Microseconds of that process per token.
     """
 
     steps_per_s: float
     seen: StreamsResult
     api_cpu_us: float | None
     engine_cpu_us: float | None
+    floor: StreamsResult
+    floor_cpu_us: float | None
 
 
 def measure_http(*, num_streams: int, paces: Sequence[float] = PACES, seconds: float = SECONDS) -> list[HttpResult]:
-    """Start a server, run every pace against it, and stop it.
+    """Start a server and its floor, run every pace against one and the other, and stop them.
 
     Args:
         num_streams: Concurrent streams.
@@ -63,8 +67,13 @@ def measure_http(*, num_streams: int, paces: Sequence[float] = PACES, seconds: f
     Raises:
         EngineDead: The server did not start.
     """
-    with _server(num_streams) as (process, port):
-        return [_run(process.pid, port, num_streams, pace, seconds) for pace in paces]
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = write_paced_tokenizer(Path(folder))
+        command = ["manylora", "serve", str(tokenizer), "--served-model-name", "paced"]
+        command += ["--builder", "manylora.bench.paced:build_paced_parts", "--port", "0", "--log-level", "error"]
+        command += ["--max-num-seqs", str(num_streams), "--num-pages", str(num_streams * 512)]
+        with _process(command) as server, _process(["manylora.bench.http_floor", str(num_streams)]) as floor:
+            return [_measure(server, floor, num_streams, pace, seconds) for pace in paces]
 
 
 def http_report(results: Sequence[HttpResult], command: str) -> dict[str, object]:
@@ -74,65 +83,106 @@ def http_report(results: Sequence[HttpResult], command: str) -> dict[str, object
 
 def http_table(results: Sequence[HttpResult], command: str) -> str:
     """Return the results as Markdown."""
+    about = machine()
     lines = [
         "# Streams through one API process",
         "",
-        f"`{command}` on {machine()['cpu']}, {machine()['cores']} cores, load average "
-        f"{os.getloadavg()[0]:.1f}: {results[0].seen.num_streams} streams at once,",
-        "server (API process, engine process with the real core on an executor that only waits) and client on one "
-        "machine. *Added latency* is from the",
-        "end of the device's step to the client's read, in milliseconds, of every token; the client looks every half "
-        "millisecond. All streams step together:",
-        "the last token of a step waits for the writes of all others. The machine had other work where its load "
-        "average",
-        "is above its cores.",
+        f"`{command}` on {about['cpu']}, {about['cores']} cores, load average {os.getloadavg()[0]:.1f}: "
+        f"{results[0].seen.num_streams} streams at once.",
         "",
-        "| steps/s asked | tokens/s received | tokens an event | added P50 | P90 | P99 | API us a token | engine |",
+        "Server (API process, engine process with the real core on an executor that only waits) and client share the",
+        "machine, which had other work where its load average is above its cores. *Added latency* is from the end of",
+        "the device's step to the arrival in the client's socket, in milliseconds, of every token; *read* is to the",
+        "client's read, which looks every half millisecond and reads one socket after the other. All streams step",
+        "together: the last token of a step waits for the writes of all others.",
+        "",
+        "| steps/s asked | tokens/s received | tokens an event | added P50 | P90 | P99 | read P99 | API us a token "
+        "| engine |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        lines.append(_row(result.steps_per_s, result.seen, (result.api_cpu_us, result.engine_cpu_us)))
+    lines += [
+        "",
+        "The floor: the same client, library and settings, and an application that does nothing but write as many",
+        "bytes to as many streams in one step. It has no engine, no second process, no text and no JSON. Its next step",
+        "begins when the writes of the last are over, so a high pace is not reached.",
+        "",
+        "| steps/s asked | tokens/s received | tokens an event | added P50 | P90 | P99 | read P99 | us a token |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
-        seen, added = result.seen, result.seen.latency_ms
-        costs = ("-" if cost is None else f"{cost:.1f}" for cost in (result.api_cpu_us, result.engine_cpu_us))
-        lines.append(
-            f"| {result.steps_per_s:.0f} | {seen.tokens_per_s:,.0f} | {seen.num_tokens / seen.num_events:.1f} "
-            f"| {added['p50']:.1f} | {added['p90']:.1f} | {added['p99']:.1f} | {' | '.join(costs)} |"
-        )
+        lines.append(_row(result.steps_per_s, result.floor, (result.floor_cpu_us,)))
     return "\n".join([*lines, ""])
 
 
+def _row(pace: float, seen: StreamsResult, cpu_us: Sequence[float | None]) -> str:
+    added = seen.latency_ms
+    costs = ("-" if cost is None else f"{cost:.1f}" for cost in cpu_us)
+    return (
+        f"| {pace:.0f} | {seen.tokens_per_s:,.0f} | {seen.num_tokens / seen.num_events:.1f} | {added['p50']:.1f} "
+        f"| {added['p90']:.1f} | {added['p99']:.1f} | {seen.read_ms['p99']:.1f} | {' | '.join(costs)} |"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A server in a process of its own.
+
+    Args:
+        pid: Its process.
+        port: Where it listens.
+    """
+
+    pid: int
+    port: int
+
+
 @contextmanager
-def _server(num_streams: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = write_paced_tokenizer(Path(folder))
-        command = [sys.executable, "-m", "manylora", "serve", str(tokenizer), "--served-model-name", "paced"]
-        command += ["--builder", "manylora.bench.paced:build_paced_parts", "--port", "0", "--log-level", "error"]
-        command += ["--max-num-seqs", str(num_streams), "--num-pages", str(num_streams * 512)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            if not line:
-                raise EngineDead(f"the server did not start: {' '.join(command)}")
-            yield process, int(line.rpartition(":")[2])
-        finally:
-            process.terminate()
-            process.wait()
-            process.stdout.close()
+def _process(command: Sequence[str]) -> Iterator[_Process]:
+    """Start a module that says in one line, which ends with its port, that it listens."""
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise EngineDead(f"the server did not start: {' '.join(command)}")
+        yield _Process(process.pid, int(line.rpartition(":")[2]))
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
 
 
-def _run(api_pid: int, port: int, num_streams: int, pace: float, seconds: float) -> HttpResult:
-    engine_pid = _child_of(api_pid)
+def _measure(server: _Process, floor: _Process, num_streams: int, pace: float, seconds: float) -> HttpResult:
     num_tokens = max(LEAST_STEPS, int(seconds * pace))
-    before = _cpu_s(api_pid), _cpu_s(engine_pid)
-    numbers = (port, num_streams, max(1, round(1 / pace / TICK_S)), num_tokens)
-    command = [sys.executable, "-m", "manylora.bench.http_client", "127.0.0.1", *map(str, numbers)]
+    numbers = (num_streams, max(1, round(1 / pace / TICK_S)), num_tokens)
+    seen, (api_cpu_us, engine_cpu_us) = _run(server.port, numbers, [server.pid, _child_of(server.pid)])
+    floor_seen, (floor_cpu_us,) = _run(floor.port, numbers, [floor.pid])
+    return HttpResult(
+        steps_per_s=pace,
+        seen=seen,
+        api_cpu_us=api_cpu_us,
+        engine_cpu_us=engine_cpu_us,
+        floor=floor_seen,
+        floor_cpu_us=floor_cpu_us,
+    )
+
+
+def _run(
+    port: int, numbers: tuple[int, int, int], pids: Sequence[int | None]
+) -> tuple[StreamsResult, list[float | None]]:
+    """Run the client; return what it saw, and the processor time of each process in microseconds per token."""
+    before = [_cpu_s(pid) for pid in pids]
+    command = [sys.executable, "-m", "manylora.bench.http_client", "127.0.0.1", str(port), *map(str, numbers)]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    after = _cpu_s(api_pid), _cpu_s(engine_pid)
+    after = [_cpu_s(pid) for pid in pids]
+    num_streams, _, num_tokens = numbers
     costs = [
         None if end is None or start is None else (end - start) / (num_streams * num_tokens) * 1e6
         for start, end in zip(before, after, strict=True)
     ]
-    return HttpResult(steps_per_s=pace, seen=StreamsResult(**told), api_cpu_us=costs[0], engine_cpu_us=costs[1])
+    return StreamsResult(**told), costs
 
 
 def _child_of(pid: int) -> int | None:
