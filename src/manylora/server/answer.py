@@ -129,8 +129,7 @@ class EventStream(Response):
             if self._usage_everywhere:
                 suffix = b'],"usage":' + encode(usage_json(generation.usage())) + b"}\n\n"
             prefix = envelope.prefix
-            events = [prefix + chunk + suffix for chunk in map(form.chunk, pieces) if chunk is not None]
-            body = b"".join(events)
+            body = b"".join([prefix + chunk + suffix for piece in pieces if (chunk := form.chunk(piece)) is not None])
             return None if not body or write_chunk(body) else functools.partial(_send_body, send, body)
 
         await generation.give(write)

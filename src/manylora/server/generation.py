@@ -18,7 +18,7 @@ from starlette.types import Receive
 from manylora.errors import EngineDead, ManyloraError
 from manylora.server.client import OutputStream, Rest
 from manylora.server.supervisor import Supervisor
-from manylora.text import Detokenizer, Tokenizer, TokenLogprob
+from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
 
 __all__ = ["ClientGone", "Generation", "Piece", "Usage"]
@@ -87,6 +87,7 @@ class Generation:
             request.request_id: _Answer(index, Detokenizer(tokenizer, request.prompt, request.sampling))
             for index, request in enumerate(requests)
         }
+        self._num_unfinished = len(requests)
         self._stream: OutputStream | None = None
         self.adapter: AdapterKey | None = None
 
@@ -113,14 +114,11 @@ class Generation:
             ManyloraError: The engine gave one of the requests up; the others are cancelled.
         """
         assert self._stream is not None, "start first"
-        stream, unfinished = self._stream, len(self._answers)
+        stream = self._stream
 
         def take_outputs(outputs: Sequence[Output]) -> Rest | None:
-            nonlocal unfinished
             pieces = self._take(outputs)
-            for piece in pieces:
-                unfinished -= piece.finish_reason is not None
-            if not unfinished:
+            if not self._num_unfinished:
                 stream.close()
             return take(pieces)
 
@@ -161,14 +159,14 @@ class Generation:
     def _take(self, outputs: Sequence[Output]) -> list[Piece]:
         """Turn outputs into pieces, one per answer however many steps they come from."""
         if len(outputs) == 1:  # one answer, one step: nearly always
-            pieces = [self._advance(outputs[0], outputs[0].tokens)]
-        else:
-            arrived: dict[str, list[SampledToken]] = {}
-            last: dict[str, Output] = {}
-            for output in outputs:
-                arrived.setdefault(output.request_id, []).extend(output.tokens)
-                last[output.request_id] = output
-            pieces = [self._advance(output, arrived[request_id]) for request_id, output in last.items()]
+            piece = self._advance(outputs[0], outputs[0].tokens)
+            return [] if piece is None else [piece]
+        arrived: dict[str, list[SampledToken]] = {}
+        last: dict[str, Output] = {}
+        for output in outputs:
+            arrived.setdefault(output.request_id, []).extend(output.tokens)
+            last[output.request_id] = output
+        pieces = [self._advance(output, arrived[request_id]) for request_id, output in last.items()]
         return [piece for piece in pieces if piece is not None]
 
     def _advance(self, output: Output, tokens: Sequence[SampledToken]) -> Piece | None:
@@ -181,20 +179,25 @@ class Generation:
         if output.finish is FinishReason.CANCELLED:
             raise EngineDead("The engine cancelled this request.")
         self.adapter = output.adapter
-        answer.num_cached_tokens = max(answer.num_cached_tokens, output.num_cached_tokens)
+        if output.num_cached_tokens > answer.num_cached_tokens:
+            answer.num_cached_tokens = output.num_cached_tokens
         delta = answer.detokenizer.push(tokens, stop_token=output.stop_token)
         answer.num_tokens += delta.num_tokens
-        text, stop_reason, finish_reason = delta.text, delta.stop_reason, None
-        if delta.finished:
-            finish_reason = "stop"
-            if output.finish is None:
-                self._engine.cancel([output.request_id], stopped=True)
-        elif output.finish is not None:
+        if output.finish is None and not delta.finished:
+            return Piece(index=answer.index, text=delta.text, logprobs=delta.logprobs)
+        answer.is_finished = True
+        self._num_unfinished -= 1
+        return self._last_piece(answer, output, delta)
+
+    def _last_piece(self, answer: _Answer, output: Output, delta: TextDelta) -> Piece:
+        text, stop_reason, finish_reason = delta.text, delta.stop_reason, "stop"
+        if not delta.finished:
+            assert output.finish is not None
             rest = answer.detokenizer.finish()
-            text += rest.text
-            stop_reason = rest.stop_reason
+            text, stop_reason = text + rest.text, rest.stop_reason
             finish_reason = "stop" if stop_reason is not None else output.finish.value
-        answer.is_finished = finish_reason is not None
+        elif output.finish is None:
+            self._engine.cancel([output.request_id], stopped=True)
         return Piece(
             index=answer.index,
             text=text,

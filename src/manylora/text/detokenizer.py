@@ -85,6 +85,12 @@ class Detokenizer:
                 then finished.
         """
         assert not self._finished, "the answer is over"
+        if len(tokens) == 1 and stop_token is None and tokens[0].logprob is None:  # nearly always
+            self._num_tokens += 1
+            text = self._release(self._pieces.add(tokens[0].token_id))
+            if isinstance(text, StopMatch):
+                return self._stop_at(text, [], 1, [])
+            return TextDelta(text=text, num_tokens=1, finished=False)
         parts: list[str] = []
         logprobs: list[TokenLogprob] = []
         for taken, token in enumerate(tokens, 1):
@@ -133,7 +139,7 @@ class Detokenizer:
 
     def _release(self, text: str) -> str | StopMatch:
         self._num_chars += len(text)
-        if not text or self._num_tokens <= self._sampling.min_tokens:
+        if not text or not self._sampling.stop or self._num_tokens <= self._sampling.min_tokens:
             return text
         return self._stops.feed(text)
 
