@@ -12,7 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from manylora.engine.ports import PlannedSequence
-from manylora.execution.sampler import Sampler, _invert, philox4x32, philox_uniform
+from manylora.execution.philox import philox4x32, philox_uniform
+from manylora.execution.sampler import Sampler
+from manylora.execution.token_draw import draw_at
 from manylora.types import SamplingParams
 
 EOS = 2
@@ -239,7 +241,7 @@ def test_a_draw_on_a_boundary_never_takes_what_weighs_nothing() -> None:
     weights = torch.zeros(5, 700)
     weights[:, [3, 300, 600]] = torch.tensor([1.0, 2.0, 1.0])
     uniform = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert _invert(weights, uniform).tolist() == [3, 300, 300, 600, 600]
+    assert draw_at(weights, uniform).tolist() == [3, 300, 300, 600, 600]
 
 
 @pytest.mark.parametrize(

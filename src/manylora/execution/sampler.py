@@ -28,9 +28,11 @@ from manylora.config import ModelConfig
 from manylora.engine.ports import PlannedSequence
 from manylora.execution.device_ops import make_device_ops
 from manylora.execution.grammar import JsonGrammar
+from manylora.execution.philox import philox_uniform
+from manylora.execution.token_draw import cut_weights, draw_at
 from manylora.types import SampledToken
 
-__all__ = ["Sampler", "TokenMasks", "make_sampler", "philox_uniform"]
+__all__ = ["Sampler", "TokenMasks", "make_sampler"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +41,6 @@ GREEDY_BELOW = 1e-5
 
 LEAST_LOGPROB = -9999.0
 """What a token of probability zero reports: JSON has no infinity (vLLM answers the same)."""
-
-PREFIX = 256
-"""Sorted candidates that top-k and top-p look at first; nearly always enough, and far cheaper than a full sort."""
-
-BLOCK = 256
-"""Width of the blocks a draw steps over before it looks inside one."""
-
-LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
-
-Words = NDArray[np.uint64]
 
 
 class TokenMasks(Protocol):
@@ -219,16 +211,16 @@ class Sampler:
             top_p = self._upload([samplings[i].top_p for i in cut], np.float64)
             everyone = len(cut) == len(sequences)
             if everyone:
-                _cut(scaled, weights, min_p, top_k, top_p, PREFIX)
+                cut_weights(scaled, weights, min_p, top_k, top_p)
             else:
                 some = weights[rows]
-                _cut(scaled[rows], some, min_p[rows], top_k, top_p, PREFIX)
+                cut_weights(scaled[rows], some, min_p[rows], top_k, top_p)
                 weights[rows] = some
         uniform = philox_uniform(
             np.array([s.seed % 2**64 for s in sequences], dtype=np.uint64),
             np.array([num_generated(s) for s in sequences], dtype=np.uint64),
         )
-        return _invert(weights, self._ops.upload(uniform))
+        return draw_at(weights, self._ops.upload(uniform))
 
     def _column(self, values: list[float]) -> Tensor:
         return self._upload(values, np.float32)[:, None]
@@ -305,122 +297,3 @@ def _penalties(
     inside = seen < vocab
     scale = np.full(int(inside.sum()), sampling.repetition_penalty, dtype=np.float32)
     return row * vocab + seen[inside], subtract[inside], scale
-
-
-def _cut(scaled: Tensor, weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> None:
-    """Zero, in place, the weights that top-k, then top-p of what it left, rule out.
-
-    Both keep the first ``m`` tokens of the stable descending order, so a row is settled by the value at
-    rank ``m`` and by how many of its equals are still in. Only the ``width`` largest are sorted; rows they
-    do not settle are sorted whole. At least the most likely token is kept.
-
-    Args:
-        scaled: ``[n, vocab]`` logits over temperature: the order.
-        weights: ``[n, vocab]`` unnormalised probabilities after min-p: the mass.
-        min_p: ``[n, 1]``, what min-p was, to weigh the candidates alike.
-        top_k: ``[n]`` int64, from 1.
-        top_p: ``[n]`` float64 in (0, 1].
-        width: Candidates to look at.
-    """
-    vocab = scaled.shape[1]
-    width = min(width, vocab)
-    candidates = _largest(scaled, width)  # [n, width]
-    mass = candidates.exp()
-    mass *= mass >= min_p
-    mass = mass.double()
-    mass *= torch.arange(width, device=scaled.device) < top_k[:, None]
-    reached = mass.cumsum(dim=-1)
-    # What top-p takes its share of: the k best, or everything.
-    total = torch.where(top_k <= width, reached[:, -1], weights.sum(dim=-1, dtype=torch.float64))
-    wanted = top_p * total
-    kept = torch.where(
-        top_p < 1.0, ((reached - mass) < wanted[:, None]).sum(dim=-1).clamp(min=1), top_k.clamp(max=width)
-    )
-
-    if width < vocab:
-        settled = (top_k <= width) | ((top_k == vocab) & (reached[:, -1] >= wanted))
-        if not bool(settled.all()):
-            for part, wide in ((settled, width), (~settled, vocab)):
-                rows = part.nonzero().squeeze(1)
-                some = weights[rows]
-                _cut(scaled[rows], some, min_p[rows], top_k[rows], top_p[rows], wide)
-                weights[rows] = some
-            return
-
-    last = candidates.gather(1, (kept - 1)[:, None])
-    equals_in = kept - (candidates > last).sum(dim=-1)
-    equal = scaled == last
-    if bool((equal.sum(dim=-1) > equals_in).any()):
-        equal &= equal.cumsum(dim=-1) <= equals_in[:, None]
-    weights *= equal.logical_or_(scaled > last)
-
-
-def _largest(x: Tensor, width: int) -> Tensor:
-    """Return the ``width`` largest values of each row, largest first.
-
-    On CPU through numpy, whose partition and sort are vectorised: torch takes 6 times (``topk``) to 30 times
-    (``sort``) as long.
-    """
-    if x.device.type != "cpu":
-        return x.topk(width, dim=-1).values
-    values = x.numpy()
-    if width < x.shape[1]:
-        values = np.partition(values, x.shape[1] - width, axis=-1)[:, -width:]
-    return torch.from_numpy(np.ascontiguousarray(np.sort(values, axis=-1)[:, ::-1]))
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return per row the first token whose cumulative weight exceeds ``uniform`` of the total.
-
-    Two levels: over blocks of columns, then inside one, because a cumulative sum over the whole vocabulary is
-    what the draw would mostly cost. Sums are float64: with 100,000 tokens float32 would bias the tail.
-
-    Args:
-        weights: ``[n, vocab]`` float32, none negative.
-        uniform: ``[n]`` float64 in [0, 1).
-    """
-    n, vocab = weights.shape
-    if pad := -vocab % BLOCK:
-        weights = torch.nn.functional.pad(weights, (0, pad))
-    blocks = weights.view(n, -1, BLOCK)  # [n, blocks, BLOCK]
-    reached = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [n, blocks]
-    total = reached[:, -1]
-    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))[:, None]
-    block = torch.searchsorted(reached, target, right=True).clamp(max=reached.shape[1] - 1)
-    before = torch.where(block > 0, reached.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(n, device=weights.device), block.squeeze(1)].double().cumsum(dim=-1)  # [n, BLOCK]
-    # A block is entered only when it has mass; rounding must not carry the target past its last token.
-    end = inside[:, -1:]
-    target = torch.minimum(target - before, end.nextafter(torch.zeros_like(end)))
-    offset = torch.searchsorted(inside, target, right=True).clamp(max=BLOCK - 1)
-    return (block * BLOCK + offset).squeeze(1).clamp(max=vocab - 1)
-
-
-def philox_uniform(seeds: Words, counters: Words) -> NDArray[np.float64]:
-    """Return one uniform number in [0, 1) per row: the first 53 bits of Philox4x32-10.
-
-    A counter-based generator has no state: the number is a hash of key and counter that passes BigCrush.
-    Vectorised over rows, a batch costs about 0.1 ms whatever its size; a numpy generator per row costs 9 us
-    each, and stays on the host.
-
-    Args:
-        seeds: ``[n]``, the key.
-        counters: ``[n]``, the position in the stream.
-
-    Source:
-        Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), section 4.3.
-    """
-    nothing = np.zeros_like(counters)
-    words = philox4x32((counters & LOW, counters >> SHIFT, nothing, nothing), (seeds & LOW, seeds >> SHIFT))
-    bits = (words[0] << SHIFT) | words[1]
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
-    """Run the ten rounds of Philox4x32 on four counter words and two key words (32 bits each, held in 64)."""
-    (c0, c1, c2, c3), (key0, key1) = counter, key
-    for _ in range(10):
-        left, right = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (right >> SHIFT) ^ c1 ^ key0, right & LOW, (left >> SHIFT) ^ c3 ^ key1, left & LOW
-        key0, key1 = (key0 + np.uint64(0x9E3779B9)) & LOW, (key1 + np.uint64(0xBB67AE85)) & LOW
-    return c0, c1, c2, c3
