@@ -115,7 +115,10 @@ class Policy(Protocol):
         ...
 
     def squash(self, now: float) -> list[Sequence]:
-        """Name running sequences to pre-empt before the step, because one that they passed can run after all."""
+        """Name running sequences to pre-empt before the step, because one that they passed can run after all.
+
+        They go on while a step that writes their pages is in flight: whoever still should go is named again.
+        """
         ...
 
     def begin(self, now: float) -> None:
