@@ -166,7 +166,7 @@ def random_group(
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("num_pieces", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_prompts_equal_plain_products_whatever_does_not_fill_a_tile(
+def test_lora_equals_plain_products_whatever_does_not_fill_a_tile_or_a_run(
     kernels: CompiledKernels,
     dtype: torch.dtype,
     num_pieces: int,
@@ -174,11 +174,11 @@ def test_prompts_equal_plain_products_whatever_does_not_fill_a_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    # Wider than a panel of A; widths with and without columns left over; a block and a piece of rows.
+    # Prompts: wider than a panel of A, columns left over, a block of rows and a bit. Decoding: runs and a bit.
     in_features, widths = 800, [288, 45]
     pool = torch.full((200_000,), float("nan"), dtype=dtype)
     parts, start, row = [], 7, 2
-    for rank, num_rows in ((1, 9), (21, 141), (8, 1), (6, 16)):
+    for rank, num_rows in ((1, 9), (21, 141), (8, 1), (6, 16), (5, 3)):
         weights, start = random_group(pool, start, in_features, widths, rank, num_pieces)
         parts.append(Part(row, row + num_rows, weights))
         row += num_rows + 1

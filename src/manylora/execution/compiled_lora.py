@@ -12,7 +12,8 @@ two threads write the same number::
              |----- thread 0 -----|----- thread 1 -----|
 
 Rows of a matrix are read one after another, never side by side: a processor fetches ahead along one stream at twice
-the speed that it does along four. Weights of 16 bits are widened in registers.
+the speed that it does along four. What comes two rows further on, in this piece or the next, is asked for beforehand
+(``compiled_streams``). Weights of 16 bits are widened in registers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from numba import carray, njit
 
 from manylora.execution.compiled_numbers import as_float32
+from manylora.execution.compiled_streams import RUN, stream_add, stream_dot
 from manylora.execution.compiled_tables import (
     BEGIN,
     COLUMN,
@@ -48,6 +50,10 @@ from manylora.execution.compiled_team import FAST_MATH, Team, barrier, compile_k
 from manylora.execution.resident import GroupWeights
 
 __all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
+
+
+# Rows of weights that are asked for before they are worked on.
+AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,38 +119,64 @@ def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.
     team.run(lora_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
 
 
-def _dot(weights: Any, vector: Any) -> Any:
-    total = np.float32(0.0)
-    for c in range(vector.shape[0]):
-        total += as_float32(weights[c]) * vector[c]
+def _dot(weights: Any, at: int, ahead: int, vector: Any) -> Any:
+    even = vector.shape[0] - vector.shape[0] % RUN
+    total = stream_dot(weights, at, ahead, vector, even)
+    for c in range(even, vector.shape[0]):
+        total += as_float32(weights[at + c]) * vector[c]
     return total
 
 
-def _add(weights: Any, factor: Any, target: Any) -> None:
-    for c in range(target.shape[0]):
-        target[c] += factor * as_float32(weights[c])
+def _add(weights: Any, at: int, ahead: int, factor: Any, target: Any) -> None:
+    even = target.shape[0] - target.shape[0] % RUN
+    stream_add(weights, at, ahead, factor, target, even)
+    for c in range(even, target.shape[0]):
+        target[c] += factor * as_float32(weights[at + c])
 
 
-def _shrink_piece(entry: Any, first: int, last: int, x: Any, pages: Any, scratch: Any) -> None:
+def _shrink_piece(entry: Any, first: int, last: int, ahead: int, x: Any, pages: Any, scratch: Any) -> None:
     num_cols, col, row = entry[PIECE_COLS], entry[COLUMN], entry[RANK_ROW]
     for r in range(first, last):
-        offset = entry[OFFSET] + r * num_cols
-        weights = pages[offset : offset + num_cols]
+        at = entry[OFFSET] + r * num_cols
+        coming = at + AHEAD * num_cols if r + AHEAD < last else ahead + (r + AHEAD - last) * num_cols
         for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
-            total = dot(weights, x[i, col : col + num_cols])
+            total = dot(pages, at, coming, x[i, col : col + num_cols])
+            coming = at
             if col == 0:
                 scratch[i, row + r] = total
             else:
                 scratch[i, row + r] += total
 
 
-def _expand_piece(entry: Any, first: int, last: int, out: Any, pages: Any, scratch: Any) -> None:
-    num_cols, column = entry[PIECE_COLS], entry[COLUMN]
-    for r in range(entry[PIECE_ROWS]):
-        offset = entry[OFFSET] + r * num_cols
-        weights = pages[offset + first : offset + last]
+def _expand_piece(entry: Any, first: int, last: int, ahead: int, out: Any, pages: Any, scratch: Any) -> None:
+    num_rows, num_cols, column = entry[PIECE_ROWS], entry[PIECE_COLS], entry[COLUMN]
+    for r in range(num_rows):
+        at = entry[OFFSET] + r * num_cols + first
+        coming = at + AHEAD * num_cols if r + AHEAD < num_rows else ahead + (r + AHEAD - num_rows) * num_cols
         for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
-            add(weights, scratch[i, entry[RANK_ROW] + r], out[i, column + first : column + last])
+            add(pages, at, coming, scratch[i, entry[RANK_ROW] + r], out[i, column + first : column + last])
+            coming = at
+
+
+def _rank_rows(thread: int, num_threads: int, total: int, entry: Any) -> tuple[int, int]:
+    """Return which rows of a piece of A are the thread's."""
+    first, last = share(thread, num_threads, total, entry[START], entry[COST])
+    return max(first - entry[RANK_ROW], 0), min(last - entry[RANK_ROW], entry[PIECE_ROWS])
+
+
+def _columns(thread: int, num_threads: int, total: int, entry: Any) -> tuple[int, int]:
+    """Return which columns of a piece of B^T are the thread's."""
+    first, last = share(thread, num_threads, total, entry[START], entry[COST])
+    before = entry[COLUMN] - entry[BEGIN]
+    return max(first * UNIT - before, 0), min(last * UNIT - before, entry[PIECE_COLS])
+
+
+def _place(entry: Any, number: int, dtype: int) -> Any:
+    """Return where number ``number`` of a piece lies, counted in numbers of another piece's type."""
+    at = entry[OFFSET] + number
+    if entry[DTYPE] == 0 and dtype != 0:
+        return at * 2
+    return at // 2 if entry[DTYPE] != 0 and dtype == 0 else at
 
 
 def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
@@ -161,33 +193,35 @@ def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
     expand = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
     scratch = carray(pointers[6], (sizes[4], sizes[7]), np.float32)
     for n in range(sizes[0]):
-        entry = shrink[n]
-        first, last = share(thread, num_threads, sizes[2], entry[START], entry[COST])
-        first, last = max(first - entry[RANK_ROW], 0), min(last - entry[RANK_ROW], entry[PIECE_ROWS])
+        entry, after = shrink[n], shrink[min(n + 1, sizes[0] - 1)]
+        first, last = rank_rows(thread, num_threads, sizes[2], entry)
         if first < last:
+            ahead = place(after, rank_rows(thread, num_threads, sizes[2], after)[0] * after[PIECE_COLS], entry[DTYPE])
             if entry[DTYPE] == 0:
-                shrink_piece(entry, first, last, x, float32, scratch)
+                shrink_piece(entry, first, last, ahead, x, float32, scratch)
             elif entry[DTYPE] == 1:
-                shrink_piece(entry, first, last, x, bfloat16, scratch)
+                shrink_piece(entry, first, last, ahead, x, bfloat16, scratch)
             else:
-                shrink_piece(entry, first, last, x, float16, scratch)
+                shrink_piece(entry, first, last, ahead, x, float16, scratch)
     barrier()
     for n in range(sizes[1]):
-        entry = expand[n]
-        first, last = share(thread, num_threads, sizes[3], entry[START], entry[COST])
-        before = entry[COLUMN] - entry[BEGIN]
-        first, last = max(first * UNIT - before, 0), min(last * UNIT - before, entry[PIECE_COLS])
+        entry, after = expand[n], expand[min(n + 1, sizes[1] - 1)]
+        first, last = columns(thread, num_threads, sizes[3], entry)
         if first < last:
+            ahead = place(after, columns(thread, num_threads, sizes[3], after)[0], entry[DTYPE])
             if entry[DTYPE] == 0:
-                expand_piece(entry, first, last, out, float32, scratch)
+                expand_piece(entry, first, last, ahead, out, float32, scratch)
             elif entry[DTYPE] == 1:
-                expand_piece(entry, first, last, out, bfloat16, scratch)
+                expand_piece(entry, first, last, ahead, out, bfloat16, scratch)
             else:
-                expand_piece(entry, first, last, out, float16, scratch)
+                expand_piece(entry, first, last, ahead, out, float16, scratch)
 
 
 dot = njit(cache=True, fastmath=FAST_MATH)(_dot)
 add = njit(cache=True, fastmath=FAST_MATH)(_add)
+rank_rows = njit(cache=True)(_rank_rows)
+columns = njit(cache=True)(_columns)
+place = njit(cache=True)(_place)
 shrink_piece = njit(cache=True)(_shrink_piece)
 expand_piece = njit(cache=True)(_expand_piece)
 lora = njit(cache=True)(_lora)

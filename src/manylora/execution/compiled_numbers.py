@@ -12,34 +12,46 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["as_float32"]
-
-_WORD, _FLOAT = ir.IntType(32), ir.FloatType()
+__all__ = ["as_float32", "widen"]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def as_float32(typing_context: Any, value: Any) -> Any:
     """Return a float32, the bits of a bfloat16 (uint16) or those of a float16 (int16) as float32."""
-    widen = {types.float32: _same, types.uint16: _from_bfloat16, types.int16: _from_float16}[value]
-    return types.float32(value), lambda context, builder, signature, args: widen(builder, args[0])
+    return types.float32(value), lambda context, builder, signature, args: widen(builder, value, args[0])
 
 
-def _same(builder: Any, value: Any) -> Any:
+def widen(builder: Any, dtype: Any, bits: Any, lanes: int | None = None) -> Any:
+    """Return ``bits`` as float32: a number, or a vector of ``lanes`` of them.
+
+    Args:
+        builder: LLVM's, at the place where they are wanted.
+        dtype: numba's type of one.
+        bits: What was loaded.
+        lanes: How many, ``None`` for a number by itself.
+    """
+    word: Any = ir.IntType(32) if lanes is None else ir.VectorType(ir.IntType(32), lanes)
+    real: Any = ir.FloatType() if lanes is None else ir.VectorType(ir.FloatType(), lanes)
+    convert = {types.float32: _same, types.uint16: _from_bfloat16, types.int16: _from_float16}[dtype]
+    return convert(builder, bits, word, real)
+
+
+def _same(builder: Any, value: Any, word: Any, real: Any) -> Any:
     return value
 
 
-def _from_bfloat16(builder: Any, bits: Any) -> Any:
-    return builder.bitcast(builder.shl(builder.zext(bits, _WORD), _WORD(16)), _FLOAT)
+def _from_bfloat16(builder: Any, bits: Any, word: Any, real: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(bits, word), ir.Constant(word, 16)), real)
 
 
-def _from_float16(builder: Any, bits: Any) -> Any:
+def _from_float16(builder: Any, bits: Any, word: Any, real: Any) -> Any:
     """Move exponent and mantissa to where float32 has them and make up for its larger bias by a product.
 
     Not the processor's own instruction: where it lacks one, the compiler would call a function that is not there.
     Exact for every finite number, subnormal ones too; weights are checked to be finite.
     """
-    word = builder.zext(bits, _WORD)
-    magnitude = builder.bitcast(builder.shl(builder.and_(word, _WORD(0x7FFF)), _WORD(13)), _FLOAT)
-    scaled = builder.bitcast(builder.fmul(magnitude, _FLOAT(2.0**112)), _WORD)
-    sign = builder.shl(builder.and_(word, _WORD(0x8000)), _WORD(16))
-    return builder.bitcast(builder.or_(scaled, sign), _FLOAT)
+    wide = builder.zext(bits, word)
+    moved = builder.shl(builder.and_(wide, ir.Constant(word, 0x7FFF)), ir.Constant(word, 13))
+    scaled = builder.fmul(builder.bitcast(moved, real), ir.Constant(real, 2.0**112))
+    sign = builder.shl(builder.and_(wide, ir.Constant(word, 0x8000)), ir.Constant(word, 16))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, word), sign), real)

@@ -43,12 +43,12 @@ from manylora.execution.compiled_tiles import (
     AXPY_WIDTH,
     DOT_RANKS,
     DOT_ROWS,
-    LANES,
     axpy_row,
     axpy_tile,
     dot_row,
     dot_tile,
 )
+from manylora.execution.compiled_vectors import LANES
 from manylora.execution.resident import GroupWeights
 
 __all__ = ["ProductTables", "apply_products", "make_product_tables", "product_kernel"]

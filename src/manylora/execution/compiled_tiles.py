@@ -1,80 +1,56 @@
-"""Two loops that hold a small tile of a product in registers, in the processor's own vectors.
-
-numba compiles loops over scalars and leaves it to LLVM to find vectors in them; it finds them along one loop, but never
-keeps a block of sums in registers over another. So the two innermost loops of a product are written in LLVM's language:
+"""Two loops that hold a small tile of a product in registers.
 
 ::
 
-    dot    sums[i, j] = x[i, :] . w[j, :]        both rows lie along the sum: one vector of partial sums per (i, j)
-    axpy   out[i, :] += sum_k s[i, k] b[k, :]    columns lie along the vector: one number of s times vectors of b
+    dot    sums[i, j] += x[i, :] . w[j, :]         both lie along the sum: a vector of partial sums for each (i, j)
+    axpy   out[i, :] += sum over k of s[i, k] b[k, :]      columns lie along the vector: a number times a vector
 
 Per turn either loads a few vectors and multiplies each several times, so that the arithmetic and not the loading
-decides. What is not a whole tile (odd rows, odd columns) is the caller's to cut off.
+decides. What does not fill a tile is cut off by the caller: ``dot_row`` and ``axpy_row`` take the rows that are over.
+All arrays are one-dimensional, contiguous and float32; ``*_at`` is a tile's first number, ``*_stride`` how far its rows
+are apart.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding  # type: ignore[import-untyped]
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["AXPY_ROWS", "AXPY_WIDTH", "DOT_RANKS", "DOT_ROWS", "LANES", "axpy_row", "axpy_tile", "dot_row", "dot_tile"]
+from manylora.execution.compiled_vectors import (
+    HAS_32_REGISTERS,
+    INT,
+    LANES,
+    address,
+    load,
+    multiply_add,
+    spread,
+    store,
+    sum_lanes,
+    zero_sums,
+)
 
-_FEATURES = llvmlite.binding.get_host_cpu_features()
+__all__ = ["AXPY_ROWS", "AXPY_WIDTH", "DOT_RANKS", "DOT_ROWS", "axpy_row", "axpy_tile", "dot_row", "dot_tile"]
 
-LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4
-"""Numbers of float32 in a vector."""
-
-_HAS_32_REGISTERS = LANES != 8
-
-# Sums, and what is loaded to be multiplied, in registers all at once.
-DOT_ROWS, DOT_RANKS = (4, 4) if _HAS_32_REGISTERS else (2, 4)
-AXPY_ROWS, _AXPY_VECTORS = (8, 2) if _HAS_32_REGISTERS else (4, 2)
+# The sums of a tile, and what is loaded to be multiplied, are in registers all at once.
+DOT_ROWS, DOT_RANKS = (4, 4) if HAS_32_REGISTERS else (2, 4)
+AXPY_ROWS, _AXPY_VECTORS = (8, 2) if HAS_32_REGISTERS else (4, 2)
 
 AXPY_WIDTH = _AXPY_VECTORS * LANES
 """Columns that ``axpy_tile`` and ``axpy_row`` add to."""
 
-_FLOAT, _INT = ir.FloatType(), ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
+
+def _rows(context: Any, builder: Any, dtype: Any, array: Any, at: Any, stride: Any, num_rows: int) -> list[Any]:
+    """Return where each row of a tile begins."""
+    return [
+        address(context, builder, dtype, array, builder.add(at, builder.mul(stride, INT(row))))
+        for row in range(num_rows)
+    ]
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
-    pointer = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(pointer, [at], inbounds=True)
-
-
-def _load(builder: Any, pointer: Any, at: Any) -> Any:
-    place = builder.bitcast(builder.gep(pointer, [at], inbounds=True), _VECTOR.as_pointer())
-    return builder.load(place, align=4)
-
-
-def _spread(builder: Any, number: Any) -> Any:
-    """Return a vector with ``number`` in every lane."""
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
-    lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), lanes)
-
-
-def _multiply_add(builder: Any, total: Any, a: Any, b: Any) -> None:
-    product = builder.fmul(a, b, flags=["contract"])
-    builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
-
-
-def _sum_lanes(builder: Any, vector: Any) -> Any:
-    kind = ir.FunctionType(_FLOAT, [_FLOAT, _VECTOR])
-    reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
-    return builder.call(reduce, [ir.Constant(_FLOAT, 0.0), vector], fastmath=["reassoc"])
-
-
-def _zeros(builder: Any, number: int) -> list[Any]:
-    return [cgutils.alloca_once_value(builder, ir.Constant(_VECTOR, None)) for _ in range(number)]
-
-
-def _make_dot(num_rows: int, num_ranks: int) -> Any:
+def _make_dot(num_rows: int) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
     def dot(
         typing_context: Any,
@@ -88,35 +64,28 @@ def _make_dot(num_rows: int, num_ranks: int) -> Any:
         out_at: Any,
         out_stride: Any,
     ) -> Any:
-        """Add the dot products of rows of ``x`` and rows of ``weights`` to ``out``.
-
-        ``num_cols`` is a multiple of LANES; ``weights`` begins at 0.
-        """
+        """Add products of rows of ``x`` and DOT_RANKS rows of ``weights`` to ``out``; ``num_cols`` is so many LANES."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
             x, x_at, x_stride, weights, weights_stride, num_cols, out, out_at, out_stride = args
-            x_rows = [
-                _address(context, builder, kinds[0], x, builder.add(x_at, builder.mul(x_stride, _INT(i))))
-                for i in range(num_rows)
-            ]
-            w_rows = [
-                _address(context, builder, kinds[3], weights, builder.mul(weights_stride, _INT(j)))
-                for j in range(num_ranks)
-            ]
-            sums = _zeros(builder, num_rows * num_ranks)
-            with cgutils.for_range_slice(builder, _INT(0), num_cols, _INT(LANES)) as (c, _):
-                rows = [_load(builder, row, c) for row in x_rows]
-                for j, w_row in enumerate(w_rows):
-                    weight = _load(builder, w_row, c)
-                    for i, row in enumerate(rows):
-                        _multiply_add(builder, sums[i * num_ranks + j], row, weight)
-            for i in range(num_rows):
-                first = _address(context, builder, kinds[6], out, builder.add(out_at, builder.mul(out_stride, _INT(i))))
-                for j in range(num_ranks):
-                    place = builder.gep(first, [_INT(j)], inbounds=True)
-                    total = _sum_lanes(builder, builder.load(sums[i * num_ranks + j]))
-                    builder.store(builder.fadd(builder.load(place), total), place)
+            x_rows = _rows(context, builder, kinds[0], x, x_at, x_stride, num_rows)
+            w_rows = _rows(context, builder, kinds[3], weights, INT(0), weights_stride, DOT_RANKS)
+            sums = [zero_sums(builder, DOT_RANKS) for _ in range(num_rows)]
+            with cgutils.for_range_slice(builder, INT(0), num_cols, INT(LANES)) as (col, _):
+                vectors = [load(builder, row, col, types.float32) for row in x_rows]
+                for rank, w_row in enumerate(w_rows):
+                    weight = load(builder, w_row, col, types.float32)
+                    for vector, row_sums in zip(vectors, sums, strict=True):
+                        total = multiply_add(builder, vector, weight, builder.load(row_sums[rank]))
+                        builder.store(total, row_sums[rank])
+            for place, row_sums in zip(
+                _rows(context, builder, kinds[6], out, out_at, out_stride, num_rows), sums, strict=True
+            ):
+                for rank, total in enumerate(row_sums):
+                    target = builder.gep(place, [INT(rank)])
+                    number = sum_lanes(builder, builder.load(total))
+                    builder.store(builder.fadd(builder.load(target), number), target)
             return context.get_dummy_value()
 
         return types.void(x, x_at, x_stride, weights, weights_stride, num_cols, out, out_at, out_stride), generate
@@ -138,42 +107,30 @@ def _make_axpy(num_rows: int) -> Any:
         out_at: Any,
         out_stride: Any,
     ) -> Any:
-        """Add ``factors weights`` to AXPY_WIDTH columns of each row of ``out``.
-
-        ``weights`` is ``[num_ranks, AXPY_WIDTH]`` and begins at ``weights_at``.
-        """
+        """Add ``factors weights`` to rows of ``out``; ``weights`` is ``[num_ranks, AXPY_WIDTH]``, without gaps."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
             factors, factors_at, factors_stride, weights, weights_at, num_ranks, out, out_at, out_stride = args
-            f_rows = [
-                _address(
-                    context, builder, kinds[0], factors, builder.add(factors_at, builder.mul(factors_stride, _INT(i)))
-                )
-                for i in range(num_rows)
+            factor_rows = _rows(context, builder, kinds[0], factors, factors_at, factors_stride, num_rows)
+            panel = address(context, builder, kinds[3], weights, weights_at)
+            columns = [INT(vector * LANES) for vector in range(_AXPY_VECTORS)]
+            places = [
+                (row, column)
+                for row in _rows(context, builder, kinds[6], out, out_at, out_stride, num_rows)
+                for column in columns
             ]
-            o_rows = [
-                _address(context, builder, kinds[6], out, builder.add(out_at, builder.mul(out_stride, _INT(i))))
-                for i in range(num_rows)
-            ]
-            panel = _address(context, builder, kinds[3], weights, weights_at)
-            sums = [
-                cgutils.alloca_once_value(builder, _load(builder, row, _INT(v * LANES)))
-                for row in o_rows
-                for v in range(_AXPY_VECTORS)
-            ]
+            sums = [cgutils.alloca_once_value(builder, load(builder, *place, types.float32)) for place in places]
             with cgutils.for_range(builder, num_ranks) as loop:
-                at = builder.mul(loop.index, _INT(AXPY_WIDTH))
-                vectors = [_load(builder, panel, builder.add(at, _INT(v * LANES))) for v in range(_AXPY_VECTORS)]
-                for i, row in enumerate(f_rows):
-                    factor = _spread(builder, builder.load(builder.gep(row, [loop.index], inbounds=True)))
+                first = builder.mul(loop.index, INT(AXPY_WIDTH))
+                vectors = [load(builder, panel, builder.add(first, column), types.float32) for column in columns]
+                for row, factor_row in enumerate(factor_rows):
+                    factor = spread(builder, builder.load(builder.gep(factor_row, [loop.index])))
                     for v, vector in enumerate(vectors):
-                        _multiply_add(builder, sums[i * _AXPY_VECTORS + v], factor, vector)
-            for i, row in enumerate(o_rows):
-                for v in range(_AXPY_VECTORS):
-                    place = builder.gep(row, [_INT(v * LANES)], inbounds=True)
-                    total = builder.load(sums[i * _AXPY_VECTORS + v])
-                    builder.store(total, builder.bitcast(place, _VECTOR.as_pointer()), align=4)
+                        total = sums[row * _AXPY_VECTORS + v]
+                        builder.store(multiply_add(builder, factor, vector, builder.load(total)), total)
+            for place, total in zip(places, sums, strict=True):
+                store(builder, builder.load(total), *place)
             return context.get_dummy_value()
 
         arguments = (factors, factors_at, factors_stride, weights, weights_at, num_ranks, out, out_at, out_stride)
@@ -182,5 +139,5 @@ def _make_axpy(num_rows: int) -> Any:
     return axpy
 
 
-dot_tile, dot_row = _make_dot(DOT_ROWS, DOT_RANKS), _make_dot(1, DOT_RANKS)
+dot_tile, dot_row = _make_dot(DOT_ROWS), _make_dot(1)
 axpy_tile, axpy_row = _make_axpy(AXPY_ROWS), _make_axpy(1)
