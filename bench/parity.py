@@ -12,7 +12,10 @@ arrivals with the profile. Three comparisons:
 * *foretold*: it charges by the profile. Percentiles of time to first token and between tokens, and the decisions.
 * the profile against the live run's steps, one by one: what of the difference is the price of steps.
 
-Writes `bench/results/parity.json`, `.md` and `.png`.
+What *foretold* may know of the machine comes in columns (`parity_columns.py`), from mean prices to how slow it was at
+every moment of the live run: what of an error is the machine's, and what the simulator's.
+
+Writes `bench/results/parity.json`, `.md` and `.png`, and the machine's speed over time as `parity-speed.png`.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -32,6 +36,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from parity_columns import COLUMNS, Columns, Curve, plot_speed, speed_of
+from parity_table import table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.bench.made_up import write_made_up_adapter
@@ -59,7 +65,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 RANKS = (8, 16, 32, 64)
 VOCAB_SIZE = 7296
 NUM_ADAPTERS = 50
-NUM_SEEDS = 5
+NUM_SEEDS = 10
 LOAD = 0.8
 
 Records = dict[str, list[RequestRecord]]
@@ -195,14 +201,17 @@ def capacity(bench: Bench, profile: CostProfile, versions: Sequence[AdapterVersi
 
 def measure(
     num_requests: int, sweep_s: float, pool_bytes: int, logs: Path | None = None
-) -> tuple[dict[str, Any], Records]:
+) -> tuple[dict[str, Any], Records, dict[str, Curve]]:
     with tempfile.TemporaryDirectory(prefix="parity-") as place:
+        tell("building the model and its adapters")
         bench = Bench(Path(place), pool_bytes)
+        tell(f"first sweep, {sweep_s:.0f} s")
         before = bench.sweep(sweep_s, seed=0)
         versions = bench.read_adapters()
         rate = LOAD * capacity(bench, fit_profile(before), versions, num_requests)
         requests = make_requests(num_requests, rate)
         lines: list[LogLine] = []
+        tell(f"serving {num_requests} requests in {requests[-1][0]:.0f} s and what the last take")
         load_average = os.getloadavg()[0]
         start_s = bench.clock.now()
         live = bench.run(
@@ -212,6 +221,7 @@ def measure(
             versions,
             [(start_s + at, request) for at, request in requests],
         )
+        tell(f"second sweep, {sweep_s:.0f} s")
         after = bench.sweep(sweep_s, seed=1)
         bench.parts.close()
         if logs is not None:
@@ -219,10 +229,17 @@ def measure(
                 write_step_log(logs / f"{name}.jsonl", log)
         profile = fit_profile([*before, *after])
         replayed = replay(bench, live, lines, start_s, versions, {one.request_id: one for _, one in requests})
+        makers = Columns(profile, [before[0], *lines], start_s, vocab_size=VOCAB_SIZE, choose=choose)
+        columns: dict[str, list[Outcome]] = {}
         began_at = perf_counter()
-        plain = bench.simulate(FittedCost(profile), versions, requests)
-        simulated_in_s = perf_counter() - began_at
-        seeds = [bench.simulate(FittedCost(profile, random.Random(n)), versions, requests) for n in range(NUM_SEEDS)]
+        for name in COLUMNS:
+            tell(f"simulating: {name}")
+            num_seeds = 1 if name == "mean prices" else NUM_SEEDS
+            columns[name] = [
+                bench.run(makers.executor(name, seed), VirtualClock(), 0.0, versions, requests)
+                for seed in range(num_seeds)
+            ]
+        simulated_in_s = (perf_counter() - began_at) / sum(map(len, columns.values()))
     figures = {
         "command": "python bench/parity.py",
         "machine": bench.parts.machine,
@@ -237,16 +254,28 @@ def measure(
         "simulated_in_s": simulated_in_s,
         "calibration_steps": [sum(isinstance(line, StepRecord) for line in log) for log in (before, after)],
         "profile_errors": [{name: getattr(one, name) for name in one.__struct_fields__} for one in profile.errors],
-        "steps": step_errors(profile, lines),
+        "steps": makers.step_errors(),
         "drift": drift(before, after),
+        "spells": {"sweeps": spells(profile), "live": spells(makers.whole)},
         "replayed": replayed,
-        "latencies": latencies(live, plain, seeds),
-        "counts": {
-            name: counts(outcome) for name, outcome in (("live", live), ("plain", plain), ("jittered", seeds[0]))
-        },
-        "decisions": {name: decisions(live, outcome) for name, outcome in (("plain", plain), ("jittered", seeds[0]))},
+        "latencies": latencies(live, columns),
+        "counts": {name: counts(outcome) for name, (outcome, *_) in {"live": [live], **columns}.items()},
+        "decisions": {name: decisions(live, outcome) for name, (outcome, *_) in columns.items()},
     }
-    return figures, {"live": live.records, "simulated": seeds[0].records}
+    records = {name: outcome.records for name, (outcome, *_) in {"live": [live], **columns}.items()}
+    speeds = {
+        name: speed_of(profile, log).curve() for name, log in (("before", before), ("live", lines), ("after", after))
+    }
+    return figures, records, speeds
+
+
+def spells(profile: CostProfile) -> list[dict[str, float]]:
+    found = profile.unsteadiness.spells if profile.unsteadiness is not None else ()
+    return [{"size": one.size, "length_s": one.length_s} for one in found]
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def replay(
@@ -264,25 +293,6 @@ def replay(
     return {"events": len(live.events), "same": same}
 
 
-def step_errors(profile: CostProfile, lines: Sequence[LogLine]) -> dict[str, dict[str, float]]:
-    """Hold the profile against steps of the live run: is the sum right, is each?"""
-    steps = [line for line in lines if isinstance(line, StepRecord)]
-    loads = [line for line in lines if isinstance(line, LoadRecord)]
-    out = {}
-    for kind in ("decode", "with prompts"):
-        of = [step for step in steps if (step.features.num_prompts > 0) is (kind == "with prompts")]
-        foretold = foretell(profile, of, loads)
-        measured = np.array([step.took_s for step in of])
-        errors = np.abs(foretold / measured - 1)
-        out[kind] = {
-            "steps": len(of),
-            "foretold_over_measured": float(foretold.sum() / measured.sum()),
-            "median_error": float(np.median(errors)),
-            "p90_error": float(np.quantile(errors, 0.9)),
-        }
-    return out
-
-
 def drift(before: Sequence[LogLine], after: Sequence[LogLine]) -> float:
     """Return by how much steps of the second sweep were slower than the first's profile says: the machine, not us."""
     steps = [line for line in after if isinstance(line, StepRecord)]
@@ -291,24 +301,28 @@ def drift(before: Sequence[LogLine], after: Sequence[LogLine]) -> float:
     return float(np.median(measured / foretell(fit_profile(before), steps, loads)))
 
 
-def latencies(live: Outcome, plain: Outcome, seeds: Sequence[Outcome]) -> dict[str, dict[str, dict[str, float]]]:
-    out: dict[str, dict[str, dict[str, float]]] = {}
+def latencies(live: Outcome, columns: Mapping[str, Sequence[Outcome]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return each percentile live, and by column its median over seeds, its range, and the error of the median."""
+    out: dict[str, dict[str, dict[str, Any]]] = {}
     for what in ("ttft", "tbt", "e2e"):
         out[what] = {}
         for at in ("p50", "p90", "p99", "mean"):
-            pick: Callable[[Outcome], float] = lambda one, what=what, at=at: getattr(getattr(one.summary, what), at)  # type: ignore[misc]  # noqa: E731
-            jittered = [pick(one) for one in seeds]
-            measured, middle = pick(live), statistics.median(jittered)
-            out[what][at] = {
-                "live": measured,
-                "plain": pick(plain),
-                "jittered": middle,
-                "jittered_low": min(jittered),
-                "jittered_high": max(jittered),
-                "error_plain": pick(plain) / measured - 1,
-                "error": middle / measured - 1,
-            }
+            measured = figure(live, what, at)
+            out[what][at] = {"live": measured, "columns": {}}
+            for name, outcomes in columns.items():
+                found = [figure(one, what, at) for one in outcomes]
+                out[what][at]["columns"][name] = {
+                    "middle": statistics.median(found),
+                    "low": min(found),
+                    "high": max(found),
+                    "error": statistics.median(found) / measured - 1,
+                    "seeds_below_live": statistics.mean(one < measured for one in found),
+                }
     return out
+
+
+def figure(outcome: Outcome, what: str, at: str) -> float:
+    return float(getattr(getattr(outcome.summary, what), at))
 
 
 def counts(outcome: Outcome) -> dict[str, float]:
@@ -368,88 +382,6 @@ def overlap(one: Counter[Any], two: Counter[Any]) -> float:
     return (one & two).total() / max(1, (one | two).total())
 
 
-def table(figures: dict[str, Any]) -> str:
-    replayed, counted, alike = figures["replayed"], figures["counts"], figures["decisions"]
-    sweeps = " and ".join(map(str, figures["calibration_steps"]))
-    lines = [
-        "# Live and simulated",
-        "",
-        f"`{figures['command']}` on {figures['machine']}: an 82M-parameter Llama, {figures['adapters']} adapters of "
-        f"rank {RANKS[0]} to {RANKS[-1]} on all linears, a pool of {figures['num_pages']} pages, "
-        f"{figures['requests']} requests by a Poisson process at {figures['requests_per_s']:.2f} a second, "
-        f"{figures['share_of_capacity']:.0%} of the capacity that the simulator finds. Live it took "
-        f"{figures['live_s']:.0f} s; simulating it {figures['simulated_in_s']:.1f} s. The load average before was "
-        f"{figures['load_average_before']:.1f}; steps of the sweep after the run took {figures['drift']:.2f} times "
-        "what the sweep before it foretold.",
-        "",
-        "## Decisions",
-        "",
-        f"Replayed with its own step and load times, the live run gives **{replayed['same']:,} of "
-        f"{replayed['events']:,} events the same**, times included: the simulator is the server's code. What follows "
-        "compares it with a simulation that knows the arrivals and a profile fitted elsewhere.",
-        "",
-        "| | live | simulated | with jitter |",
-        "|---|---:|---:|---:|",
-        *(
-            f"| {name} | {' | '.join(show(counted[run][name]) for run in ('live', 'plain', 'jittered'))} |"
-            for name in counted["live"]
-        ),
-        "",
-        "| alike (1: the same throughout) | simulated | with jitter |",
-        "|---|---:|---:|",
-        *(f"| {name} | {value:.3f} | {alike['jittered'][name]:.3f} |" for name, value in alike["plain"].items()),
-        "",
-        "## Latencies",
-        "",
-        f"*Simulated*: every step at its mean price. *With jitter*: the median of {NUM_SEEDS} seeds, and their range.",
-        "",
-        "| | live | simulated | error | with jitter | error | range |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    names = {"ttft": "time to first token", "tbt": "between tokens", "e2e": "time in all"}
-    for what, by in figures["latencies"].items():
-        for at, one in by.items():
-            lines.append(
-                f"| {names[what]}, {at.upper() if at != 'mean' else at} | {ms(one['live'])} | {ms(one['plain'])} | "
-                f"{one['error_plain']:+.1%} | {ms(one['jittered'])} | **{one['error']:+.1%}** | "
-                f"{ms(one['jittered_low'])} to {ms(one['jittered_high'])} |"
-            )
-    lines += [
-        "",
-        "## The price of steps",
-        "",
-        "The profile against the live run's own steps, which it was not fitted on:",
-        "",
-        "| | steps | sum foretold / measured | median error | P90 |",
-        "|---|---:|---:|---:|---:|",
-        *(
-            f"| {kind} | {one['steps']} | {one['foretold_over_measured']:.3f} | {one['median_error']:.1%} | "
-            f"{one['p90_error']:.1%} |"
-            for kind, one in figures["steps"].items()
-        ),
-        "",
-        f"And on stretches of the sweeps that were held out, of {sweeps} steps:",
-        "",
-        "| | steps | R² | median error | P90 |",
-        "|---|---:|---:|---:|---:|",
-        *(
-            f"| {one['regime']} | {one['num_steps']} | {one['r2']:.3f} | {one['median_error']:.1%} | "
-            f"{one['p90_error']:.1%} |"
-            for one in figures["profile_errors"]
-        ),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f} ms"
-
-
-def show(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.3g}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="60 requests, short sweeps; writes nothing")
@@ -458,15 +390,17 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=280, help="the pool, in MiB")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the step logs there")
     options = parser.parse_args()
-    num_requests, sweep_s = (60, 12.0) if options.quick else (options.requests, options.sweep)
-    figures, records = measure(num_requests, sweep_s, options.pool * MIB, options.logs)
+    num_requests, sweep_s = (60, 20.0) if options.quick else (options.requests, options.sweep)
+    figures, records, speeds = measure(num_requests, sweep_s, options.pool * MIB, options.logs)
     print(table(figures))
     if not options.quick:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "parity.json").write_text(json.dumps(figures, indent=2) + "\n")
         (RESULTS / "parity.md").write_text(table(figures))
         if can_plot():
-            plot_latencies(records, RESULTS / "parity.png")
+            shown = ("live", "mean prices", "spells", "weather replayed")
+            plot_latencies({name: records[name] for name in shown}, RESULTS / "parity.png")
+            plot_speed(speeds, RESULTS / "parity-speed.png")
 
 
 if __name__ == "__main__":

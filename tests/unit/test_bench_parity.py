@@ -6,20 +6,27 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import parity
 import pytest
 from harness import version
+from parity_columns import COLUMNS, Columns, Speed
+from parity_table import table
 from sim_profiles import make_profile, sweep
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.ports import EngineParts
-from manylora.engine.step_log import LogLine
+from manylora.engine.step_log import LoggedExecutor, LogLine
 from manylora.sim.build import build_simulated_parts
-from manylora.sim.calibrate import fit_profile
+from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.fitted import FittedCost
-from manylora.types import AdapterVersion
+from manylora.sim.profile import CostProfile, Noise, Spell, Unsteadiness
+from manylora.types import AdapterVersion, Request
+
+Requests = list[tuple[float, Request]]
 
 
 @dataclass
@@ -59,24 +66,92 @@ def test_equal_runs_are_alike_throughout(outcomes: Sequence[parity.Outcome]):
     alike = parity.decisions(first, again)
     assert all(value == pytest.approx(1.0) for name, value in alike.items() if "pre-empted" not in name)
     assert alike["pre-empted in both, of pre-empted in either"] in (0.0, 1.0)
-    errors = parity.latencies(first, again, [again])
-    assert all(one["error"] == one["error_plain"] == 0.0 for by in errors.values() for one in by.values())
+    found = parity.latencies(first, {"mean prices": [again]})
+    errors = [one["columns"]["mean prices"]["error"] for by in found.values() for one in by.values()]
+    assert set(errors) == {0.0}
 
 
 def test_a_slower_run_is_not(outcomes: Sequence[parity.Outcome]):
     first, _, slower = outcomes
     alike = parity.decisions(first, slower)
     assert 0.0 < alike["evictions of the same adapters"] < 1.0
-    errors = parity.latencies(first, slower, [slower])
-    assert errors["tbt"]["p50"]["error"] > 0.05
+    found = parity.latencies(first, {"jitter": [slower, first, slower]})["tbt"]["p50"]["columns"]["jitter"]
+    assert found["error"] > 0.05
+    assert (found["low"], found["seeds_below_live"]) == (parity.figure(first, "tbt", "p50"), 0.0)
     counts = parity.counts(first)
     assert counts["evictions of adapters"] > 0
     assert counts["tokens per second"] > 0
 
 
-def test_steps_are_held_against_the_profile():
+def test_the_second_sweep_is_held_against_the_first():
     lines: list[LogLine] = sweep(make_profile(), seconds=0.6)
-    by_kind = parity.step_errors(fit_profile(lines), lines)
-    assert by_kind["decode"]["foretold_over_measured"] == pytest.approx(1.0, abs=1e-3)
     assert parity.drift(lines, lines) == pytest.approx(1.0, abs=1e-3)
     assert parity.drift(lines, sweep(make_profile(terms={}), seconds=0.6)) < 0.9
+
+
+def test_the_speed_around_a_moment_is_measured_over_foretold():
+    at, took, foretold = np.arange(10.0), np.repeat([1.0, 3.0], 5), np.ones(10)
+    speed = Speed(at, took, foretold, window_s=2.0)
+    assert [speed.factor(now) for now in (1.0, 4.4, 8.0)] == [1.0, 2.0, 3.0]
+    assert speed.factor(99.0) == 3.0  # nothing there: the nearest step
+    assert list(speed.of_others()[[1, 4, 5, 8]]) == [1.0, 2.0, 2.0, 3.0]
+
+
+@pytest.fixture(scope="module")
+def unsteady_run() -> tuple[SimulatedBench, parity.Outcome, list[LogLine], CostProfile, Requests]:
+    """A "live" run on a machine that is slow and quick for seconds, and the profile of a steadier hour."""
+    noise = {kind: Noise(mean=1.0, quantiles=(0.95, 1.0, 1.05)) for kind in ("decode", "prompt")}
+    quiet = make_profile(noise=noise)
+    slow = make_profile(noise=noise, unsteadiness=Unsteadiness(spells=(Spell(size=0.4, length_s=8.0),), noise=noise))
+    bench = SimulatedBench()
+    versions = bench.read_adapters()
+    requests = parity.make_requests(600, 0.7 * parity.capacity(bench, quiet, versions, 200))
+    cost = FittedCost(slow, random.Random(1))
+    lines: list[LogLine] = [parity.header(bench.parts)]
+    executor = SimulatedExecutor(
+        cost, vocab_size=parity.VOCAB_SIZE, choose=parity.choose, drag=cost.drag, pace=cost.pace()
+    )
+    live = bench.run(LoggedExecutor(executor, lines.append), VirtualClock(), 0.0, versions, requests)
+    return bench, live, lines, quiet, requests
+
+
+def test_columns_that_know_more_come_nearer(unsteady_run: tuple[Any, ...]):
+    bench, live, lines, quiet, requests = unsteady_run
+    columns = Columns(quiet, lines, 0.0, vocab_size=parity.VOCAB_SIZE, choose=parity.choose)
+    outcomes = {
+        name: [bench.run(columns.executor(name, 0), VirtualClock(), 0.0, bench.read_adapters(), requests)]
+        for name in COLUMNS
+    }
+    found = parity.latencies(live, outcomes)
+    ttft = {name: abs(one["error"]) for name, one in found["ttft"]["p99"]["columns"].items()}
+    assert ttft["weather replayed"] < 0.15 < 0.4 < ttft["mean prices"]
+    assert abs(found["tbt"]["p99"]["columns"]["weather replayed"]["error"]) < 0.1
+    errors = columns.step_errors()
+    assert set(errors) >= {"decode", "mixed", "all"}
+    assert errors["all"]["r2_sweeps_even"] > 0.9 > 0.7 > errors["all"]["r2_sweeps"]
+    assert errors["all"]["r2_folds_even"] > errors["all"]["r2_folds"]
+    figures = {
+        "command": "a test",
+        "machine": "none",
+        "adapters": 50,
+        "ranks": parity.RANKS,
+        "num_pages": 160,
+        "requests": 600,
+        "requests_per_s": 9.0,
+        "share_of_capacity": 0.6,
+        "live_s": 60.0,
+        "simulated_in_s": 0.1,
+        "load_average_before": 0.0,
+        "drift": 1.0,
+        "replayed": {"same": 9, "events": 9},
+        "spells": {"sweeps": parity.spells(quiet), "live": parity.spells(columns.whole)},
+        "latencies": found,
+        "counts": {name: parity.counts(one) for name, (one, *_) in {"live": [live], **outcomes}.items()},
+        "decisions": {name: parity.decisions(live, one) for name, (one,) in outcomes.items()},
+        "steps": errors,
+        "calibration_steps": [1, 2],
+        "profile_errors": [{name: getattr(one, name) for name in one.__struct_fields__} for one in quiet.errors],
+    }
+    page = table(figures)
+    assert "Spells in the sweeps: none." in page
+    assert all(len(row.split("|")) == len(COLUMNS) + 4 for row in page.splitlines() if row.startswith("| between"))
