@@ -12,10 +12,12 @@ An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in
 * *spread*: lengths of the Azure conversation trace (`--traces` says where it lies; gamma distributions fitted to it
   otherwise), scaled to the same means; PEFT answers in static batches of 32.
 
-The systems take turns in one process; medians over the rounds, of the ratio in each round where a ratio is shown. Ours
-is the whole path: engine core, loop, scheduler, sampler, executor. Adapters are in host memory and loaded to device
-pages inside the round to warm up. On a machine that has other work too, `--processor-time` takes one thread for all
-systems and counts what it computed, not how long it waited: ratios of that hold still.
+The systems take turns in one process; medians over the rounds, of the ratio in each round where a ratio is shown. What
+is held against the base stands directly behind a run of it: a round takes minutes, and in minutes a machine changes by
+more than an adapter costs. Ours is the whole path: engine core, loop, scheduler, sampler, executor. Adapters are in
+host memory and loaded to device pages inside the round to warm up. On a machine that has other work too,
+`--processor-time` takes one thread for all systems and counts what it computed, not how long it waited: ratios of that
+hold still.
 
 Writes `bench/results/throughput.json` and `.md`.
 """
@@ -93,16 +95,24 @@ def main() -> None:
         ours = Ours(path / "base", sets, clock)
         systems = build_systems(path / "base", ours, wide, fixed, spread, options.only)
         seconds: dict[str, list[float]] = {name: [] for name in systems}
+        beside: dict[str, list[float]] = {name: [] for name in systems}
         outside: list[float] = []
+
+        def measure(name: str, number: int) -> float:
+            began = clock()
+            systems[name]()
+            took = clock() - began
+            print(f"round {number:2} {name:24} {took:8.2f} s", flush=True)
+            return took
+
         for number in range(-1, rounds):  # one round to warm up
-            for name, run in systems.items():
+            for name in systems:
                 is_rare = is_spread(name) or name in ("PEFT", "transformers")
                 if is_rare and number < max(0, rounds - options.slow_rounds):
                     continue
-                began = clock()
-                run()
-                took = clock() - began
-                print(f"round {number:2} {name:24} {took:8.2f} s", flush=True)
+                if number >= 0 and is_against_base(name) and "base" in systems:
+                    beside[name].append(measure("base", number))
+                took = measure(name, number)
                 if number >= 0:
                     seconds[name].append(took)
                 if number >= 0 and name == "base":
@@ -120,10 +130,15 @@ def main() -> None:
                             "outside_forward": statistics.median(outside),
                         },
                         seconds,
+                        beside,
                         {name: sum(a.num_out for a in (spread if is_spread(name) else fixed)) for name in seconds},
                         spread_of(spread, options.traces),
                     )
         ours.close()
+
+
+def is_against_base(name: str) -> bool:
+    return (name, "base") in RATIOS.values()
 
 
 def is_spread(name: str) -> bool:
@@ -140,7 +155,11 @@ def spread_of(spread: list[Asked], traces: Path | None) -> dict[str, Any]:
 
 
 def write(
-    facts: dict[str, Any], seconds: dict[str, list[float]], num_tokens: dict[str, int], spread: dict[str, Any]
+    facts: dict[str, Any],
+    seconds: dict[str, list[float]],
+    beside: dict[str, list[float]],
+    num_tokens: dict[str, int],
+    spread: dict[str, Any],
 ) -> None:
     """Write what was measured so far: PEFT takes long, and what is there before it is worth having."""
     report = {
@@ -151,11 +170,15 @@ def write(
         "ranks": RANKS,
         "spread": spread,
         "seconds": seconds,
+        "seconds_of_base_beside": {name: times for name, times in beside.items() if times},
         "tokens_per_s": {name: num_tokens[name] / statistics.median(times) for name, times in seconds.items() if times},
         # A system that ran in the last rounds only stands beside the others' last rounds.
         "ratios": {
             name: statistics.median(
-                a / b for a, b in zip(reversed(seconds[slow]), reversed(seconds[quick]), strict=False)
+                a / b
+                for a, b in zip(
+                    reversed(seconds[slow]), reversed(beside[slow] if quick == "base" else seconds[quick]), strict=False
+                )
             )
             for name, (slow, quick) in RATIOS.items()
             if seconds.get(slow) and seconds.get(quick)
