@@ -98,7 +98,11 @@ class PrefixIndex:
             self._page_of[digest] = page
             self._digest_of[page] = digest
             self._parent_of[page] = parent
-            self._children.setdefault(parent, {})[page] = None
+            siblings = self._children.get(parent)
+            if siblings is None:
+                self._children[parent] = {page: None}
+            else:
+                siblings[page] = None
 
     def remove(self, page: int) -> None:
         """Drop ``page`` from the index: its contents are about to change."""
@@ -112,11 +116,12 @@ class PrefixIndex:
     def follow(self, chain: list[int], may_go: Callable[[int], bool]) -> None:
         """Extend ``chain``, not empty, by the blocks that may go and follow its last one, up to where none does."""
         while True:
-            children = self._children.get(self._digest_of[chain[-1]], ())
-            child = next((child for child in children if may_go(child)), None)
-            if child is None:
+            for child in self._children.get(self._digest_of[chain[-1]], ()):
+                if may_go(child):
+                    chain.append(child)
+                    break
+            else:
                 return
-            chain.append(child)
 
     def pages(self) -> list[int]:
         """Return all indexed pages."""

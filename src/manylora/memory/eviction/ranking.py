@@ -11,7 +11,8 @@ the head of each group is scored:
     group (used 4x, 32 pages)   [idle 31 s]
 
 Scores of heads are kept while the time stands still, so a claim that drops many things scores each group once
-and then only the groups it took from.
+and then only the groups it took from; and of those not a head that differs from the one before in its name alone, as
+the blocks of one prompt do.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Ranking:
     """Idle items in groups; within a group the lowest ``order`` is worth least, whatever the time.
 
     Args:
-        worth: Score of an item at a time, in seconds; the lowest goes first.
+        worth: Score of an item at a time, in seconds; the lowest goes first. In one group and with one ``order``, items
+            that are equal but for their keys have the same.
     """
 
     def __init__(self, worth: Callable[[IdleItem, float], float]) -> None:
@@ -62,7 +64,7 @@ class Ranking:
 
     def remove(self, key: ItemKey) -> IdleItem:
         """Take out an item; its entry in the heap is skipped from here on."""
-        item, group, _, serial = self._items.pop(key)
+        item, group, order, serial = self._items.pop(key)
         self._num_live[group] -= 1
         heap = self._heaps[group]
         if not self._num_live[group]:
@@ -71,7 +73,12 @@ class Ranking:
             self._unscored.pop(group, None)
         elif heap[0][1] == serial:
             heappop(heap)
-            self._unscored[group] = None
+            next_order, next_serial, next_key = self._head_of(heap)
+            next_item = self._items[next_key][0]
+            if group not in self._unscored and next_order == order and next_item[1:] == item[1:]:
+                self._heads[group] = (self._heads[group][0], next_serial, next_key)
+            else:
+                self._unscored[group] = None
         elif len(heap) > 2 * self._num_live[group] + 16:
             heap[:] = [entry for entry in heap if self._is_live(entry)]
             heapify(heap)
@@ -94,13 +101,16 @@ class Ranking:
             self.add(item, group, order)
             return found
         for group in self._unscored:
-            heap = self._heaps[group]
-            while not self._is_live(heap[0]):
-                heappop(heap)
-            _, serial, key = heap[0]
+            _, serial, key = self._head_of(self._heaps[group])
             self._heads[group] = (self._worth(self._items[key][0], now), serial, key)
         self._unscored.clear()
         return self._items[min(self._heads.values())[2]][0] if self._heads else None
+
+    def _head_of(self, heap: list[_Entry]) -> _Entry:
+        """Return the first live entry of a group, which has one; those before it are gone from here on."""
+        while not self._is_live(heap[0]):
+            heappop(heap)
+        return heap[0]
 
     def _is_live(self, entry: _Entry) -> bool:
         known = self._items.get(entry[2])

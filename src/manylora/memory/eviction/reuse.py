@@ -140,7 +140,7 @@ class ReuseModel(Generic[_Key]):
     def _book(self, history: _History, age: float) -> None:
         """Put the seconds at risk from the last booking up to ``age`` into the table, bucket by bucket."""
         row, begin = self._at_risk[history.group], history.stocked_s
-        first, last = _bucket(begin), _bucket(age)
+        first, last = _bucket(begin) if begin else 0, _bucket(age)
         if first < last:
             row[first] += _ENDS[first] - begin
             row[first + 1 : last] = map(add, row[first + 1 : last], _WIDTHS[first + 1 : last])
