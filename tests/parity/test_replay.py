@@ -26,7 +26,6 @@ from manylora.events import (
     RequestArrived,
     RequestFinished,
     RequestPreempted,
-    RequestSquashed,
 )
 from manylora.execution.build import build_parts
 from manylora.sim.executor import made_up_token
@@ -57,7 +56,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     model.save_pretrained(folder)
     return EngineConfig(
         model=ModelConfig(model=str(folder), device="cpu"),
-        memory=MemoryConfig(num_pages=90),
+        memory=MemoryConfig(num_pages=70),
         scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64, queue_criterion="wcss", refresh_s=0.2),
         adapters=AdapterConfig(max_cpu_loras=6),
     )
@@ -103,7 +102,7 @@ def make_arrivals(start_s: float) -> list[tuple[float, Request]]:
             model=f"a{min(int(rng.paretovariate(0.6)) - 1, NUM_ADAPTERS - 1)}" if rng.random() < 0.9 else "base",
         )
         arrivals.append((at, request))
-        at += rng.expovariate(60.0)
+        at += rng.expovariate(6000.0)  # more than any machine can serve, so that all have a queue
     return arrivals
 
 
@@ -137,7 +136,8 @@ def test_a_replay_of_a_live_run_is_the_same_to_the_last_event(
     counts = Counter(type(event) for event in live)
     assert counts[RequestFinished] == NUM_REQUESTS
     assert counts[RequestAdmitted] == NUM_REQUESTS
-    assert counts[RequestPreempted] + counts[RequestSquashed] > 0
+    if policy == "fifo":  # Chameleon takes in no more than it foresees room for
+        assert counts[RequestPreempted] > 0
     assert sum(isinstance(event, AdapterEvicted) and event.tier is Tier.DEVICE for event in live) > NUM_ADAPTERS
     assert sum(isinstance(event, AdapterEvicted) and event.tier is Tier.HOST for event in live) > 0
     difference = next((pair for pair in zip(replayed, live, strict=False) if pair[0] != pair[1]), None)

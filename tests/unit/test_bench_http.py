@@ -73,7 +73,7 @@ def test_a_small_run_counts_every_token_in_its_window() -> None:
     """The whole thing, four processes: nothing is lost, and a token never arrives before it was made."""
     (result,) = measure_http(num_streams=4, paces=(200.0,), seconds=1.0)
     for seen in (result.seen, result.floor):
-        assert 0.7 * 800 <= seen.num_tokens <= 800
+        assert 0.3 * 800 <= seen.num_tokens <= 800  # only what comes while all streams run is counted
         assert seen.num_events <= seen.num_tokens + 4 * 2
         assert 0.0 <= seen.latency_ms["p50"] <= seen.latency_ms["p99"] <= seen.latency_ms["max"] < 5000.0
         assert all(seen.latency_ms[name] <= seen.read_ms[name] for name in seen.read_ms)
