@@ -10,7 +10,7 @@ import pytest
 from manylora import Engine, SamplingParams
 from manylora.demo import TASKS, check, held_out_prompts
 
-NUM_PROMPTS = 200
+NUM_PROMPTS = 100
 SEED = 1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 
