@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import manylora
+import manylora.cli
 import manylora.server
 from manylora.cli.app import app, main
 from manylora.cli.demo_report import Answer, print_answers
@@ -188,6 +189,19 @@ def test_a_home_directory_is_understood(served: list[Served], tmp_path: Path, mo
     assert call.server.lora_dirs == (str(tmp_path / "adapters"),)
     assert call.adapters == {"x": str(tmp_path / "x")}
     assert call.engine.model.trust_remote_code
+
+
+def test_ctrl_c_while_modules_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *rest: object) -> None:
+            if name == "manylora.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "manylora.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as left:
+        manylora.cli.main()
+    assert left.value.code == 130
 
 
 def test_a_full_disk_is_said(
