@@ -85,7 +85,8 @@ def run(
 @experiment_app.command()
 def report(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME...]", help="Experiments or suites; all that can be run.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME...]", help="Experiments, suites or files of your own; all of ours by default."),
     ] = None,
     traces: Traces = None,
     output: Output = OUTPUT,
