@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from manylora.server.histogram import LogHistogram
 from manylora.server.protocol import Observations
@@ -66,10 +67,11 @@ class LatencyWindow:
             for durations in _places(current, name):
                 for value in values:
                     durations.ttft_s.add(value)
+        for value, count in Counter(chain.from_iterable(observed.inter_token_s.values())).items():
+            current.total.inter_token_s.add(value, count)  # those of one step are mostly equal
         for name, values in observed.inter_token_s.items():
-            places = _places(current, name)
-            for value, count in Counter(values).items():  # those of one step are mostly equal
-                for durations in places:
+            for durations in _places(current, name)[1:]:
+                for value, count in Counter(values).items() if len(values) > 1 else ((values[0], 1),):
                     durations.inter_token_s.add(value, count)
         for request in observed.finished:
             for durations in _places(current, request.adapter):
