@@ -128,8 +128,11 @@ class EventStream(Response):
                 envelope = _Envelope(self._head, generation, self._fingerprint)
             if self._usage_everywhere:
                 suffix = b'],"usage":' + encode(usage_json(generation.usage())) + b"}\n\n"
-            prefix = envelope.prefix
-            body = b"".join([prefix + chunk + suffix for piece in pieces if (chunk := form.chunk(piece)) is not None])
+            body = b""
+            for piece in pieces:  # nearly always one
+                chunk = form.chunk(piece)
+                if chunk is not None:
+                    body += envelope.prefix + chunk + suffix
             return None if not body or write_chunk(body) else functools.partial(_send_body, send, body)
 
         await generation.give(write)
