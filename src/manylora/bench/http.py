@@ -90,11 +90,11 @@ def http_table(results: Sequence[HttpResult], command: str) -> str:
         f"`{command}` on {about['cpu']}, {about['cores']} cores, load average {os.getloadavg()[0]:.1f}: "
         f"{results[0].seen.num_streams} streams at once.",
         "",
-        "Server (API process, engine process with the real core on an executor that only waits) and client share the",
-        "machine, which had other work where its load average is above its cores. *Added latency* is from the end of",
-        "the device's step to the arrival in the client's socket, in milliseconds, of every token; *read* is to the",
-        "client's read, which looks every half millisecond and reads one socket after the other. All streams step",
-        "together: the last token of a step waits for the writes of all others.",
+        "Server (API process, engine process with the real core on an executor that only waits, planning ahead as for",
+        "a GPU) and client share the machine, which had other work where its load average is above its cores. *Added",
+        "latency* is from the end of the device's step to the arrival in the client's socket, in milliseconds, of",
+        "every token; *read* is to the client's read, which looks every half millisecond and reads one socket after",
+        "the other. All streams step together: the last token of a step waits for the writes of all others.",
         "",
         "| steps/s asked | tokens/s received | tokens an event | added P50 | P90 | P99 | read P99 | API us a token "
         "| engine |",

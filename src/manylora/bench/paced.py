@@ -68,7 +68,7 @@ class PacedExecutor:
 
 
 def build_paced_parts(config: EngineConfig, clock: Clock) -> EngineParts:
-    """Build an engine's parts around a ``PacedExecutor``: Llama-3-8B's sizes, no weights."""
+    """Build an engine's parts around a ``PacedExecutor``: Llama-3-8B's sizes, no weights, planned for as a GPU is."""
     base = base_shape("llama-3-8b", block_size=config.memory.block_size)
     return EngineParts(
         base=base,
@@ -76,6 +76,7 @@ def build_paced_parts(config: EngineConfig, clock: Clock) -> EngineParts:
         executor=PacedExecutor(),
         reader=SimulatedReader(base),
         close=lambda: None,
+        is_accelerated=True,
     )
 
 
