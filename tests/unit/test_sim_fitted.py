@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from harness import version
 from sim_profiles import ROWS, TRUTH, make_profile, sweep
@@ -15,7 +17,7 @@ from manylora.engine.features import StepFeatures, step_features
 from manylora.engine.ports import AdapterLoad, PlannedSequence, StepPlan
 from manylora.engine.step_log import LoadRecord, LogHeader, LogLine, StepRecord
 from manylora.errors import ConfigError
-from manylora.sim.calibrate import fit_profile, split_log
+from manylora.sim.calibrate import _noise, fit_profile, split_log
 from manylora.sim.cost import FixedCost
 from manylora.sim.executor import SimulatedExecutor
 from manylora.sim.fitted import FittedCost
@@ -238,3 +240,14 @@ def test_bursts_fit_the_engine_they_are_drawn_for():
 def test_features_of_no_step_are_nothing():
     nothing = StepFeatures(**dict.fromkeys(StepFeatures.__struct_fields__, 0))
     assert StepCost(TRUTH, ROWS).seconds(nothing) == TRUTH["step"]
+
+
+def test_one_measurement_that_stands_alone_does_not_make_many():
+    """A load that took a hundred times as long among a thousand is drawn so that the mean comes out right."""
+    rng = random.Random(0)
+    measured = np.array([rng.uniform(0.9, 1.1) for _ in range(999)] + [100.0])
+    noise = _noise(measured, np.ones(1000))
+    drawn = np.array([(low + high) / 2 for low, high in pairwise(noise.quantiles)]).mean()
+    assert noise.mean == pytest.approx(measured.mean(), rel=1e-3)
+    assert drawn == pytest.approx(measured.mean(), rel=0.02)
+    assert noise.quantiles[-2] < 1.2 < noise.quantiles[-1] < 25.0
