@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity_columns import COLUMNS, Columns, Curve, plot_speed, speed_of
+from parity_columns import COLUMNS, WITHOUT_CHANCE, Columns, Curve, plot_speed, speed_of
 from parity_table import table
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -234,7 +234,7 @@ def measure(
         began_at = perf_counter()
         for name in COLUMNS:
             tell(f"simulating: {name}")
-            num_seeds = 1 if name == "mean prices" else NUM_SEEDS
+            num_seeds = 1 if name in WITHOUT_CHANCE else NUM_SEEDS
             columns[name] = [
                 bench.run(makers.executor(name, seed), VirtualClock(), 0.0, versions, requests)
                 for seed in range(num_seeds)

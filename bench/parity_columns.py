@@ -1,7 +1,7 @@
 """What each column of the parity table may know of the machine: from mean prices to how slow it was at every moment.
 
 A simulation errs because its prices are wrong, because the machine was slower or faster than when they were measured,
-or because it decides otherwise. Columns take these apart: each knows one thing more than the one before.
+or because it decides otherwise. Columns take these apart by what they know.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ COLUMNS = {
     "mean prices": "what steps cost on the mean of the two sweeps",
     "jitter": "and how single steps lie about it, drawn one by one",
     "spells": "and how large and how long slow spells were in the sweeps: what `manylora simulate` draws",
-    "same minutes": "prices and spells of the live run itself; a step is priced by what its own stretch of "
-    f"{FOLD_S:g} s has no part in, so drift between sweeps and run is out",
+    "same minutes": "what steps cost on the mean of the live run itself, a step's price from alternating stretches of "
+    f"{FOLD_S:g} s that it is no part of: drift between sweeps and run is out",
     "weather replayed": "prices of the sweeps, and how slow the live run was around each moment, over "
     f"{WINDOW_S:g} s: what is left is the simulator's own error, and chance within the window",
 }
 """Columns, and what each knows beside arrivals."""
+
+WITHOUT_CHANCE = ("mean prices", "same minutes")
 
 Array = NDArray[np.float64]
 Curve = tuple[Array, Array]
@@ -189,9 +191,8 @@ class Columns:
         if column == "weather replayed":
             return self._make(cost, self.speed)
         assert column == "same minutes", column
-        costs = [FittedCost(one, Random(f"{seed}/{fold}")) for fold, one in enumerate(self.folds)]
-        folds = OtherFold(costs, 0.0)
-        return ToldExecutor(folds, drag=folds.drag, pace=FittedCost(self.whole, rng).pace(), **self._made)
+        folds = OtherFold([FittedCost(one) for one in self.folds], 0.0)
+        return ToldExecutor(folds, drag=folds.drag, **self._made)
 
     def _make(self, cost: FittedCost, pace: Pace | None) -> SimulatedExecutor:
         return SimulatedExecutor(cost, drag=cost.drag, pace=pace, **self._made)
