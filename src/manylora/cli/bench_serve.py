@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
+from manylora.cli.panels import panel
 from manylora.cli.terminal import note, notes, out
 from manylora.cli.values import parse_address
 from manylora.errors import ConfigError
@@ -89,80 +89,62 @@ def parse_goodput(promises: Sequence[str]) -> Slo:
     return Slo(**limits)
 
 
-def _option(panel: str, help: str, **settings: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=panel, **settings)
-
-
 def bench_serve(
-    url: Annotated[str, _option("Server", "Where it is.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, panel("Server", "Where it is.")] = "http://127.0.0.1:8000",
     models: Annotated[
         list[str] | None,
-        _option("Server", "Adapters to ask for, several in a row; by default all that /v1/models lists."),
+        panel("Server", "Adapters to ask for, several in a row; by default all that /v1/models lists."),
     ] = None,
-    base_model: Annotated[str | None, _option("Server", "The base's name; by default the first model listed.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask for chat completions.", rich_help_panel="Server")] = False,
-    api_key: Annotated[str | None, _option("Server", "Sent as a bearer token.", envvar="OPENAI_API_KEY")] = None,
+    base_model: Annotated[str | None, panel("Server", "The base's name; by default the first model listed.")] = None,
+    chat: Annotated[bool, panel("Server", "Ask for chat completions.", "--chat")] = False,
+    api_key: Annotated[str | None, panel("Server", "Sent as a bearer token.", envvar="OPENAI_API_KEY")] = None,
     no_ignore_eos: Annotated[
         bool,
-        typer.Option(
-            "--no-ignore-eos",
-            help="Let answers end where they end: for servers that do not know ignore_eos.",
-            rich_help_panel="Server",
-        ),
+        panel("Server", "Let answers end where they end: for servers that do not know ignore_eos.", "--no-ignore-eos"),
     ] = False,
-    extra_body: Annotated[str | None, _option("Server", "JSON object of further fields of every request.")] = None,
-    num_prompts: Annotated[int, _option("Load", "Requests to send.", min=1)] = 1000,
-    duration: Annotated[float | None, _option("Load", "Seconds to send them for, at most.")] = None,
-    request_rate: Annotated[float, _option("Load", "Requests per second; inf sends all at once.")] = 4.0,
+    extra_body: Annotated[str | None, panel("Server", "JSON object of further fields of every request.")] = None,
+    num_prompts: Annotated[int, panel("Load", "Requests to send.", min=1)] = 1000,
+    duration: Annotated[float | None, panel("Load", "Seconds to send them for, at most.")] = None,
+    request_rate: Annotated[float, panel("Load", "Requests per second; inf sends all at once.")] = 4.0,
     burstiness: Annotated[
-        float, _option("Load", "Shape of the gamma distribution of gaps: 1 is Poisson, below it bursts.")
+        float, panel("Load", "Shape of the gamma distribution of gaps: 1 is Poisson, below it bursts.")
     ] = 1.0,
-    random_input_len: Annotated[int, _option("Load", "Tokens of a prompt.", min=1)] = 256,
-    random_output_len: Annotated[int, _option("Load", "Tokens of an answer.", min=1)] = 64,
+    random_input_len: Annotated[int, panel("Load", "Tokens of a prompt.", min=1)] = 256,
+    random_output_len: Annotated[int, panel("Load", "Tokens of an answer.", min=1)] = 64,
     random_range_ratio: Annotated[
-        float, _option("Load", "Lengths are drawn from this share below to this share above.", min=0.0, max=0.99)
+        float, panel("Load", "Lengths are drawn from this share below to this share above.", min=0.0, max=0.99)
     ] = 0.0,
-    popularity: Annotated[
-        str, _option("Load", "Who asks for which adapter.", metavar="|".join(POPULARITIES))
-    ] = "random",
-    base_share: Annotated[float, _option("Load", "Share of requests for the base.", min=0.0, max=1.0)] = 0.0,
+    popularity: Annotated[str, panel("Load", "Who asks for which adapter.", metavar="|".join(POPULARITIES))] = "random",
+    base_share: Annotated[float, panel("Load", "Share of requests for the base.", min=0.0, max=1.0)] = 0.0,
     workload: Annotated[
         Path | None,
-        _option("Load", "A workload in TOML in place of these options: traces, arrivals, locality.", metavar="FILE"),
+        panel("Load", "A workload in TOML in place of these options: traces, arrivals, locality.", metavar="FILE"),
     ] = None,
-    traces: Annotated[Path | None, _option("Load", "Folder of the traces that it names.", metavar="DIR")] = None,
-    seed: Annotated[int, _option("Load", "Of everything that is drawn.", min=0)] = 0,
+    traces: Annotated[Path | None, panel("Load", "Folder of the traces that it names.", metavar="DIR")] = None,
+    seed: Annotated[int, panel("Load", "Of everything that is drawn.", min=0)] = 0,
     tokenizer: Annotated[
-        str | None, _option("Prompts", "The model's, to write prompts as text; without it, text is short words.")
+        str | None, panel("Prompts", "The model's, to write prompts as text; without it, text is short words.")
     ] = None,
     text: Annotated[
         bool,
-        typer.Option(
-            "--text",
-            help="Prompts as text, for servers that take no token ids; chats always are.",
-            rich_help_panel="Prompts",
-        ),
+        panel("Prompts", "Prompts as text, for servers that take no token ids; chats always are.", "--text"),
     ] = False,
-    vocab_size: Annotated[int, _option("Prompts", "Token ids are below this.", min=16)] = 100,
+    vocab_size: Annotated[int, panel("Prompts", "Token ids are below this.", min=16)] = 100,
     goodput: Annotated[
         list[str] | None,
-        _option("Figures", "Promises in milliseconds, several in a row: ttft:500 tpot:50 tbt:100 e2el:9000."),
+        panel("Figures", "Promises in milliseconds, several in a row: ttft:500 tpot:50 tbt:100 e2el:9000."),
     ] = None,
     base_run: Annotated[
         bool,
-        typer.Option(
-            "--base-run",
-            help="Send the same once more, all of it to the base: what do adapters cost?",
-            rich_help_panel="Figures",
-        ),
+        panel("Figures", "Send the same once more, all of it to the base: what do adapters cost?", "--base-run"),
     ] = False,
-    num_warmups: Annotated[int, _option("Figures", "Requests before, that do not count.", min=0)] = 1,
-    warm_up: Annotated[float, _option("Figures", "Seconds at the start that do not count.", min=0.0)] = 0.0,
-    retries: Annotated[int, _option("Figures", "How often a refused request (429, 503) is sent again.", min=0)] = 0,
-    timeout: Annotated[float, _option("Figures", "Seconds of silence that end a request.")] = 600.0,
+    num_warmups: Annotated[int, panel("Figures", "Requests before, that do not count.", min=0)] = 1,
+    warm_up: Annotated[float, panel("Figures", "Seconds at the start that do not count.", min=0.0)] = 0.0,
+    retries: Annotated[int, panel("Figures", "How often a refused request (429, 503) is sent again.", min=0)] = 0,
+    timeout: Annotated[float, panel("Figures", "Seconds of silence that end a request.")] = 600.0,
     save: Annotated[
         Path | None,
-        _option("Figures", "Write results.json, requests.jsonl, table.md and plots there.", metavar="DIR"),
+        panel("Figures", "Write results.json, requests.jsonl, table.md and plots there.", metavar="DIR"),
     ] = None,
 ) -> None:
     """Send load to a server that speaks OpenAI's API, and say what its users felt.

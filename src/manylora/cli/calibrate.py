@@ -15,6 +15,7 @@ from rich.table import Table
 from manylora.bench.calibration import sweep_live
 from manylora.cli import options
 from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.panels import panel
 from manylora.cli.terminal import note, notes, out
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.step_log import LogLine, StepRecord, read_step_log, write_step_log
@@ -45,26 +46,16 @@ def calibrate(
             "few and many, short and long, over made-up adapters.",
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to sweep.", rich_help_panel=_RUN, min=1.0)] = 120.0,
-    num_adapters: Annotated[int, typer.Option("--adapters", help="How many adapters.", rich_help_panel=_RUN)] = 24,
-    ranks: Annotated[
-        str, typer.Option(metavar="R,R...", help="Their ranks, in turn.", rich_help_panel=_RUN)
-    ] = "8,16,32,64",
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Most requests running at once.", rich_help_panel=_RUN)
-    ] = _SCHEDULER.max_num_seqs,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Most tokens in one step.", rich_help_panel=_RUN)
-    ] = _SCHEDULER.max_num_batched_tokens,
-    step_log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep the sweep's log.", rich_help_panel=_RUN)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Another seed, other bursts.", rich_help_panel=_RUN)] = 0,
+    seconds: Annotated[float, panel(_RUN, "How long to sweep.", min=1.0)] = 120.0,
+    num_adapters: Annotated[int, panel(_RUN, "How many adapters.", "--adapters")] = 24,
+    ranks: Annotated[str, panel(_RUN, "Their ranks, in turn.", metavar="R,R...")] = "8,16,32,64",
+    max_num_seqs: Annotated[int, panel(_RUN, "Most requests running at once.")] = _SCHEDULER.max_num_seqs,
+    max_num_batched_tokens: Annotated[int, panel(_RUN, "Most tokens in one step.")] = _SCHEDULER.max_num_batched_tokens,
+    step_log: Annotated[Path | None, panel(_RUN, "Keep the sweep's log.", metavar="FILE")] = None,
+    seed: Annotated[int, panel(_RUN, "Another seed, other bursts.")] = 0,
     memory: options.Memory = None,
     num_pages: options.NumPages = None,
-    block_size: Annotated[
-        int, typer.Option(help="Tokens of KV in a page.", rich_help_panel="Memory")
-    ] = MEMORY_DEFAULTS.block_size,
+    block_size: Annotated[int, panel("Memory", "Tokens of KV in a page.")] = MEMORY_DEFAULTS.block_size,
     dtype: options.Dtype = MODEL_DEFAULTS.dtype,
     device: options.Device = MODEL_DEFAULTS.device,
     max_model_len: options.MaxModelLen = None,

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from manylora.cli import options
 from manylora.cli.options import ADAPTER_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.panels import panel
 from manylora.cli.terminal import fail, note, out
 from manylora.cli.values import collect_adapters
 from manylora.errors import AdapterNotFound
@@ -32,10 +33,8 @@ def generate(
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Who answers: an adapter, [bold]base[/bold] or [bold]all[/bold]. Repeatable.",
-            rich_help_panel="Adapters",
+        panel(
+            "Adapters", "Who answers: an adapter, [bold]base[/bold] or [bold]all[/bold]. Repeatable.", metavar="NAME"
         ),
     ] = None,
     lora_modules: options.LoraModules = None,

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from manylora.cli.panels import panel
 from manylora.cli.values import parse_size
 from manylora.config import AdapterConfig, MemoryConfig, ModelConfig
 from manylora.demo import demo_adapters, demo_model_path
@@ -51,74 +52,67 @@ ModelArgument = Annotated[
         show_default=False,
     ),
 ]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Folder of the tokenizer, if it is not the model's own.", rich_help_panel=_MODEL)
-]
-Revision = Annotated[str | None, typer.Option(help="Revision on the hub.", rich_help_panel=_MODEL)]
+Tokenizer = Annotated[str | None, panel(_MODEL, "Folder of the tokenizer, if it is not the model's own.")]
+Revision = Annotated[str | None, panel(_MODEL, "Revision on the hub.")]
 Dtype = Annotated[
     str,
-    typer.Option(
+    panel(
+        _MODEL,
+        "float32, bfloat16, float16 or auto: float32 on CPU, the checkpoint's 16-bit type on GPU.",
         metavar="TYPE",
-        help="float32, bfloat16, float16 or auto: float32 on CPU, the checkpoint's 16-bit type on GPU.",
-        rich_help_panel=_MODEL,
     ),
 ]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", rich_help_panel=_MODEL)]
+Device = Annotated[
+    str, panel(_MODEL, "Where the model runs; auto is the GPU if there is one.", metavar="auto|cpu|cuda")
+]
 MaxModelLen = Annotated[
     int | None,
-    typer.Option(
-        help="Longest prompt plus answer in tokens; by default what the model allows.", rich_help_panel=_MODEL
-    ),
+    panel(_MODEL, "Longest prompt plus answer in tokens; by default what the model allows."),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of requests that bring none.", rich_help_panel=_MODEL)]
+Seed = Annotated[int, panel(_MODEL, "Seed of requests that bring none.")]
 LoraKernel = Annotated[
     str,
-    typer.Option(
+    panel(
+        _MODEL,
+        "Implementation of the adapters' arithmetic; padded and ragged need a GPU.",
         metavar="auto|grouped|naive|padded|ragged|reference",
-        help="Implementation of the adapters' arithmetic; padded and ragged need a GPU.",
-        rich_help_panel=_MODEL,
     ),
 ]
 AdapterDtype = Annotated[
     str,
-    typer.Option(
+    panel(
+        _ADAPTERS,
+        "Type adapters are kept in on a CPU: auto is the narrowest that holds each exactly.",
         metavar="auto|float32|bfloat16|float16",
-        help="Type adapters are kept in on a CPU: auto is the narrowest that holds each exactly.",
-        rich_help_panel=_ADAPTERS,
     ),
 ]
 LoraModules = Annotated[
     list[str] | None,
-    typer.Option(
+    panel(
+        _ADAPTERS,
+        'An adapter by name; also as JSON: \'{"name": "sql", "path": "/adapters/sql"}\'. Repeatable.',
         "--lora-modules",
         metavar="NAME=PATH",
-        help='An adapter by name; also as JSON: \'{"name": "sql", "path": "/adapters/sql"}\'. Repeatable.',
-        rich_help_panel=_ADAPTERS,
     ),
 ]
 LoraDirs = Annotated[
     list[str] | None,
-    typer.Option(
-        "--lora-dir",
-        metavar="DIR",
-        help="Load every adapter folder below DIR, named after itself. Repeatable.",
-        rich_help_panel=_ADAPTERS,
+    panel(
+        _ADAPTERS, "Load every adapter folder below DIR, named after itself. Repeatable.", "--lora-dir", metavar="DIR"
     ),
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(
+    panel(
+        _MEMORY,
+        "Memory for KV, prefixes and adapters together, as 2GiB. By default 1GiB on CPU, what is left on GPU.",
         metavar="SIZE",
-        help="Memory for KV, prefixes and adapters together, as 2GiB. By default 1GiB on CPU, what is left on GPU.",
-        rich_help_panel=_MEMORY,
     ),
 ]
-NumPages = Annotated[
-    int | None, typer.Option(help="The same as a number of pages, for experiments.", rich_help_panel=_MEMORY)
-]
+NumPages = Annotated[int | None, panel(_MEMORY, "The same as a number of pages, for experiments.")]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Let the checkpoint run code of its own.", rich_help_panel=_MODEL),
+    panel(_MODEL, "Let the checkpoint run code of its own.", "--trust-remote-code"),
 ]
 
 ADAPTER_DEFAULTS = AdapterConfig()

@@ -1,4 +1,4 @@
-"""How commands with many options write them: grouped, without defaults, with the names that can be chosen."""
+"""How commands with many options write them: grouped, with the names that can be chosen."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import typer
 __all__ = ["names", "names_or_own", "panel"]
 
 
-def panel(name: str, help: str, **settings: Any) -> Any:
+def panel(name: str, help: str, *flags: str, **settings: Any) -> Any:
     """Return an option that stands in a panel of its command's help.
 
     Args:
         name: The panel's.
         help: What the option does.
+        flags: How it is written, where that does not follow from its parameter's name.
         settings: As ``typer.Option`` takes them.
     """
-    return typer.Option(help=help, rich_help_panel=name, show_default=False, **settings)
+    return typer.Option(*flags, help=help, rich_help_panel=name, **settings)
 
 
 def names(choices: Iterable[str]) -> str:

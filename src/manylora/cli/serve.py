@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from manylora.cli import options
 from manylora.cli.config_file import read_config_file
 from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.panels import panel
 from manylora.cli.terminal import note
 from manylora.cli.values import collect_adapters, parse_adapter, parse_size
 from manylora.cli.vllm_flags import spread_lists, take_out
@@ -61,9 +62,7 @@ def serve(
             callback=_use_config_file,
         ),
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The base's name in the API.", rich_help_panel="Model")
-    ] = None,
+    served_model_name: Annotated[str | None, panel("Model", "The base's name in the API.")] = None,
     tokenizer: options.Tokenizer = None,
     revision: options.Revision = None,
     dtype: options.Dtype = MODEL_DEFAULTS.dtype,
@@ -74,258 +73,206 @@ def serve(
     lora_modules: options.LoraModules = None,
     lora_dir: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="DIR",
-            help="Load every adapter folder below DIR, named after itself (a broken one is left out, and the log says "
+        panel(
+            "Adapters",
+            "Load every adapter folder below DIR, named after itself (a broken one is left out, and the log says "
             "why), and let the API load others from there. Repeatable.",
-            rich_help_panel="Adapters",
+            metavar="DIR",
         ),
     ] = None,
     max_loras: Annotated[
         int | None,
-        typer.Option(help="Most distinct adapters in one step; by default no limit.", rich_help_panel="Adapters"),
+        panel("Adapters", "Most distinct adapters in one step; by default no limit."),
     ] = None,
-    max_cpu_loras: Annotated[
-        int | None, typer.Option(help="Most adapters kept in host memory.", rich_help_panel="Adapters")
-    ] = None,
+    max_cpu_loras: Annotated[int | None, panel("Adapters", "Most adapters kept in host memory.")] = None,
     host_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Host memory for adapters.", rich_help_panel="Adapters")
+        str, panel("Adapters", "Host memory for adapters.", metavar="SIZE")
     ] = f"{_ADAPTERS.host_bytes // 2**30}GiB",
     adapter_dtype: options.AdapterDtype = _ADAPTERS.adapter_dtype,
     eviction: Annotated[
         str,
-        typer.Option(
+        panel(
+            "Adapters",
+            "Which idle adapter or prefix makes room first; or one of your own, as module:Name or file.py:Name.",
             metavar="|".join(sorted(EVICTION_POLICIES)),
-            help="Which idle adapter or prefix makes room first; or one of your own, as module:Name or file.py:Name.",
-            rich_help_panel="Adapters",
         ),
     ] = _ADAPTERS.eviction,
     look_ahead: Annotated[
         int,
-        typer.Option(
-            help="Waiting requests whose adapters are brought to the device before their turn.",
-            rich_help_panel="Adapters",
-        ),
+        panel("Adapters", "Waiting requests whose adapters are brought to the device before their turn."),
     ] = _ADAPTERS.look_ahead,
     forecast: Annotated[
         bool,
-        typer.Option(
+        panel(
+            "Adapters",
+            "Bring adapters that are due by their past as well, before anybody waits for them.",
             "--forecast",
-            help="Bring adapters that are due by their past as well, before anybody waits for them.",
-            rich_help_panel="Adapters",
         ),
     ] = _ADAPTERS.forecast,
     lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
     policy: Annotated[
         str,
-        typer.Option(
+        panel(
+            "Scheduling",
+            "Which waiting request goes first; or one of your own, as module:Name or file.py:Name.",
             metavar="|".join(sorted(POLICIES)),
-            help="Which waiting request goes first; or one of your own, as module:Name or file.py:Name.",
-            rich_help_panel="Scheduling",
         ),
     ] = _SCHEDULER.policy,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Most requests running at once.", rich_help_panel="Scheduling")
-    ] = _SCHEDULER.max_num_seqs,
+    max_num_seqs: Annotated[int, panel("Scheduling", "Most requests running at once.")] = _SCHEDULER.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int,
-        typer.Option(help="Most tokens in one step; longer prompts are cut to it.", rich_help_panel="Scheduling"),
+        panel("Scheduling", "Most tokens in one step; longer prompts are cut to it."),
     ] = _SCHEDULER.max_num_batched_tokens,
     step_target: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Cut prompts so that a step takes no longer, by costs learnt while serving; and shorter where memory "
+        panel(
+            "Scheduling",
+            "Cut prompts so that a step takes no longer, by costs learnt while serving; and shorter where memory "
             "runs short.",
-            rich_help_panel="Scheduling",
+            metavar="SECONDS",
         ),
     ] = _SCHEDULER.step_target_s,
-    max_waiting: Annotated[
-        int, typer.Option(help="Most requests waiting; more get a 429.", rich_help_panel="Scheduling")
-    ] = _SCHEDULER.max_waiting,
+    max_waiting: Annotated[int, panel("Scheduling", "Most requests waiting; more get a 429.")] = _SCHEDULER.max_waiting,
     no_chunked_prefill: Annotated[
         bool,
-        typer.Option(
-            "--no-chunked-prefill",
-            help="Run each prompt whole, however long the step becomes.",
-            rich_help_panel="Scheduling",
-        ),
+        panel("Scheduling", "Run each prompt whole, however long the step becomes.", "--no-chunked-prefill"),
     ] = False,
     no_mixed_steps: Annotated[
         bool,
-        typer.Option(
-            "--no-mixed-steps",
-            help="Let decoding wait while prompts run, as S-LoRA does.",
-            rich_help_panel="Scheduling",
-        ),
+        panel("Scheduling", "Let decoding wait while prompts run, as S-LoRA does.", "--no-mixed-steps"),
     ] = False,
     no_overlap_loads: Annotated[
         bool,
-        typer.Option(
-            "--no-overlap-loads",
-            help="Let steps wait for the adapters of those they admit, as S-LoRA does.",
-            rich_help_panel="Scheduling",
+        panel(
+            "Scheduling", "Let steps wait for the adapters of those they admit, as S-LoRA does.", "--no-overlap-loads"
         ),
     ] = False,
     reserve_output: Annotated[
         bool,
-        typer.Option(
+        panel(
+            "Scheduling",
+            "Reserve pages for the longest answer on admission: nobody is pre-empted, and fewer run.",
             "--reserve-output",
-            help="Reserve pages for the longest answer on admission: nobody is pre-empted, and fewer run.",
-            rich_help_panel="Scheduling",
         ),
     ] = _SCHEDULER.reserve_output,
     steps_between_admissions: Annotated[
         int,
-        typer.Option(
-            help="Steps that run before anybody else is admitted, while anybody runs.", rich_help_panel="Scheduling"
-        ),
+        panel("Scheduling", "Steps that run before anybody else is admitted, while anybody runs."),
     ] = _SCHEDULER.steps_between_admissions,
     plan_ahead: Annotated[
         bool | None,
-        typer.Option(
-            "--plan-ahead/--no-plan-ahead",
-            help="Plan each step while the one before it runs, so that the device does not wait for it; by default "
+        panel(
+            "Scheduling",
+            "Plan each step while the one before it runs, so that the device does not wait for it; by default "
             "on a GPU.",
+            "--plan-ahead/--no-plan-ahead",
             show_default=False,
-            rich_help_panel="Scheduling",
         ),
     ] = _SCHEDULER.plan_ahead,
     predictor: Annotated[
         str,
-        typer.Option(
-            metavar="|".join(PREDICTORS),
-            help="What guesses the length of answers, for policies that ask.",
-            rich_help_panel="Scheduling",
-        ),
+        panel("Scheduling", "What guesses the length of answers, for policies that ask.", metavar="|".join(PREDICTORS)),
     ] = _SCHEDULER.predictor,
     predictor_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="The trained one, from [bold]manylora predictor train[/bold].",
-            rich_help_panel="Scheduling",
-        ),
+        panel("Scheduling", "The trained one, from [bold]manylora predictor train[/bold].", metavar="FILE"),
     ] = None,
     request_log: Annotated[
         str | None,
-        typer.Option(
+        panel(
+            "Scheduling",
+            "Append a line per finished request (sizes, no text), for [bold]manylora predictor train[/bold].",
             metavar="FILE",
-            help="Append a line per finished request (sizes, no text), for [bold]manylora predictor train[/bold].",
-            rich_help_panel="Scheduling",
         ),
     ] = None,
     ageing: Annotated[
         float,
-        typer.Option(
-            metavar="TOKENS",
-            help="Under sjf: predicted tokens that a second of waiting makes up for.",
-            rich_help_panel="Scheduling",
-        ),
+        panel("Scheduling", "Under sjf: predicted tokens that a second of waiting makes up for.", metavar="TOKENS"),
     ] = _SCHEDULER.ageing_tokens_per_s,
     request_size: Annotated[
         str,
-        typer.Option(
-            metavar="degree-2|degree-1|output",
-            help="Under chameleon: what the size of a request is.",
-            rich_help_panel="Scheduling",
-        ),
+        panel("Scheduling", "Under chameleon: what the size of a request is.", metavar="degree-2|degree-1|output"),
     ] = _SCHEDULER.request_size,
     queue_criterion: Annotated[
         str,
-        typer.Option(
-            metavar="elbow|wcss",
-            help="Under chameleon: how the number of queues is chosen.",
-            rich_help_panel="Scheduling",
-        ),
+        panel("Scheduling", "Under chameleon: how the number of queues is chosen.", metavar="elbow|wcss"),
     ] = _SCHEDULER.queue_criterion,
     queue_refresh: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS",
-            help="Under chameleon: how often queues and quotas are set anew.",
-            rich_help_panel="Scheduling",
-        ),
+        panel("Scheduling", "Under chameleon: how often queues and quotas are set anew.", metavar="SECONDS"),
     ] = _SCHEDULER.refresh_s,
     slo: Annotated[
         float | None,
-        typer.Option(
+        panel(
+            "Scheduling",
+            "What a request may take, for chameleon's quotas; by default five times the mean.",
             metavar="SECONDS",
-            help="What a request may take, for chameleon's quotas; by default five times the mean.",
-            rich_help_panel="Scheduling",
         ),
     ] = None,
     memory: options.Memory = None,
     gpu_memory_utilization: Annotated[
         float,
-        typer.Option(help="Share of the GPU this process may take, without --memory.", rich_help_panel="Memory"),
+        panel("Memory", "Share of the GPU this process may take, without --memory."),
     ] = MEMORY_DEFAULTS.gpu_memory_utilization,
-    block_size: Annotated[
-        int, typer.Option(help="Tokens of KV in a page.", rich_help_panel="Memory")
-    ] = MEMORY_DEFAULTS.block_size,
+    block_size: Annotated[int, panel("Memory", "Tokens of KV in a page.")] = MEMORY_DEFAULTS.block_size,
     num_pages: options.NumPages = None,
     no_prefix_caching: Annotated[
         bool,
-        typer.Option("--no-prefix-caching", help="Forget the KV of finished prompts.", rich_help_panel="Memory"),
+        panel("Memory", "Forget the KV of finished prompts.", "--no-prefix-caching"),
     ] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel="HTTP")] = _SERVER.host,
-    port: Annotated[int, typer.Option(help="0 picks a free one.", rich_help_panel="HTTP")] = _SERVER.port,
+    host: Annotated[str, panel("HTTP", "Address to listen on.")] = _SERVER.host,
+    port: Annotated[int, panel("HTTP", "0 picks a free one.")] = _SERVER.port,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        panel(
+            "HTTP",
+            "A key that clients must send. Repeatable; none leaves the API open.",
             envvar="MANYLORA_API_KEY",
             show_envvar=True,
-            help="A key that clients must send. Repeatable; none leaves the API open.",
-            rich_help_panel="HTTP",
         ),
     ] = None,
     admin_key: Annotated[
         str | None,
-        typer.Option(
+        panel(
+            "HTTP",
+            "The key for loading and unloading adapters; without it an API key, or a caller on this machine.",
             envvar="MANYLORA_ADMIN_KEY",
-            help="The key for loading and unloading adapters; without it an API key, or a caller on this machine.",
-            rich_help_panel="HTTP",
         ),
     ] = None,
     drain_timeout: Annotated[
         float,
-        typer.Option(help="Seconds that SIGTERM waits for requests in flight.", rich_help_panel="HTTP"),
+        panel("HTTP", "Seconds that SIGTERM waits for requests in flight."),
     ] = _SERVER.drain_timeout_s,
     hang_timeout: Annotated[
         float,
-        typer.Option(
-            help="Seconds without a step or a turn after which the engine is restarted; 0 is never.",
-            rich_help_panel="HTTP",
-        ),
+        panel("HTTP", "Seconds without a step or a turn after which the engine is restarted; 0 is never."),
     ] = _SERVER.hang_timeout_s,
     adapter_histograms: Annotated[
         bool,
-        typer.Option(
-            "--adapter-histograms",
-            help="Latencies by adapter in the metrics: some sixty series for each.",
-            rich_help_panel="HTTP",
-        ),
+        panel("HTTP", "Latencies by adapter in the metrics: some sixty series for each.", "--adapter-histograms"),
     ] = False,
     in_process: Annotated[
         bool,
-        typer.Option("--in-process", help="One process instead of two, for a debugger.", rich_help_panel="Debugging"),
+        panel("Debugging", "One process instead of two, for a debugger.", "--in-process"),
     ] = False,
-    log_level: Annotated[str, typer.Option(metavar="|".join(_LOG_LEVELS), rich_help_panel="Debugging")] = "info",
+    log_level: Annotated[
+        str, panel("Debugging", "The least serious messages to write.", metavar="|".join(_LOG_LEVELS))
+    ] = "info",
     simulate: Annotated[
         str | None,
-        typer.Option(
-            metavar="PROFILE",
-            help="Answer with made-up tokens at the pace of a cost profile (the file that [bold]manylora "
+        panel(
+            "Simulation",
+            "Answer with made-up tokens at the pace of a cost profile (the file that [bold]manylora "
             "calibrate[/bold] wrote, or hardware:model, as a40:llama-7b); of MODEL only the tokenizer is read.",
-            rich_help_panel="Simulation",
+            metavar="PROFILE",
         ),
     ] = None,
     step_log: Annotated[
         str | None,
-        typer.Option(
+        panel(
+            "Simulation",
+            "Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
             metavar="FILE",
-            help="Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
-            rich_help_panel="Simulation",
         ),
     ] = None,
     builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
