@@ -178,7 +178,7 @@ def test_lora_equals_plain_products_whatever_does_not_fill_a_tile_or_a_run(
     in_features, widths = 800, [288, 45]
     pool = torch.full((200_000,), float("nan"), dtype=dtype)
     parts, start, row = [], 7, 2
-    for rank, num_rows in ((1, 9), (21, 141), (8, 1), (6, 16), (5, 3)):
+    for rank, num_rows in ((1, 9), (21, 141), (8, 1), (6, 16), (5, 7)):
         weights, start = random_group(pool, start, in_features, widths, rank, num_pieces)
         parts.append(Part(row, row + num_rows, weights))
         row += num_rows + 1
@@ -194,6 +194,19 @@ def test_lora_equals_plain_products_whatever_does_not_fill_a_tile_or_a_run(
     monkeypatch.setattr("manylora.execution.lora_grouped.find_compiled", lambda: None)
     apply_grouped(x, expected, GroupParts(tuple(parts)))
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3])
+def test_work_is_every_weight_once(kernels: CompiledKernels, num_pieces: int) -> None:
+    """So adapters on fewer modules cost less, by what their weights are less."""
+    from manylora.execution.compiled_tables import PIECE_COLS, PIECE_ROWS
+
+    pool = torch.zeros(20_000)
+    for widths in ([40], [40, 24, 24]):
+        weights, num_weights = random_group(pool, 0, 32, widths, 5, num_pieces)
+        for tables in (kernels.tables([(0, 2, weights)]), kernels.product_tables([(0, 20, weights)])):
+            pieces = np.concatenate([tables.shrink, tables.expand])
+            assert (pieces[:, PIECE_ROWS] * pieces[:, PIECE_COLS]).sum() == num_weights
 
 
 def test_a_steps_prompts_are_one_call(kernels: CompiledKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ import torch
 from numba import carray, njit
 
 from manylora.execution.compiled_numbers import as_float32
-from manylora.execution.compiled_streams import RUN, stream_add, stream_dot
+from manylora.execution.compiled_streams import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.compiled_tables import (
     BEGIN,
     COLUMN,
@@ -119,43 +119,69 @@ def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.
     team.run(lora_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
 
 
-def _dot(weights: Any, at: int, ahead: int, vector: Any) -> Any:
-    even = vector.shape[0] - vector.shape[0] % RUN
-    total = stream_dot(weights, at, ahead, vector, even)
-    for c in range(even, vector.shape[0]):
-        total += as_float32(weights[at + c]) * vector[c]
+def _rest(weights: Any, at: int, x: Any, x_at: int, number: int) -> Any:
+    """Return the product of what does not fill a run: an odd end of weights and of a row of ``x``."""
+    total = np.float32(0.0)
+    for c in range(number):
+        total += as_float32(weights[at + c]) * x[x_at + c]
     return total
 
 
-def _add(weights: Any, at: int, ahead: int, factor: Any, target: Any) -> None:
-    even = target.shape[0] - target.shape[0] % RUN
-    stream_add(weights, at, ahead, factor, target, even)
-    for c in range(even, target.shape[0]):
-        target[c] += factor * as_float32(weights[at + c])
+def _add_rest(weights: Any, at: int, factor: Any, out: Any, out_at: int, number: int) -> None:
+    for c in range(number):
+        out[out_at + c] += factor * as_float32(weights[at + c])
 
 
-def _shrink_piece(entry: Any, first: int, last: int, ahead: int, x: Any, pages: Any, scratch: Any) -> None:
-    num_cols, col, row = entry[PIECE_COLS], entry[COLUMN], entry[RANK_ROW]
+def _shrink_piece(
+    entry: Any, first: int, last: int, ahead: int, x: Any, width: int, pages: Any, scratch: Any, pitch: int
+) -> None:
+    num_cols, col = entry[PIECE_COLS], entry[COLUMN]
+    even, odd = num_cols - num_cols % RUN, num_cols % RUN
+    first_row, stop = entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]
     for r in range(first, last):
         at = entry[OFFSET] + r * num_cols
         coming = at + AHEAD * num_cols if r + AHEAD < last else ahead + (r + AHEAD - last) * num_cols
-        for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
-            total = dot(pages, at, coming, x[i, col : col + num_cols])
+        if col == 0:
+            for i in range(first_row, stop):
+                scratch[i * pitch + entry[RANK_ROW] + r] = np.float32(0.0)
+        grouped = stop - entry[NUM_ROWS] % GROUP
+        for i in range(first_row, grouped, GROUP):
+            totals = stream_dots(pages, at, coming, x, i * width + col, width, even)
+            for j in range(GROUP):
+                scratch[(i + j) * pitch + entry[RANK_ROW] + r] += totals[j]
             coming = at
-            if col == 0:
-                scratch[i, row + r] = total
-            else:
-                scratch[i, row + r] += total
+        for i in range(grouped, stop):
+            totals = stream_dot(pages, at, coming, x, i * width + col, width, even)
+            scratch[i * pitch + entry[RANK_ROW] + r] += totals[0]
+            coming = at
+        if odd:
+            for i in range(first_row, stop):
+                total = rest(pages, at + even, x, i * width + col + even, odd)
+                scratch[i * pitch + entry[RANK_ROW] + r] += total
 
 
-def _expand_piece(entry: Any, first: int, last: int, ahead: int, out: Any, pages: Any, scratch: Any) -> None:
-    num_rows, num_cols, column = entry[PIECE_ROWS], entry[PIECE_COLS], entry[COLUMN]
+def _expand_piece(
+    entry: Any, first: int, last: int, ahead: int, out: Any, width: int, pages: Any, scratch: Any, pitch: int
+) -> None:
+    num_rows, num_cols, column = entry[PIECE_ROWS], entry[PIECE_COLS], entry[COLUMN] + first
+    even, odd = (last - first) - (last - first) % RUN, (last - first) % RUN
+    first_row, stop = entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]
     for r in range(num_rows):
         at = entry[OFFSET] + r * num_cols + first
         coming = at + AHEAD * num_cols if r + AHEAD < num_rows else ahead + (r + AHEAD - num_rows) * num_cols
-        for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
-            add(pages, at, coming, scratch[i, entry[RANK_ROW] + r], out[i, column + first : column + last])
+        grouped = stop - entry[NUM_ROWS] % GROUP
+        for i in range(first_row, grouped, GROUP):
+            factors = i * pitch + entry[RANK_ROW] + r
+            stream_adds(pages, at, coming, scratch, factors, pitch, out, i * width + column, width, even)
             coming = at
+        for i in range(grouped, stop):
+            factors = i * pitch + entry[RANK_ROW] + r
+            stream_add(pages, at, coming, scratch, factors, pitch, out, i * width + column, width, even)
+            coming = at
+        if odd:
+            for i in range(first_row, stop):
+                factor = scratch[i * pitch + entry[RANK_ROW] + r]
+                add_rest(pages, at + even, factor, out, i * width + column + even, odd)
 
 
 def _rank_rows(thread: int, num_threads: int, total: int, entry: Any) -> tuple[int, int]:
@@ -181,8 +207,8 @@ def _place(entry: Any, number: int, dtype: int) -> Any:
 
 def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
     sizes = carray(pointers[0], 9, np.int64)
-    x = carray(pointers[1], (sizes[4], sizes[5]), np.float32)
-    out = carray(pointers[2], (sizes[4], sizes[6]), np.float32)
+    x = carray(pointers[1], sizes[4] * sizes[5], np.float32)
+    out = carray(pointers[2], sizes[4] * sizes[6], np.float32)
     # The same memory three times: the type says how a number is widened (int16 holds the bits of float16).
     float32, bfloat16, float16 = (
         carray(pointers[3], sizes[8] // 4, np.float32),
@@ -191,18 +217,18 @@ def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
     )
     shrink = carray(pointers[4], (sizes[0], NUM_FIELDS), np.int64)
     expand = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
-    scratch = carray(pointers[6], (sizes[4], sizes[7]), np.float32)
+    scratch = carray(pointers[6], sizes[4] * sizes[7], np.float32)
     for n in range(sizes[0]):
         entry, after = shrink[n], shrink[min(n + 1, sizes[0] - 1)]
         first, last = rank_rows(thread, num_threads, sizes[2], entry)
         if first < last:
             ahead = place(after, rank_rows(thread, num_threads, sizes[2], after)[0] * after[PIECE_COLS], entry[DTYPE])
             if entry[DTYPE] == 0:
-                shrink_piece(entry, first, last, ahead, x, float32, scratch)
+                shrink_piece(entry, first, last, ahead, x, sizes[5], float32, scratch, sizes[7])
             elif entry[DTYPE] == 1:
-                shrink_piece(entry, first, last, ahead, x, bfloat16, scratch)
+                shrink_piece(entry, first, last, ahead, x, sizes[5], bfloat16, scratch, sizes[7])
             else:
-                shrink_piece(entry, first, last, ahead, x, float16, scratch)
+                shrink_piece(entry, first, last, ahead, x, sizes[5], float16, scratch, sizes[7])
     barrier()
     for n in range(sizes[1]):
         entry, after = expand[n], expand[min(n + 1, sizes[1] - 1)]
@@ -210,15 +236,15 @@ def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
         if first < last:
             ahead = place(after, columns(thread, num_threads, sizes[3], after)[0], entry[DTYPE])
             if entry[DTYPE] == 0:
-                expand_piece(entry, first, last, ahead, out, float32, scratch)
+                expand_piece(entry, first, last, ahead, out, sizes[6], float32, scratch, sizes[7])
             elif entry[DTYPE] == 1:
-                expand_piece(entry, first, last, ahead, out, bfloat16, scratch)
+                expand_piece(entry, first, last, ahead, out, sizes[6], bfloat16, scratch, sizes[7])
             else:
-                expand_piece(entry, first, last, ahead, out, float16, scratch)
+                expand_piece(entry, first, last, ahead, out, sizes[6], float16, scratch, sizes[7])
 
 
-dot = njit(cache=True, fastmath=FAST_MATH)(_dot)
-add = njit(cache=True, fastmath=FAST_MATH)(_add)
+rest = njit(cache=True, fastmath=FAST_MATH)(_rest)
+add_rest = njit(cache=True, fastmath=FAST_MATH)(_add_rest)
 rank_rows = njit(cache=True)(_rank_rows)
 columns = njit(cache=True)(_columns)
 place = njit(cache=True)(_place)

@@ -23,79 +23,122 @@ from manylora.execution.compiled_vectors import (
     load,
     multiply_add,
     prefetch,
+    row_addresses,
     spread,
     store,
     sum_lanes,
     zero_sums,
 )
 
-__all__ = ["RUN", "stream_add", "stream_dot"]
+__all__ = ["GROUP", "RUN", "stream_add", "stream_adds", "stream_dot", "stream_dots"]
 
 _VECTORS = 8
 RUN = _VECTORS * LANES
-"""Numbers that are taken at a time."""
+"""What numbers of weights are a multiple of."""
+
+GROUP = 4
+"""Rows that ``stream_dots`` and ``stream_adds`` take at once, so that weights are loaded once for all of them."""
 
 _LINE_BYTES = 64
 
 
-def _ask_for(builder: Any, pointer: Any, first: Any, dtype: Any) -> None:
-    """Ask for the lines of the run that begins at ``first`` behind ``pointer``."""
+def _ask_for(builder: Any, pointer: Any, first: Any, dtype: Any, number: int) -> None:
+    """Ask for the lines of ``number`` numbers from ``first`` on behind ``pointer``."""
     size = dtype.bitwidth // 8
-    for line in range(-(-RUN * size // _LINE_BYTES)):
+    for line in range(-(-number * size // _LINE_BYTES)):
         prefetch(builder, pointer, builder.add(first, INT(line * _LINE_BYTES // size)))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def stream_dot(typing_context: Any, weights: Any, at: Any, ahead: Any, vector: Any, number: Any) -> Any:
-    """Return the dot product of ``number`` weights from ``at`` on and ``vector``; ask for those from ``ahead`` on.
+def _make_dot(num_rows: int) -> Any:
+    num_vectors = _VECTORS // num_rows
 
-    ``number`` is a multiple of RUN; ``ahead`` may lie anywhere.
-    """
+    @intrinsic  # type: ignore[untyped-decorator]
+    def dot(
+        typing_context: Any, weights: Any, at: Any, ahead: Any, x: Any, x_at: Any, x_stride: Any, number: Any
+    ) -> Any:
+        """Return products of ``number`` weights from ``at`` on and rows of ``x``; ask for the weights at ``ahead``.
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        dtype = signature.args[0].dtype
-        weights, at, ahead, vector, number = args
-        w, coming = (address(context, builder, signature.args[0], weights, first) for first in (at, ahead))
-        x = address(context, builder, signature.args[3], vector, INT(0))
-        sums = zero_sums(builder, _VECTORS)
-        with cgutils.for_range_slice(builder, INT(0), number, INT(RUN)) as (first, _):
-            _ask_for(builder, coming, first, dtype)
-            for v, total in enumerate(sums):
-                at = builder.add(first, INT(v * LANES))
-                product = multiply_add(
-                    builder, load(builder, w, at, dtype), load(builder, x, at, types.float32), builder.load(total)
-                )
-                builder.store(product, total)
-        totals = [builder.load(total) for total in sums]
-        while len(totals) > 1:
-            totals = [builder.fadd(a, b) for a, b in zip(totals[::2], totals[1::2], strict=True)]
-        return sum_lanes(builder, totals[0])
+        ``number`` is a multiple of RUN; ``ahead`` may lie anywhere.
+        """
 
-    return types.float32(weights, at, ahead, vector, number), generate
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kinds = signature.args
+            dtype = kinds[0].dtype
+            weights, at, ahead, x, x_at, x_stride, number = args
+            w, coming = (address(context, builder, kinds[0], weights, first) for first in (at, ahead))
+            rows = row_addresses(context, builder, kinds[3], x, x_at, x_stride, num_rows)
+            sums = [zero_sums(builder, num_vectors) for _ in rows]
+            with cgutils.for_range_slice(builder, INT(0), number, INT(num_vectors * LANES)) as (first, _):
+                _ask_for(builder, coming, first, dtype, num_vectors * LANES)
+                for v in range(num_vectors):
+                    place = builder.add(first, INT(v * LANES))
+                    weight = load(builder, w, place, dtype)
+                    for row, row_sums in zip(rows, sums, strict=True):
+                        total = builder.load(row_sums[v])
+                        vector = load(builder, row, place, types.float32)
+                        builder.store(multiply_add(builder, weight, vector, total), row_sums[v])
+            totals = []
+            for row_sums in sums:
+                vectors = [builder.load(total) for total in row_sums]
+                while len(vectors) > 1:
+                    vectors = [builder.fadd(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+                totals.append(sum_lanes(builder, vectors[0]))
+            return context.make_tuple(builder, signature.return_type, totals)
+
+        result = types.UniTuple(types.float32, num_rows)
+        return result(weights, at, ahead, x, x_at, x_stride, number), generate
+
+    return dot
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def stream_add(typing_context: Any, weights: Any, at: Any, ahead: Any, factor: Any, target: Any, number: Any) -> Any:
-    """Add ``factor`` times ``number`` weights from ``at`` on to ``target``; ask for those from ``ahead`` on.
+def _make_add(num_rows: int) -> Any:
+    num_vectors = _VECTORS // num_rows
 
-    ``number`` is a multiple of RUN; ``ahead`` may lie anywhere.
-    """
+    @intrinsic  # type: ignore[untyped-decorator]
+    def add(
+        typing_context: Any,
+        weights: Any,
+        at: Any,
+        ahead: Any,
+        factors: Any,
+        factors_at: Any,
+        factors_stride: Any,
+        out: Any,
+        out_at: Any,
+        out_stride: Any,
+        number: Any,
+    ) -> Any:
+        """Add ``number`` weights from ``at`` on, times a factor for each row, to rows of ``out``; ask for ``ahead``.
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        dtype = signature.args[0].dtype
-        weights, at, ahead, factor, target, number = args
-        w, coming = (address(context, builder, signature.args[0], weights, first) for first in (at, ahead))
-        out = address(context, builder, signature.args[4], target, INT(0))
-        factor = spread(builder, factor)
-        with cgutils.for_range_slice(builder, INT(0), number, INT(RUN)) as (first, _):
-            _ask_for(builder, coming, first, dtype)
-            places = [builder.add(first, INT(v * LANES)) for v in range(_VECTORS)]
-            totals = [
-                multiply_add(builder, load(builder, w, at, dtype), factor, load(builder, out, at, types.float32))
-                for at in places
-            ]
-            for at, total in zip(places, totals, strict=True):
-                store(builder, total, out, at)
-        return context.get_dummy_value()
+        ``number`` is a multiple of RUN; ``ahead`` may lie anywhere.
+        """
 
-    return types.void(weights, at, ahead, factor, target, number), generate
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kinds = signature.args
+            dtype = kinds[0].dtype
+            weights, at, ahead, factors, factors_at, factors_stride, out, out_at, out_stride, number = args
+            w, coming = (address(context, builder, kinds[0], weights, first) for first in (at, ahead))
+            numbers = row_addresses(context, builder, kinds[3], factors, factors_at, factors_stride, num_rows)
+            spreads = [spread(builder, builder.load(one)) for one in numbers]
+            rows = row_addresses(context, builder, kinds[6], out, out_at, out_stride, num_rows)
+            with cgutils.for_range_slice(builder, INT(0), number, INT(num_vectors * LANES)) as (first, _):
+                _ask_for(builder, coming, first, dtype, num_vectors * LANES)
+                places = [builder.add(first, INT(v * LANES)) for v in range(num_vectors)]
+                vectors = [load(builder, w, place, dtype) for place in places]
+                for row, factor in zip(rows, spreads, strict=True):
+                    totals = [
+                        multiply_add(builder, vector, factor, load(builder, row, place, types.float32))
+                        for place, vector in zip(places, vectors, strict=True)
+                    ]
+                    for place, total in zip(places, totals, strict=True):
+                        store(builder, total, row, place)
+            return context.get_dummy_value()
+
+        arguments = (weights, at, ahead, factors, factors_at, factors_stride, out, out_at, out_stride, number)
+        return types.void(*arguments), generate
+
+    return add
+
+
+stream_dot, stream_dots = _make_dot(1), _make_dot(GROUP)
+stream_add, stream_adds = _make_add(1), _make_add(GROUP)

@@ -26,6 +26,7 @@ from manylora.execution.compiled_vectors import (
     address,
     load,
     multiply_add,
+    row_addresses,
     spread,
     store,
     sum_lanes,
@@ -40,14 +41,6 @@ AXPY_ROWS, _AXPY_VECTORS = (8, 2) if HAS_32_REGISTERS else (4, 2)
 
 AXPY_WIDTH = _AXPY_VECTORS * LANES
 """Columns that ``axpy_tile`` and ``axpy_row`` add to."""
-
-
-def _rows(context: Any, builder: Any, dtype: Any, array: Any, at: Any, stride: Any, num_rows: int) -> list[Any]:
-    """Return where each row of a tile begins."""
-    return [
-        address(context, builder, dtype, array, builder.add(at, builder.mul(stride, INT(row))))
-        for row in range(num_rows)
-    ]
 
 
 def _make_dot(num_rows: int) -> Any:
@@ -69,8 +62,8 @@ def _make_dot(num_rows: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
             x, x_at, x_stride, weights, weights_stride, num_cols, out, out_at, out_stride = args
-            x_rows = _rows(context, builder, kinds[0], x, x_at, x_stride, num_rows)
-            w_rows = _rows(context, builder, kinds[3], weights, INT(0), weights_stride, DOT_RANKS)
+            x_rows = row_addresses(context, builder, kinds[0], x, x_at, x_stride, num_rows)
+            w_rows = row_addresses(context, builder, kinds[3], weights, INT(0), weights_stride, DOT_RANKS)
             sums = [zero_sums(builder, DOT_RANKS) for _ in range(num_rows)]
             with cgutils.for_range_slice(builder, INT(0), num_cols, INT(LANES)) as (col, _):
                 vectors = [load(builder, row, col, types.float32) for row in x_rows]
@@ -80,7 +73,7 @@ def _make_dot(num_rows: int) -> Any:
                         total = multiply_add(builder, vector, weight, builder.load(row_sums[rank]))
                         builder.store(total, row_sums[rank])
             for place, row_sums in zip(
-                _rows(context, builder, kinds[6], out, out_at, out_stride, num_rows), sums, strict=True
+                row_addresses(context, builder, kinds[6], out, out_at, out_stride, num_rows), sums, strict=True
             ):
                 for rank, total in enumerate(row_sums):
                     target = builder.gep(place, [INT(rank)])
@@ -112,12 +105,12 @@ def _make_axpy(num_rows: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
             factors, factors_at, factors_stride, weights, weights_at, num_ranks, out, out_at, out_stride = args
-            factor_rows = _rows(context, builder, kinds[0], factors, factors_at, factors_stride, num_rows)
+            factor_rows = row_addresses(context, builder, kinds[0], factors, factors_at, factors_stride, num_rows)
             panel = address(context, builder, kinds[3], weights, weights_at)
             columns = [INT(vector * LANES) for vector in range(_AXPY_VECTORS)]
             places = [
                 (row, column)
-                for row in _rows(context, builder, kinds[6], out, out_at, out_stride, num_rows)
+                for row in row_addresses(context, builder, kinds[6], out, out_at, out_stride, num_rows)
                 for column in columns
             ]
             sums = [cgutils.alloca_once_value(builder, load(builder, *place, types.float32)) for place in places]

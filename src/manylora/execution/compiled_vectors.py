@@ -24,6 +24,7 @@ __all__ = [
     "load",
     "multiply_add",
     "prefetch",
+    "row_addresses",
     "spread",
     "store",
     "sum_lanes",
@@ -46,6 +47,16 @@ def address(context: Any, builder: Any, array_type: Any, array: Any, at: Any) ->
     """Return where number ``at`` of a one-dimensional, contiguous array lies."""
     pointer = context.make_array(array_type)(context, builder, array).data
     return builder.gep(pointer, [at], inbounds=True)
+
+
+def row_addresses(
+    context: Any, builder: Any, array_type: Any, array: Any, at: Any, stride: Any, num_rows: int
+) -> list[Any]:
+    """Return where rows lie that are ``stride`` numbers apart, the first of them at ``at``."""
+    return [
+        address(context, builder, array_type, array, builder.add(at, builder.mul(stride, INT(row))))
+        for row in range(num_rows)
+    ]
 
 
 def load(builder: Any, pointer: Any, at: Any, dtype: Any) -> Any:
