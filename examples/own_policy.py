@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
-from manylora.memory.eviction import ByAge, EvictionPolicy, IdleItem, ReloadCosts
+from manylora.memory.eviction import ByAge, EvictionPolicy, IdleItem, ItemKey, ReloadCosts
 from manylora.scheduling import KeyedPolicy, Policy, PolicyContext, Sequence
+from manylora.types import AdapterKey
 
 
 def least_work(context: PolicyContext) -> Policy:
@@ -33,13 +34,13 @@ class Uses:
     """An adapter is worth as much as it was ever used."""
 
     def __init__(self) -> None:
-        self._num_uses: Counter[str] = Counter()
+        self._num_uses: Counter[ItemKey] = Counter()
 
-    def used(self, key: str, now: float) -> None:
+    def used(self, key: AdapterKey, now: float) -> None:
         """Count a use."""
         self._num_uses[key] += 1
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: AdapterKey) -> None:
         """Drop the count of one that was unloaded."""
         del self._num_uses[key]
 
@@ -48,12 +49,12 @@ class Uses:
 
     def place(self, item: IdleItem) -> tuple[Hashable, float]:
         """Group those of one count; inside, the one idle for longest comes first."""
-        return self._num_uses[str(item.key)], item.idle_since
+        return self._num_uses[item.key], item.idle_since
 
-    def moved(self, now: float) -> Iterable[str]:
+    def moved(self, now: float) -> Iterable[AdapterKey]:
         """Nobody: counts of idle adapters do not change."""
         return ()
 
     def worth(self, item: IdleItem, now: float) -> float:
         """Return its count."""
-        return float(self._num_uses[str(item.key)])
+        return float(self._num_uses[item.key])
