@@ -1,9 +1,8 @@
-"""The least that HTTP can add: the same library in the same settings, and an application that does nothing but write.
+"""What the kernel and the HTTP library add: the same library and settings, and an application that only writes.
 
 ``python -m manylora.bench.http_floor STREAMS`` waits until so many streams are open, then sends all of them a chunk per
 step from one loop, one stream after another, no task woken for any. The chunks are as long as the server's and carry
-the moment the step ended, as the server's do. There is no engine, no text and no JSON: what this adds, no server on the
-library can go below while its streams step together.
+the moment the step ended, as the server's do. There is no engine, no text and no JSON.
 """
 
 from __future__ import annotations
