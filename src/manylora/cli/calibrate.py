@@ -169,7 +169,7 @@ def _print_errors(profile: CostProfile) -> None:
 def _print_spells(profile: CostProfile) -> None:
     if profile.unsteadiness is None:
         return
-    table = Table("lasts", "slower or faster by", title="The machine was not steady: spells in which its speed differs")
+    table = Table("lasts", "slower or faster by", title="Slow and fast spells")
     for spell in profile.unsteadiness.spells:
         table.add_row(_time(spell.length_s), f"{spell.size:.0%}")
     out.print(table)

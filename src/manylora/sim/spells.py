@@ -6,7 +6,7 @@ over *time* (a long step counts as long as it lasts) and of times rather than of
 of a slow machine is the work that it falls behind by, and under load its waits depend on the integral of just this
 curve, whatever else the process is.
 
-Source: Whitt, *Stochastic-Process Limits* (2002), section 9.6, for the claim on waits: in heavy traffic service enters
+Source: Whitt, *Stochastic-Process Limits* (2002), chapter 9, for the claim on waits: in heavy traffic service enters
 by its asymptotic variance. Fitting a mixture of exponentials on a grid by non-negative least squares is Provencher's
 way, *A constrained regularization method* (1982), here without the regularization: the grid is coarse.
 """
