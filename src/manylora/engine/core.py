@@ -27,6 +27,8 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, Scheduler
 from manylora.engine.adapter_cache import AdapterCache
 from manylora.engine.catalog import AdapterCatalog
 from manylora.engine.follow_on import plan_at
+from manylora.engine.integrity import check_integrity
+from manylora.engine.limits import RequestLimits
 from manylora.engine.ports import EngineParts, Executor, PlannedSequence, StepPlan, StepResult, Work
 from manylora.engine.prefetch import Prefetcher
 from manylora.engine.running import RunningSet
@@ -50,7 +52,6 @@ from manylora.memory import (
     PageStore,
     ReloadCosts,
     make_eviction_policy,
-    num_blocks,
     prefix_root,
 )
 from manylora.scheduling import (
@@ -62,7 +63,7 @@ from manylora.scheduling import (
     make_policy,
     make_predictor,
 )
-from manylora.types import AdapterVersion, FinishReason, Output, Request, SampledToken
+from manylora.types import FinishReason, Output, Request, SampledToken
 
 __all__ = ["EngineCore"]
 
@@ -147,11 +148,17 @@ class EngineCore:
             is_pinned=self._registry.is_pinned,
             emit=self._emit,
         )
+        self._limits = RequestLimits(
+            base=base,
+            num_pages=num_pages,
+            block_size=memory.block_size,
+            num_pinned_pages=lambda version: self.adapters.num_pinned_pages(besides=version),
+        )
         self.adapters = AdapterCatalog(
             registry=self._registry,
             cache=self._cache,
             num_pages=num_pages,
-            pages_needed=self._num_pages_needed,
+            pages_needed=self._limits.num_pages_needed,
             in_flight=lambda: list(self._sequences.values()),
         )
         self._predictor = predictor or make_predictor(scheduler, seed)
@@ -250,7 +257,9 @@ class EngineCore:
         """
         named = self.adapters.resolve(request.model, self.served_name)
         version = named.version if named else None
-        max_tokens = self._check_fits(request, version)
+        if request.request_id in self._sequences:
+            raise RequestError(f"Got request_id = {request.request_id!r}, which is in flight", param="request_id")
+        max_tokens = self._limits.check(request, version)
         if len(self._policy) >= self._scheduler.max_waiting:
             raise CapacityError(
                 f"{len(self._policy)} requests are waiting, the most allowed", retry_after_s=self._retry_after_s(now)
@@ -304,56 +313,6 @@ class EngineCore:
         else:
             self._finish(sequence, FinishReason.CANCELLED, now)
         return True
-
-    def _check_fits(self, request: Request, version: AdapterVersion | None) -> int:
-        """Return how many tokens the request may generate.
-
-        Raises:
-            RequestError: See ``add_request``.
-        """
-        num_prompt = len(request.prompt)
-        if request.request_id in self._sequences:
-            raise RequestError(f"Got request_id = {request.request_id!r}, which is in flight", param="request_id")
-        if not num_prompt:
-            raise RequestError("The prompt has no tokens", param="prompt")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.base.vocab_size:
-            raise RequestError(f"The prompt has token ids outside [0, {self.base.vocab_size})", param="prompt")
-        for param, token_ids in (
-            ("stop_token_ids", request.sampling.stop_token_ids),
-            ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
-        ):
-            if max(token_ids, default=0) >= self.base.vocab_size:
-                raise RequestError(f"{param} has token ids outside [0, {self.base.vocab_size})", param=param)
-        limit = self.base.max_model_len
-        if num_prompt >= limit:
-            raise RequestError(
-                f"The prompt has {num_prompt} tokens; this model's context is {limit}, one of them at least to answer",
-                param="prompt",
-            )
-        asked = request.sampling.max_tokens
-        if asked is not None and num_prompt + asked > limit:
-            raise RequestError(
-                f"The prompt has {num_prompt} tokens and max_tokens is {asked}, "
-                f"together more than this model's context of {limit}",
-                param="max_tokens",
-            )
-        # It must fit with nothing but pinned adapters beside it, else it could wait for ever. The last token
-        # generated needs no KV.
-        num_free = self.store.pool.num_pages - self.adapters.num_pinned_pages(besides=version)
-        num_kv_pages = num_free - (version.num_pages if version else 0)
-        room = num_kv_pages * self._memory.block_size + 1 - num_prompt
-        if room < 1 or (asked is not None and asked > room):
-            raise RequestError(
-                f"The request needs KV for {num_prompt + (asked or 1) - 1} tokens; "
-                f"the memory left beside its adapter and pinned ones holds {max(0, room + num_prompt - 1)}",
-                param="prompt" if room < 1 else "max_tokens",
-            )
-        longest = min(limit - num_prompt, room)
-        return longest if asked is None else asked
-
-    def _num_pages_needed(self, sequence: Sequence) -> int:
-        """Return the KV pages a sequence may come to need; the last token generated needs no KV."""
-        return num_blocks(sequence.num_prompt_tokens + sequence.max_tokens - 1, self._memory.block_size)
 
     def _retry_after_s(self, now: float) -> float:
         """Estimate when a place in the queue will be free, from how fast requests ended lately."""
@@ -572,8 +531,8 @@ class EngineCore:
             num_prefix_pages=pool.count(Owner.PREFIX),
             num_adapter_pages=pool.count(Owner.ADAPTER),
             num_registered=len(self._registry),
-            num_resident=sum(one.device.value == "resident" for one in residencies),
-            num_loading=sum(one.device.value == "loading" for one in residencies),
+            num_resident=sum(one.device is TierState.RESIDENT for one in residencies),
+            num_loading=sum(one.device is TierState.LOADING for one in residencies),
             num_active=self._cache.num_active,
             num_host=self._cache.num_host,
             host_bytes=self._cache.host_bytes,
@@ -597,21 +556,15 @@ class EngineCore:
 
     def check_integrity(self) -> None:
         """Assert that memory, references and queues agree; slow, for tests and soak runs."""
-        self.store.check_integrity()
-        over = [sequence for sequence in self._running.sequences() if sequence.status is SequenceStatus.FINISHED]
-        assert all(sequence.num_in_flight for sequence in over)
-        assert len(self._sequences) == len(self._running) - len(over) + len(self._policy)
-        for sequence in self._running.sequences():
-            parts = [part for step in self._steps for part in step.plan.sequences if part.seq_id == sequence.seq_id]
-            assert sequence.num_in_flight == len(parts)
-            assert sequence.num_pending == sum(part.is_sampled for part in parts)
-        for residency in self._cache.residencies():
-            key = residency.version.key
-            users = [sequence for sequence in [*self._sequences.values(), *over] if sequence.adapter == key]
-            assert residency.num_running == sum(one.status is not SequenceStatus.WAITING for one in users)
-            assert residency.num_waiting == sum(one.status is SequenceStatus.WAITING for one in users)
-        for sequence in self._running.sequences():
-            assert len(sequence.table.pages) * self._memory.block_size >= sequence.num_computed
+        check_integrity(
+            sequences=self._sequences.values(),
+            running=self._running.sequences(),
+            num_waiting=len(self._policy),
+            plans=[step.plan for step in self._steps],
+            store=self.store,
+            cache=self._cache,
+            block_size=self._memory.block_size,
+        )
 
     def _nearness(self, sequence: Sequence) -> Nearness:
         """Return how near a sequence's adapter is to the device."""

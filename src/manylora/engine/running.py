@@ -106,7 +106,7 @@ class RunningSet:
             self._emit(RequestSquashed(now, sequence.request.request_id, sequence.num_computed))
             self._send_back(sequence, now)
         num_preemptions = self.num_preemptions
-        if is_ahead and not self._can_grow(now):
+        if is_ahead and not self._claim_growth(now):
             return []
         decodes, prompts, budget = self._plan_running(now)
         is_short = self.num_preemptions > num_preemptions  # of memory: let the step run before anybody is let in
@@ -215,8 +215,8 @@ class RunningSet:
             if youngest is sequence:
                 return False
 
-    def _can_grow(self, now: float) -> bool:
-        """Whether all decoding sequences have a page for their next token, after claiming what idle things hold."""
+    def _claim_growth(self, now: float) -> bool:
+        """Claim a page for every decoding sequence that lacks one, from idle things; return whether all have theirs."""
         block_size = self._memory.block_size
         return all(
             sequence.num_tokens <= len(sequence.table.pages) * block_size

@@ -1,0 +1,49 @@
+"""What must always add up in an engine, whatever happened to it; asked by tests and soak runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.ports import StepPlan
+from manylora.memory import PageStore
+from manylora.scheduling import Sequence, SequenceStatus
+
+__all__ = ["check_integrity"]
+
+
+def check_integrity(
+    *,
+    sequences: Collection[Sequence],
+    running: Seq[Sequence],
+    num_waiting: int,
+    plans: Seq[StepPlan],
+    store: PageStore,
+    cache: AdapterCache,
+    block_size: int,
+) -> None:
+    """Assert that memory, references and queues agree; slow.
+
+    Args:
+        sequences: Of all requests in flight.
+        running: Those that run, and those that are over but for a step in flight.
+        num_waiting: How many the policy holds.
+        plans: Steps in flight.
+        store: The pages.
+        cache: The adapters.
+        block_size: Tokens of KV in a page.
+    """
+    store.check_integrity()
+    over = [sequence for sequence in running if sequence.status is SequenceStatus.FINISHED]
+    assert all(sequence.num_in_flight for sequence in over)
+    assert len(sequences) == len(running) - len(over) + num_waiting
+    for sequence in running:
+        parts = [part for plan in plans for part in plan.sequences if part.seq_id == sequence.seq_id]
+        assert sequence.num_in_flight == len(parts)
+        assert sequence.num_pending == sum(part.is_sampled for part in parts)
+        assert len(sequence.table.pages) * block_size >= sequence.num_computed
+    for residency in cache.residencies():
+        users = [sequence for sequence in (*sequences, *over) if sequence.adapter == residency.version.key]
+        assert residency.num_running == sum(one.status is not SequenceStatus.WAITING for one in users)
+        assert residency.num_waiting == sum(one.status is SequenceStatus.WAITING for one in users)

@@ -1,0 +1,92 @@
+"""What a request may ask of an engine: whatever could never be served is refused on arrival, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora.adapters.shape import BaseShape
+from manylora.errors import RequestError
+from manylora.memory import num_blocks
+from manylora.scheduling import Sequence
+from manylora.types import AdapterVersion, Request
+
+__all__ = ["RequestLimits"]
+
+
+class RequestLimits:
+    """The limits of the base model and of the pool.
+
+    Args:
+        base: The base model's shape.
+        num_pages: Pages in the pool.
+        block_size: Tokens of KV in a page.
+        num_pinned_pages: Pages that pinned adapters hold, besides a version that may be one of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        base: BaseShape,
+        num_pages: int,
+        block_size: int,
+        num_pinned_pages: Callable[[AdapterVersion | None], int],
+    ) -> None:
+        self._base = base
+        self._num_pages = num_pages
+        self._block_size = block_size
+        self._num_pinned_pages = num_pinned_pages
+
+    def check(self, request: Request, version: AdapterVersion | None) -> int:
+        """Return how many tokens a request may generate.
+
+        Args:
+            request: What is asked for.
+            version: The adapter it runs with.
+
+        Raises:
+            RequestError: It is empty, has unknown tokens, or is too long for the model or the pool.
+        """
+        self._check_tokens(request)
+        num_prompt, asked = len(request.prompt), request.sampling.max_tokens
+        limit = self._base.max_model_len
+        if num_prompt >= limit:
+            raise RequestError(
+                f"The prompt has {num_prompt} tokens; this model's context is {limit}, one of them at least to answer",
+                param="prompt",
+            )
+        if asked is not None and num_prompt + asked > limit:
+            raise RequestError(
+                f"The prompt has {num_prompt} tokens and max_tokens is {asked}, "
+                f"together more than this model's context of {limit}",
+                param="max_tokens",
+            )
+        # It must fit with nothing but pinned adapters beside it, else it could wait for ever. The last token
+        # generated needs no KV.
+        num_free = self._num_pages - self._num_pinned_pages(version)
+        num_kv_pages = num_free - (version.num_pages if version else 0)
+        room = num_kv_pages * self._block_size + 1 - num_prompt
+        if room < 1 or (asked is not None and asked > room):
+            raise RequestError(
+                f"The request needs KV for {num_prompt + (asked or 1) - 1} tokens; "
+                f"the memory left beside its adapter and pinned ones holds {max(0, room + num_prompt - 1)}",
+                param="prompt" if room < 1 else "max_tokens",
+            )
+        longest = min(limit - num_prompt, room)
+        return longest if asked is None else asked
+
+    def num_pages_needed(self, sequence: Sequence) -> int:
+        """Return the KV pages a sequence may come to need; the last token generated needs no KV."""
+        return num_blocks(sequence.num_prompt_tokens + sequence.max_tokens - 1, self._block_size)
+
+    def _check_tokens(self, request: Request) -> None:
+        if not request.prompt:
+            raise RequestError("The prompt has no tokens", param="prompt")
+        vocab_size = self._base.vocab_size
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
+            raise RequestError(f"The prompt has token ids outside [0, {vocab_size})", param="prompt")
+        for param, token_ids in (
+            ("stop_token_ids", request.sampling.stop_token_ids),
+            ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
+        ):
+            if max(token_ids, default=0) >= vocab_size:
+                raise RequestError(f"{param} has token ids outside [0, {vocab_size})", param=param)
