@@ -208,13 +208,13 @@ class TwinStores(RuleBasedStateMachine):
 
 
 TestTwinStores = TwinStores.TestCase
-TestTwinStores.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestTwinStores.settings = settings(max_examples=60, stateful_step_count=60)
 
 AGES = st.floats(0.0, 1e9) | st.sampled_from([2.0**power for power in range(-12, 30)])
 
 
 @given(st.lists(st.tuples(AGES, AGES), max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_time_at_risk_is_booked_as_bucket_by_bucket(gaps: list[tuple[float, float]]) -> None:
     def bucket_of(age: float) -> int:
         return next((b for b in range(NUM_AGES - 1) if age < 2.0 ** (FIRST_AGE + b)), NUM_AGES - 1)

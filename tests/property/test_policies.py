@@ -169,7 +169,7 @@ def longest_first(context: PolicyContext) -> Policy:
 
 
 @given(asks=ASKS, num_pages=st.integers(22, 40), seats=st.integers(1, 6), max_loras=st.none() | st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_everybody_is_served_under_a_key_that_nobody_thought_of(asks, num_pages, seats, max_loras):
     events = run(LONGEST_FIRST, asks, num_pages=num_pages, seats=seats, max_loras=max_loras)
     finished = {event.request_id for event in events if isinstance(event, RequestFinished)}

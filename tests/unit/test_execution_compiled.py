@@ -30,6 +30,12 @@ def kernels() -> CompiledKernels:
     return kernels
 
 
+def test_the_threads_found_are_torchs(kernels: CompiledKernels) -> None:
+    """With one thread any runtime would pass for torch's."""
+    assert torch.get_num_threads() == 2
+    assert find_compiled.__wrapped__() is not None
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 7])

@@ -143,7 +143,7 @@ def test_an_answer_can_finish_the_character_its_prompt_began() -> None:
     assert detokenizer.push(tokens(ids[-2:])).text == "🙃"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 319), max_size=6),
     st.lists(st.one_of(st.integers(0, 325), st.integers(100, 255)), max_size=20),
