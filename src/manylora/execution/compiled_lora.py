@@ -205,7 +205,8 @@ def _place(entry: Any, number: int, dtype: int) -> Any:
     return at // 2 if entry[DTYPE] != 0 and dtype == 0 else at
 
 
-def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
+def _lora(pointers: Any) -> None:
+    thread, threads = thread_num(), num_threads()
     sizes = carray(pointers[0], 9, np.int64)
     x = carray(pointers[1], sizes[4] * sizes[5], np.float32)
     out = carray(pointers[2], sizes[4] * sizes[6], np.float32)
@@ -220,9 +221,9 @@ def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
     scratch = carray(pointers[6], sizes[4] * sizes[7], np.float32)
     for n in range(sizes[0]):
         entry, after = shrink[n], shrink[min(n + 1, sizes[0] - 1)]
-        first, last = rank_rows(thread, num_threads, sizes[2], entry)
+        first, last = rank_rows(thread, threads, sizes[2], entry)
         if first < last:
-            ahead = place(after, rank_rows(thread, num_threads, sizes[2], after)[0] * after[PIECE_COLS], entry[DTYPE])
+            ahead = place(after, rank_rows(thread, threads, sizes[2], after)[0] * after[PIECE_COLS], entry[DTYPE])
             if entry[DTYPE] == 0:
                 shrink_piece(entry, first, last, ahead, x, sizes[5], float32, scratch, sizes[7])
             elif entry[DTYPE] == 1:
@@ -232,9 +233,9 @@ def _lora(thread: Any, num_threads: Any, pointers: Any) -> None:
     barrier()
     for n in range(sizes[1]):
         entry, after = expand[n], expand[min(n + 1, sizes[1] - 1)]
-        first, last = columns(thread, num_threads, sizes[3], entry)
+        first, last = columns(thread, threads, sizes[3], entry)
         if first < last:
-            ahead = place(after, columns(thread, num_threads, sizes[3], after)[0], entry[DTYPE])
+            ahead = place(after, columns(thread, threads, sizes[3], after)[0], entry[DTYPE])
             if entry[DTYPE] == 0:
                 expand_piece(entry, first, last, ahead, out, sizes[6], float32, scratch, sizes[7])
             elif entry[DTYPE] == 1:
@@ -250,14 +251,9 @@ columns = njit(cache=True)(_columns)
 place = njit(cache=True)(_place)
 shrink_piece = njit(cache=True)(_shrink_piece)
 expand_piece = njit(cache=True)(_expand_piece)
-lora = njit(cache=True)(_lora)
-
-
-def _entry(pointers: Any) -> None:
-    lora(thread_num(), num_threads(), pointers)
 
 
 @cache
 def lora_kernel() -> int:
     """Return the kernel's address; compiles it when first called."""
-    return compile_kernel(_entry)
+    return compile_kernel(_lora)

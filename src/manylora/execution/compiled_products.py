@@ -203,7 +203,8 @@ def _expand_block(
                     out[target + i * width + c] += shrunk[source + i * pitch + r] * panel[r * AXPY_WIDTH + c]
 
 
-def _multiply(thread: Any, num_threads: Any, pointers: Any) -> None:
+def _multiply(pointers: Any) -> None:
+    thread, threads = thread_num(), num_threads()
     sizes = carray(pointers[0], 10, np.int64)
     num_parts, num_shrink, num_expand, total, num_rows, num_in, num_out, num_bytes, pitch, length = sizes
     x = carray(pointers[1], num_rows * num_in, np.float32)
@@ -217,11 +218,11 @@ def _multiply(thread: Any, num_threads: Any, pointers: Any) -> None:
     parts = carray(pointers[4], (num_parts, NUM_PART_FIELDS), np.int64)
     shrink = carray(pointers[5], (num_shrink, NUM_FIELDS), np.int64)
     expand = carray(pointers[6], (num_expand, NUM_FIELDS), np.int64)
-    scratch = carray(pointers[7], (num_threads, length), np.float32)[thread]
+    scratch = carray(pointers[7], (threads, length), np.float32)[thread]
     shrunk, panel = scratch[: BLOCK_ROWS * pitch], scratch[BLOCK_ROWS * pitch :]
     for n in range(num_parts):
         part = parts[n]
-        low, high = share(thread, num_threads, total, part[BEGIN], part[COST])
+        low, high = share(thread, threads, total, part[BEGIN], part[COST])
         low, high = min(low * AXPY_ROWS, part[ROWS]), min(high * AXPY_ROWS, part[ROWS])
         for first in range(part[FIRST] + low, part[FIRST] + high, BLOCK_ROWS):
             last = min(first + BLOCK_ROWS, part[FIRST] + high)
@@ -236,14 +237,9 @@ copy = njit(cache=True)(_copy)
 fill = njit(cache=True)(_fill)
 shrink_block = njit(cache=True, fastmath=FAST_MATH)(_shrink_block)
 expand_block = njit(cache=True, fastmath=FAST_MATH)(_expand_block)
-multiply = njit(cache=True)(_multiply)
-
-
-def _entry(pointers: Any) -> None:
-    multiply(thread_num(), num_threads(), pointers)
 
 
 @cache
 def product_kernel() -> int:
     """Return the kernel's address; compiles it when first called."""
-    return compile_kernel(_entry)
+    return compile_kernel(_multiply)
