@@ -223,7 +223,7 @@ admin("upwards", LOAD, 403, "..", "lora_path", {"lora_name": "x", "lora_path": "
 admin("home", LOAD, 403, "~", "lora_path", {"lora_name": "x", "lora_path": "~/x"})
 admin("nul", LOAD, 403, "printable", "lora_path", {"lora_name": "x", "lora_path": "a\0b"})
 admin("long-path", LOAD, 403, "4096", "lora_path", {"lora_name": "x", "lora_path": "a/" * 5000})
-admin("missing", LOAD, 404, "no directory", "lora_path", {"lora_name": "x", "lora_path": "missing"})
+admin("missing", LOAD, 404, "none of the directories", "lora_path", {"lora_name": "x", "lora_path": "missing"})
 admin("unload-nothing", UNLOAD, 400, "lora_name", "lora_name", {})
 admin("unload-unknown", UNLOAD, 404, "cannot be found", "lora_name", {"lora_name": "nobody"})
 admin("unload-base", UNLOAD, 404, "cannot be found", "lora_name", {"lora_name": "base"})
