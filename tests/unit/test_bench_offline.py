@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 from manylora.bench.offline import draw_requests, measure_offline
 from manylora.cli.app import app
 from manylora.demo import demo_adapters, demo_model_path
+from manylora.errors import ConfigError
 from manylora.offline import Engine
 
 
@@ -36,4 +37,6 @@ def test_the_core_is_timed_from_the_command_line() -> None:
     result = CliRunner().invoke(app, ["bench", "core", "--quick", "--policy", "fifo", "--steps", "10"])
     assert result.exit_code == 0, result.output
     assert "fifo" in result.output and "64 of 64" in result.output
-    assert CliRunner().invoke(app, ["bench", "core", "--policy", "lifo"]).exit_code == 2
+    refused = CliRunner().invoke(app, ["bench", "core", "--policy", "lifo"])
+    assert isinstance(refused.exception, ConfigError)
+    assert "policy = 'lifo'" in str(refused.exception)
