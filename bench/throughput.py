@@ -183,11 +183,23 @@ def write(
             for name, (slow, quick) in RATIOS.items()
             if seconds.get(slow) and seconds.get(quick)
         },
+        "ratios_of_medians": ratios_of_medians(seconds, beside),
         "load_average": os.getloadavg()[1],
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "throughput.json").write_text(json.dumps(report, indent=2) + "\n")
     (RESULTS / "throughput.md").write_text(table(report))
+
+
+def ratios_of_medians(seconds: dict[str, list[float]], beside: dict[str, list[float]]) -> dict[str, float]:
+    """Return the same ratios from the medians of all runs, those of the base that stood beside others included."""
+    everything = {**seconds, "base": seconds.get("base", []) + [took for times in beside.values() for took in times]}
+    middle = {name: statistics.median(times) for name, times in everything.items() if times}
+    return {
+        name: middle[slow] / middle[quick]
+        for name, (slow, quick) in RATIOS.items()
+        if slow in middle and quick in middle
+    }
 
 
 def draw_spread(num: int, traces: Path | None, rng: np.random.Generator) -> list[Asked]:
@@ -275,7 +287,9 @@ def table(report: dict[str, Any]) -> str:
         f"{megabytes['wide_attention']:.0f} and {megabytes['narrow_attention']:.0f} MB. *Spread*: {spread['requests']} "
         "requests with lengths "
         f"from {spread['lengths']}, {spread['mean_in']:.0f} in and {spread['mean_out']:.0f} out on average. Generated "
-        "tokens per second, prompts included in the time; medians over the rounds, ratios of each round. At the end "
+        "tokens per second, prompts included in the time, medians over the rounds. A ratio is the median over the "
+        "rounds of that of two runs next to each other, and beside it that of the medians of all runs: where a "
+        "machine's speed changes from one run to the next, the second is the steadier. At the end "
         f"the load average of the machine was {report['load_average']:.1f}: where that is above its cores, it had "
         "other work, and only the ratios mean something.",
         "",
@@ -283,10 +297,11 @@ def table(report: dict[str, Any]) -> str:
         "|---|---:|---:|",
         *(f"| {name} | {rate:.0f} | {len(report['seconds'][name])} |" for name, rate in rates.items()),
         "",
-        "| ratio | |",
-        "|---|---:|",
-        *(f"| {name} | {ratio:.2f} |" for name, ratio in ratios.items()),
-        f"| share of a base run outside the model's forward | {report['outside_forward']:.1%} |",
+        "| ratio | by round | of medians |",
+        "|---|---:|---:|",
+        *(f"| {name} | {ratio:.2f} | {report['ratios_of_medians'][name]:.2f} |" for name, ratio in ratios.items()),
+        "",
+        f"Of a base run, {report['outside_forward']:.1%} is outside the model's forward.",
         "",
     ]
     return "\n".join(lines)
