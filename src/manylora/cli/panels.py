@@ -7,7 +7,15 @@ from typing import Any
 
 import typer
 
-__all__ = ["names", "names_or_own", "panel"]
+__all__ = ["SCENARIO_SETS", "SCENARIO_TRACES", "names", "names_or_own", "panel"]
+
+# Of every command that takes a scenario.
+SCENARIO_TRACES: Any = typer.Option(metavar="DIR", help="Folder of the traces that the scenario names.")
+SCENARIO_SETS: Any = typer.Option(
+    "--set",
+    metavar="KEY=VALUE",
+    help="Anything a scenario can say, such as workload.lengths.scale=0.5. Repeatable.",
+)
 
 
 def panel(name: str, help: str, *flags: str, **settings: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from manylora.cli.panels import names, names_or_own, panel
+from manylora.cli.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
 from manylora.cli.simulate import MADE_UP
 from manylora.cli.terminal import note, notes, out
 from manylora.errors import ConfigError
@@ -38,17 +38,8 @@ def plan_command(
             metavar="FILE", help="A scenario in TOML, as simulate takes it; without one, a made-up service."
         ),
     ] = None,
-    traces: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the traces that the scenario names.")
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Anything a scenario can say, such as workload.lengths.scale=0.5. Repeatable.",
-        ),
-    ] = None,
+    traces: Annotated[Path | None, SCENARIO_TRACES] = None,
+    sets: Annotated[list[str] | None, SCENARIO_SETS] = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(

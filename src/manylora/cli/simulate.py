@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from manylora.cli.panels import names, names_or_own, panel
+from manylora.cli.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
 from manylora.cli.simulate_report import Report, print_report, write_report
 from manylora.cli.terminal import note, notes, out
 from manylora.errors import ConfigError
@@ -49,21 +49,12 @@ def simulate_command(
         Path | None,
         typer.Argument(metavar="FILE", help="A scenario in TOML; without one, a made-up service.", show_default=False),
     ] = None,
-    traces: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the traces that the scenario names.")
-    ] = None,
+    traces: Annotated[Path | None, SCENARIO_TRACES] = None,
     output: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write results.json, table.md and plots there; made if it is not there."),
     ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Anything a scenario can say, such as workload.lengths.scale=0.5. Repeatable.",
-        ),
-    ] = None,
+    sets: Annotated[list[str] | None, SCENARIO_SETS] = None,
     rate: Annotated[float | None, panel("Workload", "Requests per second.")] = None,
     requests: Annotated[int | None, panel("Workload", "How many requests at most.")] = None,
     duration: Annotated[float | None, panel("Workload", "For how many seconds at most.")] = None,

@@ -8,21 +8,26 @@ from manylora.experiments.cases import Case, read_setup, read_workload
 from manylora.experiments.request_alone import request_alone
 from manylora.experiments.result import Result, cdf
 from manylora.sim.adapters import adapter_versions
+from manylora.sim.cost import CostModel
 from manylora.sim.made_up_plan import Part, made_up_plan
 from manylora.sim.setup import make_config
-from manylora.workloads import make_workload
+from manylora.types import AdapterVersion
+from manylora.workloads import Workload, make_workload
 
 __all__ = ["CALCULATIONS", "alone", "kernels"]
 
 
-def alone(case: Case) -> Result:
-    """Time every request of a workload as if it were alone, and say what takes its time."""
-    setup = read_setup(case.setup)
+def _priced(case: Case) -> tuple[Workload, dict[str, AdapterVersion], CostModel]:
+    """Return a case's workload, its adapters by name, and what prices both."""
     spec = read_workload(case.workload, case.traces)
     workload = make_workload(spec, case.seed)
-    config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
-    cost = config.cost
-    versions = adapter_versions(workload.adapters, config.base)
+    config = make_config(read_setup(case.setup), targets=spec.adapters.targets, seed=case.seed)
+    return workload, adapter_versions(workload.adapters, config.base), config.cost
+
+
+def alone(case: Case) -> Result:
+    """Time every request of a workload as if it were alone, and say what takes its time."""
+    workload, versions, cost = _priced(case)
     times = [request_alone(one, versions.get(one.adapter or ""), cost) for one in workload.requests]
     count = len(times)
     ttft = sum(one.ttft_s for one in times) / count
@@ -45,12 +50,7 @@ def alone(case: Case) -> Result:
 
 def kernels(case: Case) -> Result:
     """Price one decoding step: every request of the workload has its prompt behind it and generates one token."""
-    setup = read_setup(case.setup)
-    spec = read_workload(case.workload, case.traces)
-    workload = make_workload(spec, case.seed)
-    config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
-    cost = config.cost
-    versions = adapter_versions(workload.adapters, config.base)
+    workload, versions, cost = _priced(case)
     base = [Part(one.num_prompt_tokens, 1) for one in workload.requests]
     step = []
     for part, request in zip(base, workload.requests, strict=True):
