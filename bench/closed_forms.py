@@ -25,11 +25,11 @@ from statistics import fmean, stdev
 from manylora.adapters.shape import BaseShape, PageShape
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.costs.model import FixedCost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.events import Event, RequestAdmitted
-from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor
+from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import Request, SampledToken, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"

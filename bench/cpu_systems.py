@@ -22,7 +22,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
-from manylora.execution.linear import linear, pack
+from manylora.execution.kernels.linear import linear, pack
 from manylora.types import Output, Request, SamplingParams
 
 __all__ = ["RANKS", "VOCAB", "Asked", "Bare", "Ours", "Peft", "Transformers", "make_adapters", "make_model", "quiet"]

@@ -26,17 +26,17 @@ from time import perf_counter, process_time
 
 import torch
 
+from manylora.catalog.dims import ModelDims
+from manylora.catalog.hardware import HARDWARE, Hardware, find_hardware
+from manylora.catalog.models import dims_from_config
 from manylora.clock import WallClock
 from manylora.config import GIB, MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.costs.features import StepFeatures
+from manylora.costs.roofline import RooflineCost
+from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
 from manylora.engine.core import EngineCore
-from manylora.engine.features import StepFeatures
 from manylora.engine.loop import EngineLoop
-from manylora.engine.step_log import LoadRecord, LoggedExecutor, StepRecord
 from manylora.execution.machine import describe_machine
-from manylora.sim.dims import ModelDims
-from manylora.sim.hardware import HARDWARE, Hardware, find_hardware
-from manylora.sim.models import dims_from_config
-from manylora.sim.roofline import RooflineCost
 from manylora.types import Request, SamplingParams
 
 RESULTS = Path(__file__).parent / "results"

@@ -35,13 +35,13 @@ from time import perf_counter
 from clairvoyant import most_saved
 
 from manylora.adapters.layout import lay_out
+from manylora.catalog.models import base_shape
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig
+from manylora.costs.model import FixedCost
 from manylora.engine.adapter_cache import AdapterCache, Readiness
-from manylora.memory import EVICTION_POLICIES, Depth, Owner, PageStore, ReloadCosts, make_eviction_policy
-from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor
-from manylora.sim.models import base_shape
+from manylora.memory import EVICTION_POLICIES, Depth, Owner, PageCache, ReloadCosts, make_eviction_policy
+from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import AdapterKey, AdapterVersion
 
 RESULTS = Path(__file__).parent / "results"
@@ -201,7 +201,7 @@ def run(uses: Uses, policy: str, num_pages: int, bound_bytes: float) -> Outcome:
     clock = VirtualClock()
     costs = ReloadCosts()
     executor = SimulatedExecutor(FixedCost(), vocab_size=BASE.vocab_size)
-    store = PageStore(
+    page_cache = PageCache(
         num_pages,
         BASE.page.num_bytes,
         BASE.page.block_size,
@@ -210,7 +210,7 @@ def run(uses: Uses, policy: str, num_pages: int, bound_bytes: float) -> Outcome:
         on_prefix_dropped=lambda num_pages, now: None,
     )
     cache = AdapterCache(
-        store=store,
+        page_cache=page_cache,
         executor=executor,
         config=AdapterConfig(host_bytes=2**60),
         costs=costs,
@@ -237,9 +237,9 @@ def run(uses: Uses, policy: str, num_pages: int, bound_bytes: float) -> Outcome:
         cache.unwant(version.key, clock.now())
         cache.release(version.key, clock.now())
     took_s = perf_counter() - begun
-    store.check_integrity()
+    page_cache.check_integrity()
     assert cache.num_loads == len(uses) - num_hits
-    assert store.pool.count(Owner.ADAPTER) <= num_pages
+    assert page_cache.allocator.count(Owner.ADAPTER) <= num_pages
     return Outcome(
         hit_rate=num_hits / len(uses),
         loaded_bytes=loaded_bytes,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from manylora.adapters.shape import BaseShape, ModuleKind
-from manylora.sim.hardware import Hardware, find_hardware
-from manylora.sim.models import base_shape
+from manylora.catalog.hardware import Hardware, find_hardware
+from manylora.catalog.models import base_shape
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TARGETS = {

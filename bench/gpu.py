@@ -26,21 +26,21 @@ import numpy as np
 import torch
 from gpu_rig import ALL_LINEAR, DTYPES, LLAMA_3_8B, SMOKE, Engine, Report, Sizes, captured, seconds, wait, wall_seconds
 
+from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, SchedulerConfig
+from manylora.costs.roofline import make_cost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.execution.device_ops import make_device_ops
-from manylora.execution.fused_gate import activate
-from manylora.execution.fused_norm import FusedNorm
-from manylora.execution.lora_ragged import BatchTables
-from manylora.execution.page_tables import PageTables
-from manylora.execution.paged_attention import AttentionCall
-from manylora.execution.rotation import Rotation
-from manylora.execution.triton_batch import TritonBatch
+from manylora.execution.attention.page_tables import PageTables
+from manylora.execution.attention.paged import AttentionCall
+from manylora.execution.attention.rotary import Rotation
+from manylora.execution.attention.triton import TritonBatch
+from manylora.execution.device import make_device_ops
+from manylora.execution.fusion.gate import activate
+from manylora.execution.fusion.norm import FusedNorm
+from manylora.execution.lora.tables import BatchTables
 from manylora.measure import Recorder, summarise
-from manylora.sim.models import base_shape
-from manylora.sim.roofline import make_cost
-from manylora.sim.simulation import SimulationConfig, simulate
+from manylora.sim.run.simulation import SimulationConfig, simulate
 from manylora.types import AdapterVersion, Request, SamplingParams
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 

@@ -18,15 +18,16 @@ from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.ports import AdapterLoad, EngineParts, PlannedSequence, StepPlan
+from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
-from manylora.execution.host_store import HostAdapter
-from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS
-from manylora.execution.lora_tables import make_template
-from manylora.execution.models import LoadedModel
-from manylora.execution.paged_attention import ATTENTION_NAME, register_attention
-from manylora.sim.adapters import adapter_versions
+from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS
+from manylora.execution.model.load import LoadedModel
+from manylora.execution.storage.host_tier import HostAdapter
+from manylora.execution.storage.tile_tables import make_template
+from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
+from manylora.ports import EngineParts
+from manylora.sim.run.adapters import adapter_versions
 from manylora.types import AdapterVersion, SamplingParams, Tier
 from manylora.workloads import AdapterSpec
 

@@ -20,17 +20,17 @@ import torch
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import PageShape
-from manylora.engine.ports import PlannedSequence
+from manylora.catalog.shapes import llama_3_8b_shape
+from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.decode_graphs import DecodeGraphs
-from manylora.execution.device_ops import DirectOps
-from manylora.execution.lora import StepContext
-from manylora.execution.lora_naive import apply_naive
-from manylora.execution.lora_ragged import LoraSpace, StepTables, measure
-from manylora.execution.lora_tables import AdapterTable, GroupDirectory, make_template
+from manylora.execution.device import DirectOps
+from manylora.execution.lora.batch import StepContext
+from manylora.execution.lora.naive import apply_naive
+from manylora.execution.lora.tables import LoraSpace, StepTables, measure
 from manylora.execution.machine import describe_machine
-from manylora.execution.page_tables import PageTables
-from manylora.execution.pages import PageStorage
-from manylora.sim.shapes import llama_3_8b_shape
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.tile_tables import AdapterTable, GroupDirectory, make_template
+from manylora.plan import PlannedSequence
 from manylora.types import SamplingParams
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -50,7 +50,7 @@ def main() -> None:
     base, cpu = llama_3_8b_shape(), torch.device("cpu")
     # Only the numbers matter, so the pages are small.
     page = PageShape(block_size=BLOCK, num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, dtype="float32")
-    pool = PageStorage(page, 8000, cpu)
+    pool = PageTensor(page, 8000, cpu)
     directory = GroupDirectory.of(base)
     space = LoraSpace(directory, pool.flat)
     layout = lay_out(dict.fromkeys(base.all_linear, RANK), base)

@@ -30,13 +30,13 @@ from cpu_systems import HEADS, HIDDEN, INTERMEDIATE, LAYERS, RANKS, VOCAB
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
-from manylora.execution.compiled import find_compiled
-from manylora.execution.linear import linear, pack
-from manylora.execution.lora import LORA_KERNELS, LoraBatch, LoraSegment
+from manylora.catalog.shapes import decoder_shape
+from manylora.execution.kernels.cpu.support import find_compiled
+from manylora.execution.kernels.linear import linear, pack
+from manylora.execution.lora.batch import LORA_KERNELS, LoraBatch, LoraSegment
 from manylora.execution.machine import describe_machine
-from manylora.execution.pages import PageStorage
-from manylora.execution.resident import make_resident
-from manylora.sim.shapes import decoder_shape
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.resident import make_resident
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NUM_ROWS, NUM_PROMPT_ROWS, CONTEXT, BLOCK = 32, 2048, 160, 16
@@ -175,7 +175,7 @@ def mixed_ranks(num_adapters: int) -> list[int]:
 
 def lora_case(base: BaseShape, dtype: str, ranks: list[int], rows_each: int, per_step: int) -> Case:
     layouts = [lay_out(dict.fromkeys(base.all_linear, rank), base, dtype) for rank in ranks]
-    storage = PageStorage(base.page, sum(layout.num_pages for layout in layouts), torch.device("cpu"))
+    storage = PageTensor(base.page, sum(layout.num_pages for layout in layouts), torch.device("cpu"))
     flat = storage.flat_as(dtype)
     flat.copy_(torch.randn(flat.shape[1]).to(flat.dtype))
     segments: list[LoraSegment] = []

@@ -24,12 +24,12 @@ from eviction import BASE, POLICIES, mandelbrot, version_of, versions
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.costs.model import FixedCost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import PlannedSequence
 from manylora.events import AdapterLoadStarted, Event, RequestFinished
-from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor
+from manylora.plan import PlannedSequence
+from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import Request, SampledToken, SamplingParams, Tier
 
 RESULTS = Path(__file__).parent / "results"

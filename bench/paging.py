@@ -4,7 +4,7 @@ The accounting of adapter memory and nothing else: no tensor, no device, no time
 population of adapters (mixed ranks and target modules of a Llama-3-8B shape, Zipf popularity) runs against three
 ways to hold adapters in a share of 12 GiB, each with its own LRU, until each has loaded 10,000 adapters:
 
-* **pages**: the pool and the layout that manylora serves with (`memory.PagePool`, `adapters.lay_out`);
+* **pages**: the pool and the layout that manylora serves with (`memory.PageAllocator`, `adapters.lay_out`);
 * **contiguous**: one region, first fit, neighbours merged on free: what a caching allocator amounts to;
 * **slots**: equal slots of the largest rank and all modules: preallocated stacked tensors, as vLLM has them.
 
@@ -30,8 +30,8 @@ import psutil
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.size import square_adapter_bytes
-from manylora.memory.pool import Owner, PagePool
-from manylora.sim.models import base_shape
+from manylora.catalog.models import base_shape
+from manylora.memory.allocator import Owner, PageAllocator
 
 RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
@@ -97,7 +97,7 @@ class Pages:
 
     def __init__(self, capacity: int, page_bytes: int) -> None:
         self._page_bytes = page_bytes
-        self._pool = PagePool(capacity // page_bytes)
+        self._pool = PageAllocator(capacity // page_bytes)
 
     def taken(self, size: Size) -> int:
         return size.num_pages * self._page_bytes

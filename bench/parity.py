@@ -40,25 +40,26 @@ from parity_columns import COLUMNS, WITHOUT_CHANCE, Columns, Curve, plot_speed, 
 from parity_table import table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora.bench.made_up import write_made_up_adapter
 from manylora.bench.sweep import run_sweep
+from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import Clock, VirtualClock, WallClock
 from manylora.config import MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.costs.calibrate import fit_profile, foretell
+from manylora.costs.fitted import FittedCost
+from manylora.costs.profile import CostProfile
+from manylora.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord, write_step_log
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import EngineParts, Executor, PlannedSequence
 from manylora.engine.status import EngineStats
-from manylora.engine.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord, write_step_log
 from manylora.events import AdapterEvicted, Event, RequestAdmitted, RequestArrived, RequestPreempted
 from manylora.execution.build import build_parts
 from manylora.measure import Recorder, Summary, summarise
 from manylora.measure.plots import can_plot, plot_latencies
 from manylora.measure.records import RequestRecord
-from manylora.sim.calibrate import fit_profile, foretell
-from manylora.sim.executor import SimulatedExecutor, made_up_token
-from manylora.sim.fitted import FittedCost
-from manylora.sim.profile import CostProfile
-from manylora.sim.replay import ReplayExecutor
+from manylora.plan import PlannedSequence
+from manylora.ports import EngineParts, Executor
+from manylora.sim.run.executor import SimulatedExecutor, synthetic_token
+from manylora.sim.run.replay import ReplayExecutor
 from manylora.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -99,7 +100,7 @@ class Bench:
         self.parts = build_parts(self.config, self.clock)
         rng = np.random.default_rng(0)
         self.folders = [
-            write_made_up_adapter(folder / f"adapter-{index}", self.parts.base, RANKS[index % len(RANKS)], rng)
+            write_synthetic_adapter(folder / f"adapter-{index}", self.parts.base, RANKS[index % len(RANKS)], rng)
             for index in range(NUM_ADAPTERS)
         ]
 
@@ -145,12 +146,12 @@ class Bench:
         versions: Sequence[AdapterVersion],
         requests: Sequence[tuple[float, Request]],
     ) -> Outcome:
-        executor = SimulatedExecutor(cost, vocab_size=VOCAB_SIZE, choose=choose, drag=cost.drag)
+        executor = SimulatedExecutor(cost, vocab_size=VOCAB_SIZE, choose=choose, interference=cost.interference)
         return self.run(executor, VirtualClock(), 0.0, versions, requests)
 
 
 def choose(part: PlannedSequence) -> SampledToken:
-    return made_up_token(part, VOCAB_SIZE)
+    return synthetic_token(part, VOCAB_SIZE)
 
 
 def header(parts: EngineParts) -> LogHeader:
@@ -256,7 +257,7 @@ def measure(
         "profile_errors": [{name: getattr(one, name) for name in one.__struct_fields__} for one in profile.errors],
         "steps": makers.step_errors(),
         "drift": drift(before, after),
-        "spells": {"sweeps": spells(profile), "live": spells(makers.whole)},
+        "components": {"sweeps": components(profile), "live": components(makers.whole)},
         "replayed": replayed,
         "latencies": latencies(live, columns),
         "counts": {name: counts(outcome) for name, (outcome, *_) in {"live": [live], **columns}.items()},
@@ -269,8 +270,8 @@ def measure(
     return figures, records, speeds
 
 
-def spells(profile: CostProfile) -> list[dict[str, float]]:
-    found = profile.unsteadiness.spells if profile.unsteadiness is not None else ()
+def components(profile: CostProfile) -> list[dict[str, float]]:
+    found = profile.speed_drift.components if profile.speed_drift is not None else ()
     return [{"size": one.size, "length_s": one.length_s} for one in found]
 
 
@@ -398,7 +399,7 @@ def main() -> None:
         (RESULTS / "parity.json").write_text(json.dumps(figures, indent=2) + "\n")
         (RESULTS / "parity.md").write_text(table(figures))
         if can_plot():
-            shown = ("live", "mean prices", "spells", "weather replayed")
+            shown = ("live", "mean prices", "components", "weather replayed")
             plot_latencies({name: records[name] for name in shown}, RESULTS / "parity.png")
             plot_speed(speeds, RESULTS / "parity-speed.png")
 

@@ -16,13 +16,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.engine.ports import AdapterLoad, PlannedSequence, StepPlan
-from manylora.engine.step_log import LoadRecord, LogHeader, LogLine, StepRecord
-from manylora.sim.calibrate import fit_profile, foretell, regime_of
-from manylora.sim.executor import SimulatedExecutor, SimulatedWork
-from manylora.sim.fitted import FittedCost
-from manylora.sim.pace import Pace
-from manylora.sim.profile import CostProfile
+from manylora.costs.calibrate import fit_profile, foretell, regime_of
+from manylora.costs.fitted import FittedCost
+from manylora.costs.profile import CostProfile
+from manylora.costs.speed import MachineSpeed
+from manylora.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord
+from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
+from manylora.sim.run.executor import SimulatedExecutor, SimulatedWork
 from manylora.types import SampledToken
 
 WINDOW_S = 2.0
@@ -34,7 +34,7 @@ FOLD_S = 5.0
 COLUMNS = {
     "mean prices": "what steps cost on the mean of the two sweeps",
     "jitter": "and how single steps lie about it, drawn one by one",
-    "spells": "and how large and how long slow spells were in the sweeps: what `manylora simulate` draws",
+    "components": "and the size and time constant of the drift in the sweeps: what `manylora simulate` draws",
     "same minutes": "what steps cost on the mean of the live run itself, a step's price from alternating stretches of "
     f"{FOLD_S:g} s that it is no part of: drift between sweeps and run is out",
     "weather replayed": "prices of the sweeps, and how slow the live run was around each moment, over "
@@ -104,8 +104,8 @@ class OtherFold:
         self.now = start_s
 
     @property
-    def drag(self) -> dict[Any, float]:
-        return self._costs[0].drag
+    def interference(self) -> dict[Any, float]:
+        return self._costs[0].interference
 
     def step_time_s(self, plan: StepPlan) -> float:
         return self._costs[fold_of(self.now - self._start_s)].step_time_s(plan)
@@ -184,18 +184,18 @@ class Columns:
         if column == "mean prices":
             return self._make(FittedCost(self._profile), None)
         if column == "jitter":
-            return self._make(FittedCost(self._profile, rng, has_spells=False), None)
+            return self._make(FittedCost(self._profile, rng, has_drift=False), None)
         cost = FittedCost(self._profile, rng)
-        if column == "spells":
-            return self._make(cost, cost.pace())
+        if column == "components":
+            return self._make(cost, cost.speed())
         if column == "weather replayed":
             return self._make(cost, self.speed)
         assert column == "same minutes", column
         folds = OtherFold([FittedCost(one) for one in self.folds], 0.0)
-        return ToldExecutor(folds, drag=folds.drag, **self._made)
+        return ToldExecutor(folds, interference=folds.interference, **self._made)
 
-    def _make(self, cost: FittedCost, pace: Pace | None) -> SimulatedExecutor:
-        return SimulatedExecutor(cost, drag=cost.drag, pace=pace, **self._made)
+    def _make(self, cost: FittedCost, speed: MachineSpeed | None) -> SimulatedExecutor:
+        return SimulatedExecutor(cost, interference=cost.interference, speed=speed, **self._made)
 
     def step_errors(self) -> dict[str, dict[str, float]]:
         """Hold prices against the steps of the live run, by kind: from sweeps and from other folds, raw and even.

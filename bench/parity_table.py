@@ -38,15 +38,15 @@ def head(figures: dict[str, Any]) -> list[str]:
         *(f"| {name} | {knows} |" for name, knows in COLUMNS.items()),
         "",
         *(
-            f"Spells {where}: {shown(figures['spells'][name])}."
+            f"Drift {where}: {shown(figures['components'][name])}."
             for name, where in (("sweeps", "in the sweeps"), ("live", "in the live run"))
         ),
         "",
     ]
 
 
-def shown(spells: list[dict[str, float]]) -> str:
-    return ", ".join(f"{one['size']:.0%} for {one['length_s']:.2g} s" for one in spells) or "none"
+def shown(components: list[dict[str, float]]) -> str:
+    return ", ".join(f"{one['size']:.0%} for {one['length_s']:.2g} s" for one in components) or "none"
 
 
 def latencies(figures: dict[str, Any]) -> list[str]:

@@ -25,16 +25,17 @@ from pathlib import Path
 import torch
 
 from manylora.adapters.shape import BaseShape
+from manylora.catalog.models import base_shape
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
-from manylora.engine.follow_on import fill_in
 from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult, Work
+from manylora.engine.plan_ahead import fill_in
 from manylora.execution.executor import FutureWork
 from manylora.execution.machine import describe_machine
-from manylora.sim.adapters import adapter_versions
-from manylora.sim.models import base_shape
+from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.ports import Work
+from manylora.sim.run.adapters import adapter_versions
 from manylora.types import AdapterKey, Output, Request, SampledToken, SamplingParams, Tier
 from manylora.workloads import AdapterSpec
 

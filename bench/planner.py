@@ -23,10 +23,10 @@ from time import perf_counter
 from typing import Any
 
 from manylora.measure import RequestRecord, Slo
-from manylora.planning import Demand, Effort, Plan, Promise, make_plan
-from manylora.planning.trial import at_rate
+from manylora.planning import Demand, Objective, Plan, SearchBudget, make_plan
+from manylora.planning.load_test import at_rate
+from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario, read_scenario
-from manylora.sim.simulation import simulate
 from manylora.workloads import make_workload
 
 RESULTS = Path(__file__).parent / "results"
@@ -86,28 +86,28 @@ class Outcome:
     is_kept: bool
 
 
-def serve(scenario: Scenario, promise: Promise, rate: float, seed: int, num_requests: int) -> list[RequestRecord]:
+def serve(scenario: Scenario, objective: Objective, rate: float, seed: int, num_requests: int) -> list[RequestRecord]:
     """Simulate one run without the planner, and return the requests that count."""
-    num = max(num_requests, math.ceil(30 * promise.longest_s * rate))
+    num = max(num_requests, math.ceil(30 * objective.longest_s * rate))
     workload = make_workload(replace(at_rate(scenario.workload, rate), num_requests=num), seed)
     run = simulate(workload, replace(scenario, seed=seed).make_config())
     return run.records[num // 10 :]
 
 
 def check(
-    scenario: Scenario, promise: Promise, capacity: float, seeds: Sequence[int], num_requests: int
+    scenario: Scenario, objective: Objective, capacity: float, seeds: Sequence[int], num_requests: int
 ) -> list[Outcome]:
     outcomes = []
     for share in SHARES:
-        runs = [serve(scenario, promise, share * capacity, seed, num_requests) for seed in seeds]
-        measured = promise.measure([record for run in runs for record in run])
-        single = [promise.measure(run) for run in runs]
+        runs = [serve(scenario, objective, share * capacity, seed, num_requests) for seed in seeds]
+        measured = objective.measure([record for run in runs for record in run])
+        single = [objective.measure(run) for run in runs]
         ranges = {name: (min(one[name] for one in single), max(one[name] for one in single)) for name in measured}
-        outcomes.append(Outcome(share, share * capacity, measured, ranges, promise.is_kept(measured)))
+        outcomes.append(Outcome(share, share * capacity, measured, ranges, objective.is_kept(measured)))
     return outcomes
 
 
-def report(made: dict[str, tuple[Promise, Plan, list[Outcome], float]], num_requests: int) -> str:
+def report(made: dict[str, tuple[Objective, Plan, list[Outcome], float]], num_requests: int) -> str:
     lines = [
         "# Planned capacity against direct simulation",
         "",
@@ -117,11 +117,13 @@ def report(made: dict[str, tuple[Promise, Plan, list[Outcome], float]], num_requ
         "| service | promise | capacity, req/s | never idle, req/s | trials | binds | hit rate |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, (promise, plan, _, _) in made.items():
-        limits = ", ".join(f"P{promise.percentile:g} {what.upper()} <= {limit:g} s" for what, limit in promise.limits())
+    for name, (objective, plan, _, _) in made.items():
+        limits = ", ".join(
+            f"P{objective.percentile:g} {what.upper()} <= {limit:g} s" for what, limit in objective.limits()
+        )
         hit_rate = plan.usage.hit_rate if plan.usage is not None and plan.usage.hit_rate is not None else math.nan
         lines.append(
-            f"| {name} | {limits} | {plan.capacity.rate:.3f} | {plan.most_per_s:.2f} | {len(plan.capacity.trials)} "
+            f"| {name} | {limits} | {plan.capacity.rate:.3f} | {plan.most_per_s:.2f} | {len(plan.capacity.load_tests)} "
             f"| {plan.binds} | {hit_rate:.1%} |"
         )
     lines += [
@@ -150,13 +152,13 @@ def main() -> None:
     made = {}
     for name, table in SERVICES.items():
         scenario = read_scenario(table)
-        promise = Promise(slo=Slo(**table["slo"]))
-        effort = Effort(num_requests=num_requests, spans=5.0 if args.quick else 30.0)
+        objective = Objective(slo=Slo(**table["slo"]))
+        search_budget = SearchBudget(num_requests=num_requests, spans=5.0 if args.quick else 30.0)
         began = perf_counter()
-        plan = make_plan(scenario, promise, Demand(effort=effort))
+        plan = make_plan(scenario, objective, Demand(search_budget=search_budget))
         took_s = perf_counter() - began
         seeds = FRESH_SEEDS[:1] if args.quick else FRESH_SEEDS
-        made[name] = (promise, plan, check(scenario, promise, plan.capacity.rate, seeds, num_requests), took_s)
+        made[name] = (objective, plan, check(scenario, objective, plan.capacity.rate, seeds, num_requests), took_s)
         print(f"{name}: {plan.capacity.rate:.3f} req/s in {took_s:.0f} s", flush=True)
     text = report(made, num_requests)
     print(text)
@@ -167,7 +169,7 @@ def main() -> None:
             name: {
                 "capacity_requests_per_s": plan.capacity.rate,
                 "binds": plan.binds,
-                "trials": [[one.rate, one.is_kept] for one in plan.capacity.trials],
+                "trials": [[one.rate, one.is_kept] for one in plan.capacity.load_tests],
                 "checks": [asdict(one) for one in outcomes],
             }
             for name, (_, plan, outcomes, _) in made.items()

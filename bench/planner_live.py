@@ -24,22 +24,22 @@ from pathlib import Path
 import numpy as np
 
 from manylora.bench.calibration import sweep_live
-from manylora.bench.made_up import write_made_up_adapter
+from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.costs.calibrate import fit_profile
+from manylora.costs.step_log import LogLine
 from manylora.demo import demo_model_path
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.step_log import LogLine
 from manylora.execution.build import build_parts
 from manylora.measure import Recorder, RequestRecord, Slo
-from manylora.planning import Demand, Effort, Promise, Trials, make_plan
-from manylora.planning.trial import at_rate
-from manylora.sim.calibrate import fit_profile
-from manylora.sim.prompts import PromptMaker
+from manylora.planning import Demand, LoadTests, Objective, SearchBudget, make_plan
+from manylora.planning.load_test import at_rate
+from manylora.sim.run.prompts import PromptMaker
+from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
-from manylora.sim.simulation import simulate
 from manylora.types import Request, SamplingParams
 from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
 from manylora.workloads.arrivals import PoissonArrivals
@@ -96,7 +96,7 @@ class Live:
         self._recorder = Recorder()
         rng = np.random.default_rng(0)
         for spec in adapters.adapters:
-            place = write_made_up_adapter(folder / spec.name, self._parts.base, spec.rank, rng, targets=spec.targets)
+            place = write_synthetic_adapter(folder / spec.name, self._parts.base, spec.rank, rng, targets=spec.targets)
             version = self._parts.reader.read(spec.name, str(place))
             self._core.adapters.register(spec.name, version, self._clock.now())
 
@@ -152,21 +152,21 @@ def main() -> None:
     targets = WORKLOAD.adapters.targets
     sweep_live(config, num_adapters=NUM_ADAPTERS, ranks=RANKS, targets=targets, seconds=sweep_s, write=log.append)
     profile = fit_profile(log, command="bench/planner_live.py")
-    promise = Promise(slo=Slo(ttft_s=LIMIT_S), percentile=PERCENTILE)
+    objective = Objective(slo=Slo(ttft_s=LIMIT_S), percentile=PERCENTILE)
     with tempfile.TemporaryDirectory(prefix="manylora-") as name:
         folder = Path(name)
         profile.write(folder / "profile.json")
         setup = Setup(profile=str(folder / "profile.json"), scheduler=SCHEDULER, exact_caps=True)
         scenario = Scenario(workload=WORKLOAD, setup=setup)
-        effort = Effort(num_requests=num_requests, seeds=rounds, spans=0.0)
-        plan = make_plan(scenario, promise, Demand(effort=effort))
-        planned, trials = plan.capacity.rate, Trials(scenario, promise, effort)
+        search_budget = SearchBudget(num_requests=num_requests, seeds=rounds, spans=0.0)
+        plan = make_plan(scenario, objective, Demand(search_budget=search_budget))
+        planned, load_tests = plan.capacity.rate, LoadTests(scenario, objective, search_budget)
         print(f"planned: {planned:.2f} req/s; binds: {plan.binds}", flush=True)
-        served = [Served(share, share * planned, expect(trials, share * planned, rounds)) for share in SHARES]
-        live = Live(config, trials.workload(planned), folder)
+        served = [Served(share, share * planned, expect(load_tests, share * planned, rounds)) for share in SHARES]
+        live = Live(config, load_tests.workload(planned), folder)
         try:
             live.serve(make_workload(replace(at_rate(WORKLOAD, 0.5 * planned), num_requests=30), 99))  # warm up
-            serve(live, trials, promise, served, rounds)
+            serve(live, load_tests, objective, served, rounds)
         finally:
             live.close()
     found = crossing(served)
@@ -187,26 +187,26 @@ def main() -> None:
         (RESULTS / "planner_live.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def expect(trials: Trials, rate: float, rounds: int) -> float:
+def expect(load_tests: LoadTests, rate: float, rounds: int) -> float:
     """Return the percentile that simulation gives the requests which the live engine is going to serve, in seconds."""
     counted: list[RequestRecord] = []
     for number in range(rounds):
-        records = simulate(trials.workload(rate, seed=number), trials.config(seed=number)).records
+        records = simulate(load_tests.workload(rate, seed=number), load_tests.config(seed=number)).records
         counted += records[len(records) // 10 :]
-    return trials.promise.measure(counted)["ttft"]
+    return load_tests.objective.measure(counted)["ttft"]
 
 
-def serve(live: Live, trials: Trials, promise: Promise, served: list[Served], rounds: int) -> None:
+def serve(live: Live, load_tests: LoadTests, objective: Objective, served: list[Served], rounds: int) -> None:
     """Serve every rate in every round, the rates in turn, so that a machine that is slow for a while hits them all."""
     counted: list[list[RequestRecord]] = [[] for _ in served]
     for number in range(rounds):
         for one, kept in zip(served, counted, strict=True):
-            records = live.serve(trials.workload(one.rate, seed=number))
+            records = live.serve(load_tests.workload(one.rate, seed=number))
             kept += records[len(records) // 10 :]
-            one.single_s.append(promise.measure(records[len(records) // 10 :])["ttft"])
+            one.single_s.append(objective.measure(records[len(records) // 10 :])["ttft"])
             print(f"{one.share:g} of it: {one.single_s[-1]:.3f} s, expected {one.simulated_s:.3f} s", flush=True)
     for one, kept in zip(served, counted, strict=True):
-        one.live_s = promise.measure(kept)["ttft"]
+        one.live_s = objective.measure(kept)["ttft"]
 
 
 def report(planned: float, found: float, served: list[Served], machine: str, most: float) -> str:

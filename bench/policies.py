@@ -24,16 +24,16 @@ from itertools import accumulate, product
 from pathlib import Path
 from time import perf_counter
 
+from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, SchedulerConfig
+from manylora.costs.model import FixedCost
 from manylora.measure import RequestRecord
 from manylora.memory import EVICTION_POLICIES
 from manylora.scheduling import POLICIES
 from manylora.scheduling.clustering import cluster, cut_offs
 from manylora.scheduling.request_size import Demand, RequestSizer
-from manylora.sim.adapters import adapter_versions
-from manylora.sim.cost import FixedCost
-from manylora.sim.models import base_shape
-from manylora.sim.simulation import Run, SimulationConfig, simulate
+from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
 RESULTS = Path(__file__).parent / "results"

@@ -20,8 +20,8 @@ from pathlib import Path
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.measure import Slo
 from manylora.routing import ROUTERS
+from manylora.sim.run.simulation import simulate
 from manylora.sim.setup import Setup, make_config
-from manylora.sim.simulation import simulate
 from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
 from manylora.workloads.arrivals import PoissonArrivals
 from manylora.workloads.distributions import GammaTokens

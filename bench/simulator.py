@@ -24,8 +24,8 @@ from time import perf_counter, process_time
 
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.events import Event
+from manylora.sim.run.simulation import simulate
 from manylora.sim.setup import Setup, make_config
-from manylora.sim.simulation import simulate
 from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
 from manylora.workloads.arrivals import ReplayArrivals
 from manylora.workloads.lengths import ReplayLengths

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from manylora.catalog.hardware import HARDWARE, Hardware
+from manylora.catalog.models import base_shape, find_dims
+from manylora.costs.copies import COPY_PATHS
+from manylora.costs.lora import S_LORA_FLOPS_SHARE
+from manylora.costs.roofline import RooflineCost, StepParts, make_cost, memory_for_pool
 from manylora.errors import ConfigError
 from manylora.sim.alone import decode_step, prompt_step, time_alone
-from manylora.sim.copies import COPY_PATHS
-from manylora.sim.hardware import HARDWARE, Hardware
-from manylora.sim.lora_cost import S_LORA_FLOPS_SHARE
-from manylora.sim.models import base_shape, find_dims
-from manylora.sim.roofline import RooflineCost, StepParts, make_cost, memory_for_pool
 
 RESULTS = Path(__file__).parent / "results"
 RANKS = (8, 16, 32, 64, 128)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from manylora.adapters.shape import BaseShape, PageShape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
-from manylora.engine.ports import Executor
 from manylora.events import Event
 from manylora.memory import BlockTable
+from manylora.ports import Executor
 from manylora.scheduling import LengthPredictor, Nearness, PolicyContext, Sequence
 from manylora.scheduling.prediction import OraclePredictor
-from manylora.sim.fake import FakeExecutor
+from manylora.sim.run.fake import FakeExecutor
 from manylora.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams
 
 VOCAB_SIZE = 1000

@@ -12,11 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.costs.model import FixedCost
 from manylora.events import Event
-from manylora.sim.cost import FixedCost
-from manylora.sim.models import base_shape
-from manylora.sim.simulation import Run, SimulationConfig, simulate
+from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
 DIGEST = "ac0031ee4fc3aefdcd88f77c64fbc254"

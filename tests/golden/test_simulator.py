@@ -46,12 +46,12 @@ def simulate() -> tuple[list[Event], EngineCore]:
         sinks=[events.append],
     )
     for index in range(40):
-        core.adapters.register(f"a{index}", made_up_version(index), 0.0)
+        core.adapters.register(f"a{index}", synthetic_version(index), 0.0)
     EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals()).run()
     return events, core
 
 
-def made_up_version(index: int) -> AdapterVersion:
+def synthetic_version(index: int) -> AdapterVersion:
     num_pages = (5, 10, 20, 40, 80)[index % 5]
     return AdapterVersion(
         key=AdapterKey(f"{index:032x}"),

@@ -41,9 +41,9 @@ from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import StepPlan
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
+from manylora.plan import StepPlan
 from manylora.types import AdapterKey, Output, Request, SamplingParams
 
 VOCAB = 320

@@ -28,15 +28,15 @@ def test_logits_and_greedy_tokens_equal_peft(architecture: str, tmp_path: Path) 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_reference_kernels_equal_peft_too(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The readable LoRA kernel, and attention and products without what is compiled or special to a processor."""
-    monkeypatch.setattr("manylora.execution.paged_attention.find_compiled", lambda: None)
-    monkeypatch.setattr("manylora.execution.linear.has_onednn", lambda: False)
+    monkeypatch.setattr("manylora.execution.attention.paged.find_compiled", lambda: None)
+    monkeypatch.setattr("manylora.execution.kernels.linear.has_onednn", lambda: False)
     result = run_oracle(architecture, tmp_path, lora_kernel="reference")
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0
 
 
 def test_grouped_kernel_without_compiled_equals_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.execution.lora_grouped.find_compiled", lambda: None)
+    monkeypatch.setattr("manylora.execution.lora.grouped.find_compiled", lambda: None)
     result = run_oracle("llama", tmp_path)
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0

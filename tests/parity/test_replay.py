@@ -12,13 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora.bench.made_up import write_made_up_adapter
+from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import Clock, VirtualClock, WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.costs.step_log import LoggedExecutor, LogLine
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import EngineParts, Executor, PlannedSequence
-from manylora.engine.step_log import LoggedExecutor, LogLine
 from manylora.events import (
     AdapterEvicted,
     Event,
@@ -28,8 +27,10 @@ from manylora.events import (
     RequestPreempted,
 )
 from manylora.execution.build import build_parts
-from manylora.sim.executor import made_up_token
-from manylora.sim.replay import Diverged, ReplayExecutor
+from manylora.plan import PlannedSequence
+from manylora.ports import EngineParts, Executor
+from manylora.sim.run.executor import synthetic_token
+from manylora.sim.run.replay import Diverged, ReplayExecutor
 from manylora.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 
 VOCAB_SIZE = 256
@@ -107,7 +108,7 @@ def make_arrivals(start_s: float) -> list[tuple[float, Request]]:
 
 
 def choose(part: PlannedSequence) -> SampledToken:
-    return made_up_token(part, VOCAB_SIZE)
+    return synthetic_token(part, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("policy", ["fifo", "chameleon"])
@@ -119,7 +120,7 @@ def test_a_replay_of_a_live_run_is_the_same_to_the_last_event(
     parts = build_parts(config, clock)
     rng = np.random.default_rng(0)
     folders = [
-        write_made_up_adapter(tmp_path / f"a{index}", parts.base, (4, 8, 16, 32)[index % 4], rng)
+        write_synthetic_adapter(tmp_path / f"a{index}", parts.base, (4, 8, 16, 32)[index % 4], rng)
         for index in range(NUM_ADAPTERS)
     ]
     versions = [parts.reader.read(folder.name, str(folder)) for folder in folders]

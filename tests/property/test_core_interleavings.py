@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manylora.config import AdapterConfig
-from manylora.engine.ports import PlannedSequence
 from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
 from manylora.memory import EVICTION_POLICIES
+from manylora.plan import PlannedSequence
 from manylora.scheduling import POLICIES, ChameleonPolicy, queue_plan
-from manylora.sim.executor import made_up_token
+from manylora.sim.run.executor import synthetic_token
 from manylora.types import FinishReason, Request
 
 PREFETCHES = [(0, False), (3, False), (10, True)]
@@ -246,7 +246,7 @@ def expected_tokens(asked: Request, key: str | None) -> list[int]:
             is_sampled=True,
             seed=0,
         )
-        tokens.append(made_up_token(part, VOCAB_SIZE).token_id)
+        tokens.append(synthetic_token(part, VOCAB_SIZE).token_id)
         if tokens[-1] in asked.sampling.stop_token_ids:
             break
     return tokens[len(asked.prompt) :]

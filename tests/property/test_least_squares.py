@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from manylora.sim.least_squares import fit_nonnegative, fit_robustly
+from manylora.costs.least_squares import fit_nonnegative, fit_robustly
 
 
 @settings(max_examples=150)

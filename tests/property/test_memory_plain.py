@@ -16,7 +16,7 @@ from manylora.memory import (
     Depth,
     EvictionPolicy,
     IdleItem,
-    PageStore,
+    PageCache,
     ReloadCosts,
     block_digests,
     make_eviction_policy,
@@ -59,7 +59,7 @@ class Arbitrary:
         return 1e-6
 
 
-class PlainStore(PageStore):
+class PlainStore(PageCache):
     """Walks from the block that the policy named to the end of its chain each time, and remembers no way."""
 
     def _victim(
@@ -78,7 +78,7 @@ class PlainStore(PageStore):
         return self._droppable[page][0]
 
 
-def make_store(kind: type[PageStore], num_pages: int, policy: EvictionPolicy) -> PageStore:
+def make_store(kind: type[PageCache], num_pages: int, policy: EvictionPolicy) -> PageCache:
     return kind(
         num_pages,
         512,
@@ -92,34 +92,34 @@ def make_store(kind: type[PageStore], num_pages: int, policy: EvictionPolicy) ->
 def test_the_way_down_is_looked_for_again_when_another_block_goes_idle() -> None:
     """Blocks 1 and 2 follow block 0, and 3 follows 2; 1 was there before 2, and goes idle when 3 has gone."""
 
-    def dropped(kind: type[PageStore]) -> list[int]:
-        store = make_store(kind, 7, Arbitrary())
+    def dropped(kind: type[PageCache]) -> list[int]:
+        page_cache = make_store(kind, 7, Arbitrary())
 
         def run(tokens: list[int]) -> BlockTable:
             table = BlockTable(b"root", BLOCK)
-            shared = table.match(tokens, store.prefix)
+            shared = table.match(tokens, page_cache.prefix)
             table.adopt(shared)
-            table.pages.extend(store.claim_kv(len(tokens) - len(shared), 0.0, Depth.IDLE, shared=shared) or ())
+            table.pages.extend(page_cache.claim_kv(len(tokens) - len(shared), 0.0, Depth.IDLE, shared=shared) or ())
             return table
 
         first, other = run([0]), run([0, 1])  # neither has computed anything yet: each has a block 0 of its own
-        first.index_computed([0], 1, store.prefix)
-        other.index_computed([0, 1], 2, store.prefix)
+        first.index_computed([0], 1, page_cache.prefix)
+        other.index_computed([0, 1], 2, page_cache.prefix)
         third = run([0, 2, 3])
-        third.index_computed([0, 2, 3], 3, store.prefix)
+        third.index_computed([0, 2, 3], 3, page_cache.prefix)
         for table in (first, third):
-            store.release_kv(table.clear(), 0.0)
+            page_cache.release_kv(table.clear(), 0.0)
         gone = []
         for num_pages in (3, 1, 1):
-            before = store.prefix.pages()
-            store.claim_kv(num_pages, 0.0, Depth.IDLE)
-            store.check_integrity()
-            gone += [page for page in before if page not in store.prefix]
+            before = page_cache.prefix.pages()
+            page_cache.claim_kv(num_pages, 0.0, Depth.IDLE)
+            page_cache.check_integrity()
+            gone += [page for page in before if page not in page_cache.prefix]
             if num_pages == 3:
-                store.release_kv(other.clear(), 0.0)
+                page_cache.release_kv(other.clear(), 0.0)
         return gone
 
-    assert dropped(PageStore) == dropped(PlainStore) != []
+    assert dropped(PageCache) == dropped(PlainStore) != []
 
 
 class TwinStores(RuleBasedStateMachine):
@@ -134,12 +134,12 @@ class TwinStores(RuleBasedStateMachine):
                 num_pages,
                 Arbitrary() if eviction == "arbitrary" else make_eviction_policy(eviction, ReloadCosts()),
             )
-            for kind in (PageStore, PlainStore)
+            for kind in (PageCache, PlainStore)
         ]
         self.running: list[tuple[list[int], list[BlockTable]]] = []
 
-    def both(self, ask: Callable[[PageStore], object]) -> object:
-        answer, plain = (ask(store) for store in self.stores)
+    def both(self, ask: Callable[[PageCache], object]) -> object:
+        answer, plain = (ask(page_cache) for page_cache in self.stores)
         assert answer == plain
         return answer
 
@@ -151,10 +151,10 @@ class TwinStores(RuleBasedStateMachine):
     def run_sequence(self, tokens: list[int]) -> None:
         tables = [BlockTable(b"root", BLOCK) for _ in self.stores]
 
-        def run(store: PageStore) -> object:
-            table = tables[self.stores.index(store)]
-            shared = table.match(tokens, store.prefix)
-            pages = store.claim_kv(-(-len(tokens) // BLOCK) - len(shared), self.now, Depth.IDLE, shared=shared)
+        def run(page_cache: PageCache) -> object:
+            table = tables[self.stores.index(page_cache)]
+            shared = table.match(tokens, page_cache.prefix)
+            pages = page_cache.claim_kv(-(-len(tokens) // BLOCK) - len(shared), self.now, Depth.IDLE, shared=shared)
             if pages is not None:
                 table.adopt(shared)
                 table.pages.extend(pages)
@@ -169,21 +169,21 @@ class TwinStores(RuleBasedStateMachine):
     @rule(data=st.data())
     def compute(self, data: st.DataObject) -> None:
         tokens, tables = data.draw(st.sampled_from(self.running))
-        for store, table in zip(self.stores, tables, strict=True):
-            table.index_computed(tokens, len(tokens), store.prefix)
+        for page_cache, table in zip(self.stores, tables, strict=True):
+            table.index_computed(tokens, len(tokens), page_cache.prefix)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end_sequence(self, data: st.DataObject) -> None:
         _, tables = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        for store, table in zip(self.stores, tables, strict=True):
-            store.release_kv(table.clear(), self.now)
+        for page_cache, table in zip(self.stores, tables, strict=True):
+            page_cache.release_kv(table.clear(), self.now)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_pages=st.integers(1, 6))
     def grow(self, data: st.DataObject, num_pages: int) -> None:
         _, tables = data.draw(st.sampled_from(self.running))
-        pages = self.both(lambda store: store.claim_kv(num_pages, self.now, Depth.WANTED))
+        pages = self.both(lambda page_cache: page_cache.claim_kv(num_pages, self.now, Depth.WANTED))
         for table in tables:
             table.pages.extend(pages or ())  # type: ignore[call-overload]
 
@@ -191,19 +191,21 @@ class TwinStores(RuleBasedStateMachine):
     def load(self, key: AdapterKey, num_pages: int, depth: Depth) -> None:
         if key in self.stores[0]._adapter_pages:
             return
-        if self.both(lambda store: store.claim_adapter(key, num_pages, self.now, Depth.IDLE)) is not None:
-            for store in self.stores:
-                store.adapter_used(key, self.now)
-                store.set_adapter_depth(key, depth, self.now)
+        if self.both(lambda page_cache: page_cache.claim_adapter(key, num_pages, self.now, Depth.IDLE)) is not None:
+            for page_cache in self.stores:
+                page_cache.adapter_used(key, self.now)
+                page_cache.set_adapter_depth(key, depth, self.now)
 
     @rule(num_pages=st.integers(1, 12), price=st.sampled_from([1e-7, 1e-5, 1e-3, float("inf")]))
     def ask_what_could_be_displaced(self, num_pages: int, price: float) -> None:
-        self.both(lambda store: store.can_displace(num_pages, price, self.now))
+        self.both(lambda page_cache: page_cache.can_displace(num_pages, price, self.now))
 
     @invariant()
     def are_alike(self) -> None:
         if hasattr(self, "stores"):
-            self.both(lambda store: (store.prefix.pages(), store.pool._free, list(store._droppable)))
+            self.both(
+                lambda page_cache: (page_cache.prefix.pages(), page_cache.allocator._free, list(page_cache._droppable))
+            )
             self.stores[0].check_integrity()
 
 

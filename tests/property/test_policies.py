@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.costs.model import FixedCost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished, RequestPreempted
 from manylora.scheduling import POLICIES, ChameleonPolicy, KeyedPolicy, Outcome, Policy, PolicyContext, queue_plan
 from manylora.scheduling.bypass import MAX_BYPASS
-from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor
+from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import Request, SamplingParams
 
 NUM_ADAPTERS = 8

@@ -13,10 +13,11 @@ from pathlib import Path
 from manylora.adapters.shape import BaseShape, PageShape
 from manylora.clock import Clock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.ports import EngineParts, PlannedSequence, StepPlan, StepResult
+from manylora.costs.model import FixedCost
 from manylora.errors import AdapterError, AdapterNotFound, ConfigError
-from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor, SimulatedWork
+from manylora.plan import PlannedSequence, StepPlan, StepResult
+from manylora.ports import EngineParts
+from manylora.sim.run.executor import SimulatedExecutor, SimulatedWork
 from manylora.types import AdapterKey, AdapterVersion, SampledToken
 
 HOLD = "RECITER_HOLD"

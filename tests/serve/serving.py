@@ -17,8 +17,8 @@ from manylora.adapters.read import read_adapter
 from manylora.adapters.tensors import read_safetensors
 from manylora.clock import Clock
 from manylora.config import EngineConfig
-from manylora.engine.ports import EngineParts
-from manylora.execution.bin_reader import read_bin
+from manylora.execution.storage.bin_reader import read_bin
+from manylora.ports import EngineParts
 from manylora.types import AdapterVersion
 
 TEMPLATE = (

@@ -7,7 +7,7 @@ import pytest
 from manylora import errors
 from manylora.errors import ManyloraError
 from manylora.events import RequestArrived, RequestFinished, TokensEmitted
-from manylora.server.protocol import (
+from manylora.hosting.protocol import (
     AddRequests,
     Cancel,
     Fault,
@@ -18,7 +18,7 @@ from manylora.server.protocol import (
     decode_message,
     encode,
 )
-from manylora.server.recorder import Recorder
+from manylora.hosting.recorder import Recorder
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken, SamplingParams
 
 

@@ -11,8 +11,8 @@ import pytest
 from sim_profiles import make_profile
 
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.costs.step_log import LogHeader, StepRecord, read_step_log
 from manylora.demo import demo_adapters, demo_model_path
-from manylora.engine.step_log import LogHeader, StepRecord, read_step_log
 from manylora.errors import ConfigError
 from manylora.server import BackgroundServer, LoraModule
 

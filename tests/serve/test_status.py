@@ -15,7 +15,7 @@ from serving import PATIENCE_S, Gate, wait_for
 from manylora.config import ServerConfig
 from manylora.engine.status import EngineStats
 from manylora.server import BackgroundServer, LoraModule
-from manylora.server.status_report import StatusReport
+from manylora.server.metrics.status_report import StatusReport
 
 
 def report(http: httpx.Client, **params: int) -> StatusReport:

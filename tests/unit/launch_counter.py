@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manylora.execution import triton_norm
+from manylora.execution.kernels.triton import norm as triton_norm
 
 _FREE = frozenset({"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "set_"})
 

@@ -7,13 +7,13 @@ import random
 from harness import version
 
 from manylora.bench.sweep import run_sweep
+from manylora.catalog.models import base_shape
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.step_log import LogHeader, LogLine, StepRecord
+from manylora.costs.fitted import FittedCost
+from manylora.costs.profile import CostProfile, LoadCost, RowCost
+from manylora.costs.step_log import LogHeader, LogLine, StepRecord
 from manylora.sim.build import build_simulated_parts
-from manylora.sim.fitted import FittedCost
-from manylora.sim.models import base_shape
-from manylora.sim.profile import CostProfile, LoadCost, RowCost
 
 TRUTH = {
     "step": 3e-3,
@@ -43,7 +43,7 @@ def make_profile(**fields: object) -> CostProfile:
             "device": LoadCost(fixed_s=1e-3, byte_s=1e-10, num_measured=9),
         },
         "noise": {},
-        "drag": {"host": 0.0, "device": 0.0},
+        "interference": {"host": 0.0, "device": 0.0},
         "errors": (),
         "num_steps": 100,
     }

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manylora.errors import AdapterError
-from manylora.execution.bin_reader import read_bin
+from manylora.execution.storage.bin_reader import read_bin
 
 LIMIT = 1 << 20
 

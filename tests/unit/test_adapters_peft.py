@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.adapters.packed import PackedAdapter, unpack
 from manylora.adapters.read import SAFETENSORS, read_adapter
-from manylora.execution.bin_reader import read_bin
+from manylora.execution.storage.bin_reader import read_bin
 
 pytestmark = [
     # PEFT's own: what it calls in transformers, and what it tells whoever saves an adapted embedding.

@@ -12,7 +12,7 @@ from manylora.adapters.read import SAFETENSORS, read_adapter
 from manylora.adapters.report import inspect_adapter
 from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
-from manylora.execution.bin_reader import read_bin
+from manylora.execution.storage.bin_reader import read_bin
 
 BASE = tiny_base()
 READERS = {**SAFETENSORS, ".bin": read_bin}

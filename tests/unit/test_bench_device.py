@@ -6,7 +6,7 @@ import pytest
 import torch
 from device import as_toml, launch_s, measure, profile
 
-from manylora.sim.hardware import HARDWARE, read_hardware
+from manylora.catalog.hardware import HARDWARE, read_hardware
 
 RATES = {"flops_per_s": 500e12, "memory_bytes_per_s": 3e12, "launch_s": 2.5e-6, "link_bytes_per_s": 50e9}
 

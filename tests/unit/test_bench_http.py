@@ -11,7 +11,7 @@ import pytest
 from manylora.bench.http import http_table, measure_http
 from manylora.bench.http_client import SO_TIMESTAMPNS, arrived_at, epoch_s
 from manylora.bench.paced import NUM_TICKS, TICK_S, PacedExecutor, write_paced_tokenizer
-from manylora.engine.ports import PlannedSequence, StepPlan
+from manylora.plan import PlannedSequence, StepPlan
 from manylora.text import Detokenizer, Tokenizer
 from manylora.types import SampledToken, SamplingParams
 
@@ -70,7 +70,7 @@ def test_a_socket_tells_when_bytes_came_in() -> None:
 @pytest.mark.slow
 def test_a_small_run_counts_every_token_in_its_window() -> None:
     """The whole thing, four processes: nothing is lost, and a token never arrives before it was made."""
-    (result,) = measure_http(num_streams=4, paces=(200.0,), seconds=1.0)
+    (result,) = measure_http(num_streams=4, rates=(200.0,), seconds=1.0)
     for seen in (result.seen, result.floor):
         assert 0.3 * 800 <= seen.num_tokens <= 800  # only what comes while all streams run is counted
         assert seen.num_events <= seen.num_tokens + 4 * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manylora.bench.kernels import TABLELESS, kernel_table, measure_kernels
-from manylora.sim.shapes import decoder_shape
+from manylora.catalog.shapes import decoder_shape
 
 
 def test_every_kernel_is_timed_beside_the_floor() -> None:

@@ -18,12 +18,12 @@ from sim_profiles import make_profile, sweep
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.ports import EngineParts
-from manylora.engine.step_log import LoggedExecutor, LogLine
+from manylora.costs.fitted import FittedCost
+from manylora.costs.profile import CostProfile, DriftComponent, Noise, SpeedDrift
+from manylora.costs.step_log import LoggedExecutor, LogLine
+from manylora.ports import EngineParts
 from manylora.sim.build import build_simulated_parts
-from manylora.sim.executor import SimulatedExecutor
-from manylora.sim.fitted import FittedCost
-from manylora.sim.profile import CostProfile, Noise, Spell, Unsteadiness
+from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import AdapterVersion, Request
 
 Requests = list[tuple[float, Request]]
@@ -102,14 +102,16 @@ def unsteady_run() -> tuple[SimulatedBench, parity.Outcome, list[LogLine], CostP
     """A "live" run on a machine that is slow and quick for seconds, and the profile of a steadier hour."""
     noise = {kind: Noise(mean=1.0, quantiles=(0.95, 1.0, 1.05)) for kind in ("decode", "prompt")}
     quiet = make_profile(noise=noise)
-    slow = make_profile(noise=noise, unsteadiness=Unsteadiness(spells=(Spell(size=0.4, length_s=8.0),), noise=noise))
+    slow = make_profile(
+        noise=noise, speed_drift=SpeedDrift(components=(DriftComponent(size=0.4, length_s=8.0),), noise=noise)
+    )
     bench = SimulatedBench()
     versions = bench.read_adapters()
     requests = parity.make_requests(600, 0.7 * parity.capacity(bench, quiet, versions, 200))
     cost = FittedCost(slow, random.Random(1))
     lines: list[LogLine] = [parity.header(bench.parts)]
     executor = SimulatedExecutor(
-        cost, vocab_size=parity.VOCAB_SIZE, choose=parity.choose, drag=cost.drag, pace=cost.pace()
+        cost, vocab_size=parity.VOCAB_SIZE, choose=parity.choose, interference=cost.interference, speed=cost.speed()
     )
     live = bench.run(LoggedExecutor(executor, lines.append), VirtualClock(), 0.0, versions, requests)
     return bench, live, lines, quiet, requests
@@ -144,7 +146,7 @@ def test_columns_that_know_more_come_nearer(unsteady_run: tuple[Any, ...]):
         "load_average_before": 0.0,
         "drift": 1.0,
         "replayed": {"same": 9, "events": 9},
-        "spells": {"sweeps": parity.spells(quiet), "live": parity.spells(columns.whole)},
+        "components": {"sweeps": parity.components(quiet), "live": parity.components(columns.whole)},
         "latencies": found,
         "counts": {name: parity.counts(one) for name, (one, *_) in {"live": [live], **outcomes}.items()},
         "decisions": {name: parity.decisions(live, one) for name, (one,) in outcomes.items()},
@@ -153,5 +155,5 @@ def test_columns_that_know_more_come_nearer(unsteady_run: tuple[Any, ...]):
         "profile_errors": [{name: getattr(one, name) for name in one.__struct_fields__} for one in quiet.errors],
     }
     page = table(figures)
-    assert "Spells in the sweeps: none." in page
+    assert "Drift in the sweeps: none." in page
     assert all(len(row.split("|")) == len(COLUMNS) + 4 for row in page.splitlines() if row.startswith("| between"))

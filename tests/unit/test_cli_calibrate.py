@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from manylora.bench.calibration import sweep_live
 from manylora.cli.app import app
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.step_log import LoadRecord, LogHeader, LogLine, StepRecord, write_step_log
+from manylora.costs.calibrate import step_shares
+from manylora.costs.profile import TERMS, read_profile
+from manylora.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord, write_step_log
 from manylora.errors import ConfigError
-from manylora.sim.calibrate import step_shares
-from manylora.sim.profile import TERMS, read_profile
 from manylora.types import Tier
 
 

@@ -62,7 +62,7 @@ def test_a_plan_says_capacity_memory_cost_and_what_binds(file: Path, tmp_path: P
     assert one["settings"] == {} and one["scenario"]["workload"]["adapters"]["count"] == 6
     plan = one["plan"]
     assert plan["capacity_requests_per_s"] > 1 and plan["cost"]["per_hour"] == 1.5
-    assert plan["trials"][0]["measured_s"].keys() == {"ttft"}
+    assert plan["load_tests"][0]["measured_s"].keys() == {"ttft"}
     assert plan["usage"]["memory"]["over_time"].keys() == {"seconds", "kv", "prefixes", "adapters", "free"}
 
 
@@ -95,7 +95,7 @@ def test_a_file_can_say_how_to_plan(file: Path, tmp_path: Path) -> None:
     (one,) = json.loads(written.read_text())
     assert one["settings"] == {"gpu": "h100"} and "plan" not in one["scenario"]
     assert one["plan"]["demand"]["rate"] == 2.0 and one["plan"]["demand"]["price_per_hour"] == 2.5
-    assert one["plan"]["promise"]["percentile"] == 90
+    assert one["plan"]["objective"]["percentile"] == 90
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from manylora.cli.top_view import Rates, frame, rates_between
 from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError
 from manylora.scheduling import QueueStatus
-from manylora.server.status_report import AdapterRow, Latency, Percentiles, StatusReport
+from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, StatusReport
 
 URL = "http://127.0.0.1:8000"
 

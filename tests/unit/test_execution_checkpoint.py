@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from manylora.cli.app import app
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
-from manylora.execution import checkpoint
-from manylora.execution.checkpoint import check_checkpoint
-from manylora.execution.models import load_model
+from manylora.execution.model import checkpoint
+from manylora.execution.model.checkpoint import check_checkpoint
+from manylora.execution.model.load import load_model
 from manylora.text import Tokenizer
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from manylora.execution.compiled import CompiledKernels, find_compiled
-from manylora.execution.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
-from manylora.execution.lora_grouped import MAX_READ_ROWS, apply_grouped
-from manylora.execution.lora_parts import GroupParts, Part
-from manylora.execution.resident import GroupWeights, ModuleWeights, Piece
+from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
+from manylora.execution.kernels.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
+from manylora.execution.lora.grouped import MAX_READ_ROWS, apply_grouped
+from manylora.execution.lora.parts import GroupParts, Part
+from manylora.execution.storage.resident import GroupWeights, ModuleWeights, Piece
 
 BLOCK, LAYERS, PAGES = 4, 3, 60
 
@@ -92,8 +92,8 @@ def test_without_torchs_threads_there_are_no_kernels(
         if failure is not None:
             raise failure
 
-    monkeypatch.setattr("manylora.execution.compiled_team.open_team", open_no_team)
-    with caplog.at_level("INFO", logger="manylora.execution.compiled"):
+    monkeypatch.setattr("manylora.execution.kernels.cpu.openmp.open_team", open_no_team)
+    with caplog.at_level("INFO", logger="manylora.execution.kernels.cpu.support"):
         assert find_compiled.__wrapped__() is None
     assert "available=no" in caplog.text
 
@@ -116,7 +116,7 @@ def test_large_products_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(x.shape[0])
         return functional.linear(x, weight, bias)
 
-    monkeypatch.setattr("manylora.execution.linear._onednn", note)
+    monkeypatch.setattr("manylora.execution.kernels.linear._onednn", note)
     weight = torch.randn(64, 64)
     linear(torch.randn(4, 64), weight)
     assert calls == []
@@ -140,7 +140,7 @@ def test_a_packed_weight_gives_the_same_product(num_rows: int, has_bias: bool) -
 def test_what_is_small_or_16_bit_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     for weight in (torch.randn(64, 64), torch.randn(1024, 1024).bfloat16()):
         assert pack(weight) is weight
-    monkeypatch.setattr("manylora.execution.linear.has_onednn", lambda: False)
+    monkeypatch.setattr("manylora.execution.kernels.linear.has_onednn", lambda: False)
     weight = torch.randn(1024, 1024)
     assert pack(weight) is weight
 
@@ -197,7 +197,7 @@ def test_lora_equals_plain_products_whatever_does_not_fill_a_tile_or_a_run(
         apply_grouped(x, out, GroupParts(tuple(parts)))
     finally:
         torch.set_num_threads(before)
-    monkeypatch.setattr("manylora.execution.lora_grouped.find_compiled", lambda: None)
+    monkeypatch.setattr("manylora.execution.lora.grouped.find_compiled", lambda: None)
     apply_grouped(x, expected, GroupParts(tuple(parts)))
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
 
@@ -205,7 +205,7 @@ def test_lora_equals_plain_products_whatever_does_not_fill_a_tile_or_a_run(
 @pytest.mark.parametrize("num_pieces", [1, 3])
 def test_work_is_every_weight_once(kernels: CompiledKernels, num_pieces: int) -> None:
     """So adapters on fewer modules cost less, by what their weights are less."""
-    from manylora.execution.compiled_tables import PIECE_COLS, PIECE_ROWS
+    from manylora.execution.kernels.cpu.tables import PIECE_COLS, PIECE_ROWS
 
     pool = torch.zeros(20_000)
     for widths in ([40], [40, 24, 24]):

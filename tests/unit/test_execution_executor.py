@@ -19,9 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
-from manylora.engine.ports import AdapterLoad, EngineParts, PlannedSequence, StepPlan, StepResult, Work
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
+from manylora.plan import AdapterLoad, PlannedSequence, StepPlan, StepResult
+from manylora.ports import EngineParts, Work
 from manylora.types import AdapterKey, AdapterVersion, SamplingParams, Tier
 
 BLOCK = 4
@@ -215,7 +216,7 @@ def test_what_a_page_held_before_does_not_reach_its_next_owner(
     is_compiled: bool, parts: EngineParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr("manylora.execution.paged_attention.find_compiled", lambda: None)
+        monkeypatch.setattr("manylora.execution.attention.paged.find_compiled", lambda: None)
     tokens = [7, 8, 9, 10, 11, 12, 13]
     other = sequence([3, 4, 5], 0, 3, 8, None, 1)
     run(parts, other)

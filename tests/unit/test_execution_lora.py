@@ -8,10 +8,10 @@ import torch
 
 from manylora.adapters.layout import AdapterLayout, Tile, lay_out
 from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
-from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment, add_embedding
-from manylora.execution.lora_parts import GroupParts, Part
-from manylora.execution.pages import PageStorage, consecutive
-from manylora.execution.resident import ResidentAdapter, make_resident
+from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment, add_embedding
+from manylora.execution.lora.parts import GroupParts, Part
+from manylora.execution.storage.page_tensor import PageTensor, consecutive
+from manylora.execution.storage.resident import ResidentAdapter, make_resident
 
 IN, SIZES, VOCAB = 24, (20, 8, 12), 50
 GROUP = "layers.0.qkv"
@@ -67,7 +67,7 @@ def put(flat: torch.Tensor, pages: list[int], tiles: tuple[Tile, ...], matrix: t
 
 
 def load(
-    base: BaseShape, storage: PageStorage, first_page: int, ranks: dict[str, int], dtype: str = "float32"
+    base: BaseShape, storage: PageTensor, first_page: int, ranks: dict[str, int], dtype: str = "float32"
 ) -> tuple[ResidentAdapter, dict[str, torch.Tensor], int]:
     """Store a random adapter; return it, each module's dense ``A^T B^T`` and the next free page."""
     layout: AdapterLayout = lay_out(ranks, base, dtype)
@@ -90,7 +90,7 @@ def load(
 def test_kernel_equals_dense_product_whatever_type_weights_have(kernel: str, page_elements: int, num_rows: int) -> None:
     torch.manual_seed(0)
     base = make_base(page_elements)
-    storage = PageStorage(base.page, 1500, torch.device("cpu"))
+    storage = PageTensor(base.page, 1500, torch.device("cpu"))
     first, dense_first, page = load(base, storage, 0, {NAMES[0]: 5, NAMES[2]: 17}, "bfloat16")
     second, dense_second, page = load(base, storage, page, dict.fromkeys(NAMES, 3), "float32")
     third, dense_third, page = load(base, storage, page, {NAMES[1]: 9}, "float16")
@@ -123,7 +123,7 @@ def test_kernel_equals_dense_product_whatever_type_weights_have(kernel: str, pag
 
 def test_head_parts_are_sampled_rows_only() -> None:
     base = make_base(64)
-    storage = PageStorage(base.page, 100, torch.device("cpu"))
+    storage = PageTensor(base.page, 100, torch.device("cpu"))
     adapter, _, _ = load(base, storage, 0, {NAMES[0]: 2})
     batch = LoraBatch((LoraSegment(adapter, 0, 5, 0, 0), LoraSegment(adapter, 5, 9, 0, 2)))
     sampled, every = batch.parts(GROUP, is_sampled=True), batch.parts(GROUP)
@@ -137,7 +137,7 @@ def test_head_parts_are_sampled_rows_only() -> None:
 def test_embedding_gathers_columns_of_a(page_elements: int) -> None:
     torch.manual_seed(0)
     base = make_base(page_elements)
-    storage = PageStorage(base.page, 200, torch.device("cpu"))
+    storage = PageTensor(base.page, 200, torch.device("cpu"))
     adapter, dense, _ = load(base, storage, 0, {"embed": 7})
     tokens = torch.tensor([3, 49, 0, 3, 17])
     out = torch.zeros(5, IN)
@@ -148,7 +148,7 @@ def test_embedding_gathers_columns_of_a(page_elements: int) -> None:
 
 def test_tiles_behind_one_another_become_one_view() -> None:
     base = make_base(4096)
-    storage = PageStorage(base.page, 4, torch.device("cpu"))
+    storage = PageTensor(base.page, 4, torch.device("cpu"))
     adapter, _, _ = load(base, storage, 0, dict.fromkeys(NAMES, 40))
     weights = adapter.groups[GROUP]
     assert sum(len(module.b) for module in weights.modules) <= 5 and len(weights.a) <= 2

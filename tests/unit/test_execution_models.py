@@ -28,9 +28,9 @@ from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.execution.build import build_parts
-from manylora.execution.fused import FusedLinear, FusedPart, adapt_modules
-from manylora.execution.lora import LORA_KERNELS, StepContext
-from manylora.execution.models import context_limit
+from manylora.execution.lora.batch import LORA_KERNELS, StepContext
+from manylora.execution.model.load import context_limit
+from manylora.execution.model.modules import FusedLinear, FusedPart, adapt_modules
 
 SMALL = {
     "vocab_size": 100,

@@ -29,9 +29,9 @@ from manylora.experiments.cases import read_setup, read_workload
 from manylora.experiments.report import Picture
 from manylora.experiments.request_alone import request_alone
 from manylora.experiments.spec import Claim, Experiment, Point, merge, setup_table
-from manylora.sim.adapters import adapter_versions
+from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.run.simulation import simulate
 from manylora.sim.setup import make_config
-from manylora.sim.simulation import simulate
 from manylora.workloads import RequestSpec, Workload, make_workload
 
 SUITE = """

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manylora.server import latency
-from manylora.server.histogram import LogHistogram
-from manylora.server.latency import MAX_ADAPTERS, NUM_SLICES, WINDOW_S, LatencyWindow
-from manylora.server.protocol import FinishedRequest, Observations
+from manylora.hosting.protocol import FinishedRequest, Observations
+from manylora.server.metrics import latency
+from manylora.server.metrics.latency import MAX_ADAPTERS, NUM_SLICES, WINDOW_S, LatencyWindow
+from manylora.server.metrics.log_histogram import LogHistogram
 
 DURATIONS = st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=200)
 

@@ -19,10 +19,11 @@ from manylora import Engine, Generation, SamplingParams
 from manylora.adapters.shape import BaseShape, PageShape
 from manylora.clock import Clock
 from manylora.config import EngineConfig
-from manylora.engine.ports import EngineParts, PlannedSequence
+from manylora.costs.model import FixedCost
 from manylora.errors import AdapterExists, AdapterNotFound, ConfigError, EngineDead
-from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor
+from manylora.plan import PlannedSequence
+from manylora.ports import EngineParts
+from manylora.sim.run.executor import SimulatedExecutor
 from manylora.text import Tokenizer
 from manylora.types import AdapterKey, AdapterVersion, SampledToken
 

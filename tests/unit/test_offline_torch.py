@@ -13,7 +13,8 @@ from text_tokenizers import make_huggingface
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora import Engine, SamplingParams
-from manylora.engine.ports import StepPlan, Work
+from manylora.plan import StepPlan
+from manylora.ports import Work
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 

@@ -7,15 +7,16 @@ from harness import Rig, make_rig, request, small_base, version
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.costs.model import FixedCost
 from manylora.engine.core import EngineCore
-from manylora.engine.follow_on import fill_in, plan_at
 from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import AdapterLoad, EngineParts, PlannedSequence, StepPlan
+from manylora.engine.plan_ahead import fill_in, plan_at
 from manylora.events import Event, RequestPreempted
+from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
+from manylora.ports import EngineParts
 from manylora.scheduling import Sequence
-from manylora.sim.cost import FixedCost
-from manylora.sim.executor import SimulatedExecutor, made_up_token
-from manylora.sim.fake import FakeExecutor
+from manylora.sim.run.executor import SimulatedExecutor, synthetic_token
+from manylora.sim.run.fake import FakeExecutor
 from manylora.types import Output, Request, SampledToken, SamplingParams, Tier
 
 
@@ -208,7 +209,10 @@ def simulate(*, plan_ahead: bool, decide_s: float = 0.002) -> tuple[float, dict[
         base=small_base(max_model_len=128),
         num_pages=200,
         executor=SimulatedExecutor(
-            FixedCost(step_s=0.01, token_s=0.0), vocab_size=1000, scheduler_time_s=decide_s, drag={Tier.DEVICE: 0.2}
+            FixedCost(step_s=0.01, token_s=0.0),
+            vocab_size=1000,
+            scheduler_time_s=decide_s,
+            interference={Tier.DEVICE: 0.2},
         ),
         scheduler=SchedulerConfig(max_num_seqs=8, plan_ahead=plan_ahead),
         memory=MemoryConfig(block_size=4),
@@ -263,7 +267,7 @@ def planned(seq_id: int, **options: object) -> PlannedSequence:
 
 
 def test_a_load_delays_both_steps_in_flight() -> None:
-    executor = SimulatedExecutor(FixedCost(step_s=1.0, token_s=0.0), vocab_size=10, drag={Tier.DEVICE: 0.5})
+    executor = SimulatedExecutor(FixedCost(step_s=1.0, token_s=0.0), vocab_size=10, interference={Tier.DEVICE: 0.5})
     first = executor.launch(StepPlan(step_id=0, sequences=(planned(0),)), 0.0)
     second = executor.launch(StepPlan(step_id=1, sequences=(planned(0),)), 0.5)
     assert (first.ready_at, second.begins_at, second.ready_at) == (1.0, 1.0, 2.0)
@@ -299,7 +303,7 @@ def test_filled_in_tokens_read_like_the_list_they_will_be() -> None:
     for index in (4, -5):
         with pytest.raises(IndexError):
             tokens[index]
-    assert made_up_token(filled.sequences[0], 1000) == made_up_token(plan.sequences[0], 1000)
+    assert synthetic_token(filled.sequences[0], 1000) == synthetic_token(plan.sequences[0], 1000)
 
 
 def test_a_plan_that_awaits_nothing_stays_as_it_is() -> None:

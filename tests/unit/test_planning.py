@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from manylora.config import AdapterConfig, SchedulerConfig
+from manylora.costs.model import FixedCost
 from manylora.errors import ConfigError
 from manylora.measure import Slo
-from manylora.planning import Capacity, Demand, Effort, Promise, Trial, Trials, find_capacity, make_plan
+from manylora.planning import Capacity, Demand, LoadTest, LoadTests, Objective, SearchBudget, find_capacity, make_plan
+from manylora.planning.load_test import at_rate
 from manylora.planning.plan import Plan
 from manylora.planning.report import plan_tables
-from manylora.planning.trial import at_rate
-from manylora.sim.cost import FixedCost
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
 from manylora.workloads import AdapterSet, WorkloadSpec
@@ -60,13 +60,13 @@ def served_within(sojourn_s: float, rate: float) -> float:
 @pytest.mark.parametrize(("limit_s", "percentile"), [(0.25, 90.0), (0.35, 80.0)])
 def test_capacity_of_one_server_is_that_of_queueing_theory(limit_s: float, percentile: float) -> None:
     """One sequence at a time, one step each, no adapter: Poisson arrivals, deterministic service, one server."""
-    trials = Trials(
+    load_tests = LoadTests(
         scenario(),
-        Promise(slo=Slo(ttft_s=limit_s), percentile=percentile),
-        Effort(num_requests=3000, seeds=1),
+        Objective(slo=Slo(ttft_s=limit_s), percentile=percentile),
+        SearchBudget(num_requests=3000, seeds=1),
         cost=FixedCost(step_s=STEP_S, token_s=0.0),
     )
-    found = find_capacity(trials.at, start=5.0, tolerance=0.02)
+    found = find_capacity(load_tests.at, start=5.0, tolerance=0.02)
     low, high = 0.1, 1 / STEP_S
     while high - low > 1e-6:
         middle = (low + high) / 2
@@ -80,7 +80,7 @@ def test_capacity_of_one_server_is_that_of_queueing_theory(limit_s: float, perce
 
 def search(limit: float, start: float, tolerance: float = 0.02) -> Capacity:
     return find_capacity(
-        lambda rate: Trial(rate=rate, num_replicas=1, is_kept=rate <= limit, measured={}),
+        lambda rate: LoadTest(rate=rate, num_replicas=1, is_kept=rate <= limit, measured={}),
         start=start,
         tolerance=tolerance,
     )
@@ -95,7 +95,7 @@ def test_the_search_ends_below_the_limit_and_near_it(start: float) -> None:
 
 def test_a_promise_that_no_rate_keeps_is_no_capacity() -> None:
     found = search(0.0, 1.0)
-    assert found.rate == 0.0 and found.kept is None and found.broken is not None and len(found.trials) == 9
+    assert found.rate == 0.0 and found.kept is None and found.broken is not None and len(found.load_tests) == 9
 
 
 def test_a_limit_that_is_never_met_is_said_so() -> None:
@@ -104,19 +104,19 @@ def test_a_limit_that_is_never_met_is_said_so() -> None:
 
 
 def test_hopeless_rates_are_given_up_early() -> None:
-    trials = Trials(
+    load_tests = LoadTests(
         scenario(),
-        Promise(slo=Slo(ttft_s=0.2)),
-        Effort(num_requests=2000, seeds=2),
+        Objective(slo=Slo(ttft_s=0.2)),
+        SearchBudget(num_requests=2000, seeds=2),
         cost=FixedCost(step_s=STEP_S, token_s=0.0),
     )
-    hopeless = trials.at(100.0)
+    hopeless = load_tests.at(100.0)
     assert not hopeless.is_kept and hopeless.runs == () and hopeless.measured == {"ttft": math.inf}
 
 
 def test_the_same_requests_come_at_every_rate() -> None:
-    trials = Trials(scenario(), Promise(slo=Slo(ttft_s=0.2)), Effort(num_requests=50))
-    slow, fast = trials.workload(1.0).requests, trials.workload(4.0).requests
+    load_tests = LoadTests(scenario(), Objective(slo=Slo(ttft_s=0.2)), SearchBudget(num_requests=50))
+    slow, fast = load_tests.workload(1.0).requests, load_tests.workload(4.0).requests
     assert [one.arrival_s for one in slow] == pytest.approx([4 * one.arrival_s for one in fast[: len(slow)]])
     steps = at_rate(replace(scenario().workload, arrivals=StepArrivals(rates=(1.0, 3.0), step_s=5.0)), 6.0)
     assert isinstance(steps.arrivals, StepArrivals) and steps.arrivals.rates == (3.0, 9.0)
@@ -124,23 +124,25 @@ def test_the_same_requests_come_at_every_rate() -> None:
 
 def test_refused_requests_break_a_promise() -> None:
     crowded = scenario(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=1))
-    promise = Promise(slo=Slo(ttft_s=10.0))
-    trial = Trials(crowded, promise, Effort(num_requests=500, seeds=1, spans=0), cost=FixedCost(step_s=STEP_S)).at(9.0)
-    assert not trial.is_kept and trial.measured["ttft"] == math.inf
+    objective = Objective(slo=Slo(ttft_s=10.0))
+    load_test = LoadTests(
+        crowded, objective, SearchBudget(num_requests=500, seeds=1, spans=0), cost=FixedCost(step_s=STEP_S)
+    ).at(9.0)
+    assert not load_test.is_kept and load_test.measured["ttft"] == math.inf
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 
 def plan(one: Scenario, slo: Slo, cost: FixedCost | None, **demand: float) -> Plan:
-    effort = Effort(num_requests=200, seeds=1, spans=10.0)
-    return make_plan(one, Promise(slo=slo), Demand(effort=effort, tolerance=0.1, **demand), cost=cost)  # type: ignore[arg-type]
+    search_budget = SearchBudget(num_requests=200, seeds=1, spans=10.0)
+    return make_plan(one, Objective(slo=slo), Demand(search_budget=search_budget, tolerance=0.1, **demand), cost=cost)  # type: ignore[arg-type]
 
 
 def test_prompts_that_never_fit_are_said_before_any_search() -> None:
-    promise = Promise(slo=Slo(ttft_s=1.0))
+    objective = Objective(slo=Slo(ttft_s=1.0))
     with pytest.raises(ConfigError, match=r"200 of 200 prompts have more than the 7999 tokens .*max_prompt=7999\)"):
-        make_plan(scenario(prompt=8000), promise, Demand(effort=Effort(num_requests=200)))
+        make_plan(scenario(prompt=8000), objective, Demand(search_budget=SearchBudget(num_requests=200)))
 
 
 def test_too_few_seats_bind() -> None:
@@ -197,14 +199,14 @@ def test_traffic_gets_as_many_replicas_as_keep_the_promise() -> None:
 
 def test_no_number_is_named_that_was_not_seen_to_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a router that sends everything to one replica: division says four, and eight do not keep the promise."""
-    alone = Trials.at
+    alone = LoadTests.at
 
-    def at(trials: Trials, rate: float, num_replicas: int = 1) -> Trial:
+    def at(load_tests: LoadTests, rate: float, num_replicas: int = 1) -> LoadTest:
         if num_replicas == 1:
-            return alone(trials, rate)
-        return Trial(rate=rate, num_replicas=num_replicas, is_kept=False, measured={"ttft": math.inf})
+            return alone(load_tests, rate)
+        return LoadTest(rate=rate, num_replicas=num_replicas, is_kept=False, measured={"ttft": math.inf})
 
-    monkeypatch.setattr(Trials, "at", at)
+    monkeypatch.setattr(LoadTests, "at", at)
     made = plan(scenario(), Slo(ttft_s=0.5), FixedCost(step_s=STEP_S, token_s=0.0), rate=30.0, price_per_hour=1.0)
     assert made.capacity.rate > 0 and made.num_replicas is None and made.cost is None
     shown = dict(row for table in plan_tables(made)[:1] for row in table.rows)
@@ -219,13 +221,13 @@ def test_a_promise_that_cannot_be_kept_is_a_plan_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Promise(), "No promise to plan for"),
-        (lambda: Promise(slo=Slo(ttft_s=-1.0)), r"ttft_s = -1\.0"),
-        (lambda: Promise(slo=Slo(ttft_s=1.0), percentile=100.0), r"percentile = 100\.0"),
+        (lambda: Objective(), "No objective to plan for"),
+        (lambda: Objective(slo=Slo(ttft_s=-1.0)), r"ttft_s = -1\.0"),
+        (lambda: Objective(slo=Slo(ttft_s=1.0), percentile=100.0), r"percentile = 100\.0"),
         (lambda: Demand(rate=0.0), r"rate = 0\.0"),
         (lambda: Demand(tolerance=1.0), r"tolerance = 1\.0"),
         (lambda: Demand(tolerance=1e-18), "tolerance = 1e-18"),
-        (lambda: Effort(num_requests=3), "num_requests = 3"),
+        (lambda: SearchBudget(num_requests=3), "num_requests = 3"),
         (lambda: find_capacity(lambda rate: None, start=0.0), "start = 0.0"),  # type: ignore[arg-type,return-value]
     ],
 )

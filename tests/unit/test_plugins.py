@@ -13,9 +13,9 @@ from manylora.experiments import Runner, cases, cases_of, read_experiment
 from manylora.memory import ReloadCosts, make_eviction_policy
 from manylora.plugins import source_of, with_files_found
 from manylora.scheduling import FifoPolicy, make_policy, make_predictor
+from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import read_scenario
 from manylora.sim.setup import Setup, make_config
-from manylora.sim.simulation import simulate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -107,7 +107,7 @@ def test_what_those_ahead_need_is_left_to_them():
     # Pool of 16: the running request holds 2 and may grow; the next in line needs 10 of the 14 left.
     for num_prompt, expected in ((40, ["x to device"]), (41, [])):
         rig = rig_of("x", num_pages=16, max_model_len=64)
-        assert rig.core.store.pool.num_free == 14
+        assert rig.core.page_cache.allocator.num_free == 14
         rig.add(request("ahead", num_prompt=num_prompt), request("one", model="x"))
         rig.turn()
         assert loading(rig) == expected

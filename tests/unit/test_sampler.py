@@ -11,10 +11,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from manylora.engine.ports import PlannedSequence
-from manylora.execution.philox import philox4x32, philox_uniform
-from manylora.execution.sampler import Sampler
-from manylora.execution.token_draw import draw_at
+from manylora.execution.sampling.draw import draw_at
+from manylora.execution.sampling.philox import philox4x32, philox_uniform
+from manylora.execution.sampling.sampler import Sampler
+from manylora.plan import PlannedSequence
 from manylora.types import SamplingParams
 
 EOS = 2

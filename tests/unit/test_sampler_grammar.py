@@ -14,8 +14,8 @@ from test_sampler import sequence
 from text_tokenizers import MAKERS, make_huggingface
 
 from manylora.errors import RequestError
-from manylora.execution.grammar import MAX_COMPILED, JsonGrammar, check_schema, grammar_available
-from manylora.execution.sampler import Sampler
+from manylora.execution.sampling.grammar import MAX_COMPILED, JsonGrammar, check_schema, grammar_available
+from manylora.execution.sampling.sampler import Sampler
 from manylora.text import Tokenizer
 from manylora.types import SamplingParams
 

@@ -19,9 +19,9 @@ from manylora.measure import summarise
 from manylora.measure.plots import can_plot
 from manylora.measure.tables import compare, figures, latencies, milliseconds
 from manylora.planning.settings import read_plan_settings
+from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import read_scenario, read_table
 from manylora.sim.setup import Setup, make_config, read_dims
-from manylora.sim.simulation import simulate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from manylora.config import SchedulerConfig
-from manylora.engine.ports import AdapterLoad
+from manylora.costs.roofline import RooflineCost
 from manylora.errors import ConfigError
-from manylora.sim.adapters import adapter_versions
-from manylora.sim.roofline import RooflineCost
+from manylora.plan import AdapterLoad
+from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.setup import Setup, make_config, read_dims
 from manylora.types import Tier
 from manylora.workloads import AdapterSpec

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from manylora.catalog.shapes import decoder_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.costs.model import FixedCost
+from manylora.costs.roofline import make_cost
 from manylora.errors import AdapterError, ConfigError
+from manylora.routing.step_model import step_model
 from manylora.scheduling import POLICIES
-from manylora.sim.adapters import adapter_versions
-from manylora.sim.cost import FixedCost
-from manylora.sim.prompts import PromptMaker
-from manylora.sim.roofline import make_cost
-from manylora.sim.shapes import decoder_shape
-from manylora.sim.simulation import Run, SimulationConfig, simulate
-from manylora.sim.step_model import step_model
+from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.run.prompts import PromptMaker
+from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.types import Tier
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 

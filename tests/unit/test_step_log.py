@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from harness import make_rig, request, small_base, version
 
-from manylora.engine.features import step_features
-from manylora.engine.ports import PlannedSequence, StepPlan
-from manylora.engine.step_log import LoadRecord, LoggedExecutor, LogHeader, StepLog, StepRecord, read_step_log
+from manylora.costs.features import step_features
+from manylora.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, StepLog, StepRecord, read_step_log
 from manylora.errors import ConfigError
+from manylora.plan import PlannedSequence, StepPlan
 from manylora.types import AdapterKey, SamplingParams, Tier
 
 

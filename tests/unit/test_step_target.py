@@ -8,18 +8,18 @@ import pytest
 from harness import sequence, version
 
 from manylora.config import AdapterConfig, SchedulerConfig
+from manylora.costs.online import OnlineCosts, StepLoad
 from manylora.engine.step_budget import LEAST_OF_TARGET, LEAST_TOKENS, StepBudget, target_s
-from manylora.engine.step_costs import StepCosts, StepLoad
 from manylora.errors import ConfigError
 from manylora.events import Event, StepFinished
+from manylora.sim.run.simulation import simulate
 from manylora.sim.setup import Setup, make_config
-from manylora.sim.simulation import simulate
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
 PRICES = (0.004, 3e-4, 2e-6, 4e-7)
 
 
-def teach(costs: StepCosts, prices: tuple[float, ...] = PRICES, num_steps: int = 300) -> None:
+def teach(costs: OnlineCosts, prices: tuple[float, ...] = PRICES, num_steps: int = 300) -> None:
     rng = random.Random(1)
     for _ in range(num_steps):
         tokens = rng.randint(16, 800)
@@ -28,7 +28,7 @@ def teach(costs: StepCosts, prices: tuple[float, ...] = PRICES, num_steps: int =
 
 
 def test_costs_are_learnt_from_steps():
-    costs = StepCosts()
+    costs = OnlineCosts()
     teach(costs)
     load = StepLoad(1.0, 600.0, 600.0 * 64, 20_000.0)
     assert costs.step_s(load) == pytest.approx(0.004 + 0.18 + 0.0768 + 0.008, rel=0.05)
@@ -36,7 +36,7 @@ def test_costs_are_learnt_from_steps():
 
 
 def test_costs_follow_a_device_that_slows_down():
-    costs = StepCosts()
+    costs = OnlineCosts()
     teach(costs)
     teach(costs, tuple(2 * price for price in PRICES), num_steps=600)
     assert costs.token_s(8) == pytest.approx(2 * (3e-4 + 8 * 2e-6), rel=0.15)
@@ -44,20 +44,20 @@ def test_costs_follow_a_device_that_slows_down():
 
 def test_nothing_costs_less_than_nothing():
     """Steps that get shorter with their adapters' rank, as noise may have it, do not make rank a gift."""
-    costs = StepCosts()
+    costs = OnlineCosts()
     teach(costs, (0.05, 1e-4, -1e-6, 0.0))
     assert costs.token_s(128) >= costs.token_s(0) > 0
 
 
 def test_nothing_is_learnt_until_somebody_asks():
-    costs = StepCosts()
+    costs = OnlineCosts()
     assert not costs.is_asked
     assert costs.prompt_s(sequence(0, num_prompt=10)) > 0
     assert costs.is_asked
 
 
 def test_a_budget_is_cut_by_rank():
-    costs = StepCosts()
+    costs = OnlineCosts()
     teach(costs)
     small, large = sequence(0, num_prompt=4000), sequence(1, num_prompt=4000)
     small.version, large.version = version("small", rank=8), version("large", rank=128)
@@ -74,7 +74,7 @@ def test_a_budget_is_cut_by_rank():
 
 
 def test_prompts_keep_a_share_however_many_decode():
-    costs = StepCosts()
+    costs = OnlineCosts()
     teach(costs)
     budget = StepBudget(2000, costs, StepLoad(1.0, 5000.0, 0.0, 0.0), 0.1)
     assert not budget.is_spent
@@ -82,7 +82,7 @@ def test_prompts_keep_a_share_however_many_decode():
 
 
 def test_tokens_bound_a_step_with_a_target_as_well():
-    budget = StepBudget(100, StepCosts(), None, 1e6)
+    budget = StepBudget(100, OnlineCosts(), None, 1e6)
     assert budget.room_for(sequence(0, num_prompt=400)) == 100
 
 

@@ -10,13 +10,13 @@ import torch
 from triton_cases import DEVICE, DTYPES, HALVES, TOLERANCE, poison, relative_error
 
 from manylora.adapters.shape import PageShape
-from manylora.engine.ports import PlannedSequence
-from manylora.execution.device_ops import make_device_ops
-from manylora.execution.page_tables import PageTables
-from manylora.execution.paged_attention import AttentionCall
-from manylora.execution.pages import PageStorage
-from manylora.execution.rotation import Rotation, rotate
-from manylora.execution.triton_batch import TritonBatch
+from manylora.execution.attention.page_tables import PageTables
+from manylora.execution.attention.paged import AttentionCall
+from manylora.execution.attention.rotary import Rotation, rotate
+from manylora.execution.attention.triton import TritonBatch
+from manylora.execution.device import make_device_ops
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.plan import PlannedSequence
 from manylora.types import SamplingParams
 
 pytest.importorskip("triton")
@@ -26,7 +26,7 @@ __all__ = ["poison"]
 LAYERS, LAYER, NUM_PAGES = 3, 1, 90
 
 
-def make_pool(block: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> PageStorage:
+def make_pool(block: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> PageTensor:
     """Return pages full of NaN: nothing that was not written may be read."""
     name = str(dtype).removeprefix("torch.")
     shape = PageShape(
@@ -37,7 +37,7 @@ def make_pool(block: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> P
         element_bytes=dtype.itemsize,
         dtype=name,
     )
-    pool = PageStorage(shape, NUM_PAGES, DEVICE)
+    pool = PageTensor(shape, NUM_PAGES, DEVICE)
     pool.flat.fill_(float("nan"))
     return pool
 

@@ -11,13 +11,13 @@ from test_execution_executor import BLOCK, executor_of, folders, load, run, sequ
 
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.ports import EngineParts
 from manylora.errors import ConfigError
+from manylora.execution.attention.step import choose_attention
 from manylora.execution.build import build_parts
 from manylora.execution.decode_graphs import batch_buckets
-from manylora.execution.device_ops import DirectOps
-from manylora.execution.lora import choose_kernel
-from manylora.execution.step_attention import choose_attention
+from manylora.execution.device import DirectOps
+from manylora.execution.lora.batch import choose_kernel
+from manylora.ports import EngineParts
 from manylora.types import AdapterVersion, Tier
 
 pytest.importorskip("triton")
@@ -135,7 +135,7 @@ def test_kernels_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (choose_kernel("auto", cpu), choose_attention("auto", cpu)) == ("grouped", "torch")
     assert (choose_kernel("auto", gpu), choose_attention("auto", gpu)) == ("ragged", "triton")
     assert (choose_kernel("naive", gpu), choose_attention("torch", gpu)) == ("naive", "torch")
-    monkeypatch.setattr("manylora.execution.triton_door.is_interpreted", lambda: False)
+    monkeypatch.setattr("manylora.execution.kernels.triton.support.is_interpreted", lambda: False)
     with pytest.raises(ConfigError, match="lora_kernel = 'ragged', which cannot run here: Triton needs a GPU"):
         choose_kernel("ragged", cpu)
     with pytest.raises(ConfigError, match="attention_kernel = 'triton', which cannot run here"):

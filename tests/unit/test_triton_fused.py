@@ -34,13 +34,14 @@ from triton_cases import DEVICE, DTYPES, HALVES
 
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.ports import EngineParts, StepPlan
+from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
 from manylora.execution.build import build_parts
-from manylora.execution.fused_norm import fuse_norms
-from manylora.execution.fused_step import fuse_launches
-from manylora.execution.models import LoadedModel
-from manylora.execution.paged_attention import ATTENTION_NAME, register_attention
-from manylora.execution.trial import Echo
+from manylora.execution.fusion.norm import fuse_norms
+from manylora.execution.fusion.replace import Echo
+from manylora.execution.fusion.step import fuse_launches
+from manylora.execution.model.load import LoadedModel
+from manylora.plan import StepPlan
+from manylora.ports import EngineParts
 
 pytest.importorskip("triton")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from triton_cases import DEVICE, HALVES, TOLERANCE, Group, Pool, make_base, poison, relative_error
 
-from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
-from manylora.execution.lora_ragged import StepTables
+from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
+from manylora.execution.lora.tables import StepTables
 
 pytest.importorskip("triton")
 

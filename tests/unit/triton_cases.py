@@ -11,10 +11,10 @@ import torch
 
 from manylora.adapters.layout import Tile, lay_out
 from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
-from manylora.execution.lora_ragged import LoraSpace
-from manylora.execution.lora_tables import GroupDirectory, make_template
-from manylora.execution.pages import PageStorage
-from manylora.execution.resident import ResidentAdapter, make_resident
+from manylora.execution.lora.tables import LoraSpace
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.resident import ResidentAdapter, make_resident
+from manylora.execution.storage.tile_tables import GroupDirectory, make_template
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """The kernels are compiled where there is a GPU, and interpreted elsewhere."""
@@ -78,13 +78,13 @@ class Pool:
     """Pages full of NaN, but where an adapter lies."""
 
     base: BaseShape
-    storage: PageStorage
+    storage: PageTensor
     space: LoraSpace
     free: list[int]
 
     @classmethod
     def make(cls, base: BaseShape, num_pages: int, rng: np.random.Generator) -> Pool:
-        storage = PageStorage(base.page, num_pages, DEVICE)
+        storage = PageTensor(base.page, num_pages, DEVICE)
         storage.flat.fill_(float("nan"))
         space = LoraSpace(GroupDirectory.of(base), storage.flat)
         return cls(base, storage, space, [int(page) for page in rng.permutation(num_pages)])

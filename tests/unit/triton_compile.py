@@ -17,7 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from manylora.execution import triton_attention, triton_gate, triton_lora, triton_norm
+from manylora.execution.kernels.triton import attention as triton_attention
+from manylora.execution.kernels.triton import gate as triton_gate
+from manylora.execution.kernels.triton import lora as triton_lora
+from manylora.execution.kernels.triton import norm as triton_norm
 
 CAPABILITIES = (80, 90)
 WIDE_LOAD = re.compile(r"(?:ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*0x10)")

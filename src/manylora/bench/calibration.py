@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from manylora.bench.made_up import write_made_up_adapter
 from manylora.bench.sweep import run_sweep
+from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig
-from manylora.engine.step_log import LogHeader, LogLine
+from manylora.costs.step_log import LogHeader, LogLine
 
 __all__ = ["RANKS", "sweep_live"]
 
@@ -74,7 +74,7 @@ def sweep_live(
             versions = []
             for index in range(num_adapters):
                 place = Path(folder) / f"adapter-{index}"
-                write_made_up_adapter(place, parts.base, ranks[index % len(ranks)], rng, targets=targets)
+                write_synthetic_adapter(place, parts.base, ranks[index % len(ranks)], rng, targets=targets)
                 versions.append(parts.reader.read(place.name, str(place)))
             return run_sweep(
                 parts,

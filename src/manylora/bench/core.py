@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from time import perf_counter
 
+from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
-from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.sim.models import base_shape
+from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams, Tier
 
 __all__ = ["SCALES", "DecisionCost", "Scale", "decision_table", "measure_decision"]
@@ -84,7 +84,7 @@ class DecisionCost:
     mean_running: float
 
 
-def _made_up_version(index: int) -> AdapterVersion:
+def _synthetic_version(index: int) -> AdapterVersion:
     num_pages = (2, 3, 5, 10, 20)[index % 5]
     return AdapterVersion(
         key=AdapterKey(f"{index:032x}"),
@@ -118,7 +118,7 @@ def measure_decision(
         served_name="base",
     )
     for index in range(scale.adapters):
-        core.adapters.register(f"a{index}", _made_up_version(index), 0.0)
+        core.adapters.register(f"a{index}", _synthetic_version(index), 0.0)
     # Zipf popularity with the exponent of real adapters.
     weights = [(rank + 1) ** -0.92 for rank in range(scale.adapters)]
     names = iter(rng.choices([f"a{index}" for index in range(scale.adapters)], weights=weights, k=400_000))

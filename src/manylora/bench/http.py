@@ -1,7 +1,7 @@
 """What HTTP costs: streams through one API process, from the engine's hands to the client's.
 
 A server as people start it (an API process and an engine process, real core and loop) on paced parts, and the cheapest
-client in a third process. At every pace each token carries the moment it left the device, so the figure is what the
+client in a third process. At every rate each token carries the moment it left the device, so the figure is what the
 way adds to it: the core's bookkeeping, the message between the processes, text, JSON, HTTP, sockets.
 
 Tokens are counted, not events: under load a chunk carries several, and that is how a busy server keeps up.
@@ -24,20 +24,20 @@ from manylora.bench.machine import machine
 from manylora.bench.paced import TICK_S, write_paced_tokenizer
 from manylora.errors import EngineDead
 
-__all__ = ["PACES", "HttpResult", "http_report", "http_table", "measure_http"]
+__all__ = ["RATES", "HttpResult", "http_report", "http_table", "measure_http"]
 
-PACES = (20.0, 50.0, 100.0, 200.0, 300.0, 1000.0)
+RATES = (20.0, 50.0, 100.0, 200.0, 300.0, 1000.0)
 """Steps per second asked of the engine: from a slow model to one that is never waited for."""
 
 SECONDS = 5.0
-"""Length of a run that keeps its pace."""
+"""Length of a run that keeps its rate."""
 
 LEAST_STEPS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpResult:
-    """One pace.
+    """One rate.
 
     Args:
         steps_per_s: Asked of the engine.
@@ -56,13 +56,13 @@ class HttpResult:
     floor_cpu_us: float | None
 
 
-def measure_http(*, num_streams: int, paces: Sequence[float] = PACES, seconds: float = SECONDS) -> list[HttpResult]:
-    """Start a server and its floor, run every pace against one and the other, and stop them.
+def measure_http(*, num_streams: int, rates: Sequence[float] = RATES, seconds: float = SECONDS) -> list[HttpResult]:
+    """Start a server and its floor, run every rate against one and the other, and stop them.
 
     Args:
         num_streams: Concurrent streams.
-        paces: Steps per second.
-        seconds: Length of each run, were the pace kept.
+        rates: Steps per second.
+        seconds: Length of each run, were the rate kept.
 
     Raises:
         EngineDead: The server did not start.
@@ -73,7 +73,7 @@ def measure_http(*, num_streams: int, paces: Sequence[float] = PACES, seconds: f
         command += ["--builder", "manylora.bench.paced:build_paced_parts", "--port", "0", "--log-level", "error"]
         command += ["--max-num-seqs", str(num_streams), "--num-pages", str(num_streams * 512)]
         with _process(command) as server, _process(["manylora.bench.http_floor", str(num_streams)]) as floor:
-            return [_measure(server, floor, num_streams, pace, seconds) for pace in paces]
+            return [_measure(server, floor, num_streams, rate, seconds) for rate in rates]
 
 
 def http_report(results: Sequence[HttpResult], command: str) -> dict[str, object]:
@@ -106,7 +106,7 @@ def http_table(results: Sequence[HttpResult], command: str) -> str:
         "",
         "The floor: the same client, library and settings, and an application that does nothing but write as many",
         "bytes to as many streams in one step. It has no engine, no second process, no text and no JSON. Its next step",
-        "begins when the writes of the last are over, so a high pace is not reached.",
+        "begins when the writes of the last are over, so a high rate is not reached.",
         "",
         "| steps/s asked | tokens/s received | tokens an event | added P50 | P90 | P99 | read P99 | us a token |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -116,11 +116,11 @@ def http_table(results: Sequence[HttpResult], command: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _row(pace: float, seen: StreamsResult, cpu_us: Sequence[float | None]) -> str:
+def _row(rate: float, seen: StreamsResult, cpu_us: Sequence[float | None]) -> str:
     added = seen.latency_ms
     costs = ("-" if cost is None else f"{cost:.1f}" for cost in cpu_us)
     return (
-        f"| {pace:.0f} | {seen.tokens_per_s:,.0f} | {seen.num_tokens / seen.num_events:.1f} | {added['p50']:.1f} "
+        f"| {rate:.0f} | {seen.tokens_per_s:,.0f} | {seen.num_tokens / seen.num_events:.1f} | {added['p50']:.1f} "
         f"| {added['p90']:.1f} | {added['p99']:.1f} | {seen.read_ms['p99']:.1f} | {' | '.join(costs)} |"
     )
 
@@ -154,13 +154,13 @@ def _process(command: Sequence[str]) -> Iterator[_Process]:
         process.stdout.close()
 
 
-def _measure(server: _Process, floor: _Process, num_streams: int, pace: float, seconds: float) -> HttpResult:
-    num_tokens = max(LEAST_STEPS, int(seconds * pace))
-    numbers = (num_streams, max(1, round(1 / pace / TICK_S)), num_tokens)
+def _measure(server: _Process, floor: _Process, num_streams: int, rate: float, seconds: float) -> HttpResult:
+    num_tokens = max(LEAST_STEPS, int(seconds * rate))
+    numbers = (num_streams, max(1, round(1 / rate / TICK_S)), num_tokens)
     seen, (api_cpu_us, engine_cpu_us) = _run(server.port, numbers, [server.pid, _child_of(server.pid)])
     floor_seen, (floor_cpu_us,) = _run(floor.port, numbers, [floor.pid])
     return HttpResult(
-        steps_per_s=pace,
+        steps_per_s=rate,
         seen=seen,
         api_cpu_us=api_cpu_us,
         engine_cpu_us=engine_cpu_us,

@@ -16,10 +16,10 @@ import torch
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
-from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
-from manylora.execution.lora_parts import GroupParts
-from manylora.execution.pages import PageStorage
-from manylora.execution.resident import make_resident
+from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
+from manylora.execution.lora.parts import GroupParts
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.resident import make_resident
 from manylora.measure.tables import FigureTable
 
 __all__ = ["TABLELESS", "KernelCost", "KernelsResult", "kernel_table", "measure_kernels"]
@@ -88,7 +88,7 @@ def measure_kernels(
     place = torch.device(device)
     layouts = [lay_out(dict.fromkeys(base.all_linear, rank), base) for rank in _taking_turns(ranks, num_adapters)]
     num_pages = sum(layout.num_pages for layout in layouts)
-    storage = PageStorage(base.page, num_pages, place)
+    storage = PageTensor(base.page, num_pages, place)
     torch.manual_seed(0)
     storage.flat.normal_(std=0.01)  # what lies where does not matter, that it lies in pages does
     segments, first_page = [], 0
@@ -155,7 +155,7 @@ def _taking_turns(ranks: Sequence[int], count: int) -> list[int]:
 
 
 def _work(
-    base: BaseShape, batch: LoraBatch, *, num_rows: int, storage: PageStorage
+    base: BaseShape, batch: LoraBatch, *, num_rows: int, storage: PageTensor
 ) -> list[tuple[torch.Tensor, torch.Tensor, GroupParts]]:
     """Return inputs, outputs and parts of every group, layer by layer."""
     sizes: dict[str, tuple[int, int]] = {}

@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from manylora.catalog.models import base_shape
 from manylora.clock import Clock
 from manylora.config import EngineConfig
-from manylora.engine.ports import AdapterLoad, EngineParts, LoadResult, StepPlan, StepResult
+from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.ports import EngineParts
 from manylora.sim.build import SimulatedReader
-from manylora.sim.models import base_shape
 from manylora.types import AdapterKey, SampledToken, Tier
 
 __all__ = ["NUM_TICKS", "TICK_S", "PacedExecutor", "build_paced_parts", "write_paced_tokenizer"]

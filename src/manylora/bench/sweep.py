@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from manylora.clock import Clock
 from manylora.config import EngineConfig
+from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.ports import EngineParts
-from manylora.engine.step_log import LoadRecord, LoggedExecutor, StepRecord
+from manylora.ports import EngineParts
 from manylora.types import AdapterVersion, Request, SamplingParams
 
 __all__ = ["Burst", "draw_burst", "run_sweep"]

@@ -77,7 +77,7 @@ def _describe(model: str) -> BaseShape:
 
 
 def _read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
-    from manylora.execution.bin_reader import read_bin
+    from manylora.execution.storage.bin_reader import read_bin
 
     return read_bin(name, path, max_bytes)
 

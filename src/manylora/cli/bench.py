@@ -44,18 +44,18 @@ def save(name: str, report: object, table: str) -> None:
 def bench_http(
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 200,
     steps_per_s: Annotated[
-        list[float] | None, typer.Option(help="A pace of the engine. Repeatable; by default a ladder of them.")
+        list[float] | None, typer.Option(help="A rate of the engine. Repeatable; by default a ladder of them.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Length of each run, were the pace kept.")] = 5.0,
+    seconds: Annotated[float, typer.Option(help="Length of each run, were the rate kept.")] = 5.0,
     save_to: SaveTo = None,
 ) -> None:
     """Measure what HTTP adds to a token's latency, and how many tokens per second one API process can send.
 
     Server, engine without a model, and client run on this machine; the less else does, the truer the figures.
     """
-    from manylora.bench.http import PACES, http_report, http_table, measure_http
+    from manylora.bench.http import RATES, http_report, http_table, measure_http
 
-    results = measure_http(num_streams=streams, paces=tuple(steps_per_s or PACES), seconds=seconds)
+    results = measure_http(num_streams=streams, rates=tuple(steps_per_s or RATES), seconds=seconds)
     command = f"manylora bench http --streams {streams}"
     table = http_table(results, command)
     out.print(Markdown(table))
@@ -172,7 +172,7 @@ def bench_kernels(
     """
     from manylora.bench.kernels import kernel_table, measure_kernels
     from manylora.bench.machine import machine
-    from manylora.sim.shapes import decoder_shape
+    from manylora.catalog.shapes import decoder_shape
 
     base = decoder_shape(
         name="made up",

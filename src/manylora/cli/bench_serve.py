@@ -43,7 +43,7 @@ POPULARITIES: dict[str, Popularity] = {
     "zipf": ZipfShares(),
 }
 
-PROMISES = {"e2el": "e2e_s", "tbt": "tbt_s", "tpot": "tpot_s", "ttft": "ttft_s"}
+OBJECTIVES = {"e2el": "e2e_s", "tbt": "tbt_s", "tpot": "tpot_s", "ttft": "ttft_s"}
 """What `--goodput` calls a promise, and what `Slo` does."""
 
 NUM_SEEN = 8
@@ -71,20 +71,20 @@ class BenchServeCommand(TyperCommand):
         return super().parse_args(ctx, spread)
 
 
-def parse_goodput(promises: Sequence[str]) -> Slo:
+def parse_goodput(objectives: Sequence[str]) -> Slo:
     """Read promises like `ttft:500 tpot:50`, in milliseconds.
 
     Raises:
         ConfigError: A name or a number is wrong.
     """
     limits: dict[str, float] = {}
-    for promise in promises:
-        name, _, number = promise.partition(":")
+    for objective in objectives:
+        name, _, number = objective.partition(":")
         try:
-            limits[PROMISES[name]] = float(number) / 1e3
+            limits[OBJECTIVES[name]] = float(number) / 1e3
         except (KeyError, ValueError):
             raise ConfigError(
-                f"Got the promise {promise!r}, expected {'|'.join(PROMISES)} and milliseconds, as ttft:500"
+                f"Got the promise {objective!r}, expected {'|'.join(OBJECTIVES)} and milliseconds, as ttft:500"
             ) from None
     return Slo(**limits)
 

@@ -18,10 +18,10 @@ from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, 
 from manylora.cli.panels import panel
 from manylora.cli.terminal import note, notes, out
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.step_log import LogLine, StepRecord, read_step_log, write_step_log
+from manylora.costs.calibrate import fit_profile, step_shares
+from manylora.costs.profile import TERMS, CostProfile
+from manylora.costs.step_log import LogLine, StepRecord, read_step_log, write_step_log
 from manylora.errors import ConfigError
-from manylora.sim.calibrate import fit_profile, step_shares
-from manylora.sim.profile import TERMS, CostProfile
 
 __all__ = ["calibrate"]
 
@@ -90,7 +90,7 @@ def calibrate(
     profile.write(output)
     _print_terms(profile, lines)
     _print_errors(profile)
-    _print_spells(profile)
+    _print_components(profile)
     note(f"{profile.num_steps} steps on {profile.machine or 'a machine without a name'}; the profile is in {output}")
 
 
@@ -166,11 +166,11 @@ def _print_errors(profile: CostProfile) -> None:
     out.print(table)
 
 
-def _print_spells(profile: CostProfile) -> None:
-    if profile.unsteadiness is None:
+def _print_components(profile: CostProfile) -> None:
+    if profile.speed_drift is None:
         return
-    table = Table("lasts", "slower or faster by", title="Slow and fast spells")
-    for spell in profile.unsteadiness.spells:
+    table = Table("lasts", "slower or faster by", title="Slow and fast components")
+    for spell in profile.speed_drift.components:
         table.add_row(_time(spell.length_s), f"{spell.size:.0%}")
     out.print(table)
 

@@ -1,4 +1,4 @@
-"""`manylora plan`: how much hardware a service needs, by searching with the simulator for what it can promise."""
+"""`manylora plan`: how much hardware a service needs, by searching with the simulator for its capacity."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Annotated, Any
 
 import typer
 
+from manylora.catalog.hardware import HARDWARE
+from manylora.catalog.models import MODELS
 from manylora.cli.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
 from manylora.cli.simulate import MADE_UP
 from manylora.cli.terminal import note, notes, out
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
-from manylora.planning import Plan, Promise, make_plan
+from manylora.planning import Objective, Plan, make_plan
 from manylora.planning.report import as_json, comparison_table, plan_tables
 from manylora.planning.settings import PlanSettings, read_plan_settings
 from manylora.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
 from manylora.plugins import find_factory
 from manylora.scheduling import POLICIES
-from manylora.sim.hardware import HARDWARE
-from manylora.sim.models import MODELS
 from manylora.sim.scenario import read_scenario, read_setting, read_table, with_setting
 from manylora.workloads.traces import read_requests
 
 __all__ = ["plan_command"]
 
-_WORKLOAD, _SERVICE, _PROMISE, _SEARCH = "Workload", "Service", "Promise and cost", "Search"
+_WORKLOAD, _SERVICE, _OBJECTIVE, _SEARCH = "Workload", "Service", "Objective and cost", "Search"
 
 
 def plan_command(
@@ -49,7 +49,7 @@ def plan_command(
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, trial by trial.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, load test by load test.")
     ] = None,
     rate: Annotated[
         float | None, panel(_WORKLOAD, "Traffic in requests per second: how many replicas does it need?")
@@ -73,27 +73,27 @@ def plan_command(
     tensor_parallel: Annotated[int | None, panel(_SERVICE, "Devices that share each layer.")] = None,
     policy: Annotated[str | None, panel(_SERVICE, f"{names_or_own(POLICIES)}.", metavar="NAME")] = None,
     eviction: Annotated[str | None, panel(_SERVICE, f"{names_or_own(EVICTION_POLICIES)}.", metavar="NAME")] = None,
-    slo_ttft: Annotated[float | None, panel(_PROMISE, "Longest time to first token, in seconds.")] = None,
-    slo_tbt: Annotated[float | None, panel(_PROMISE, "Longest time between two tokens, in seconds.")] = None,
-    percentile: Annotated[float | None, panel(_PROMISE, "How many of a hundred get that; 99 by default.")] = None,
+    slo_ttft: Annotated[float | None, panel(_OBJECTIVE, "Longest time to first token, in seconds.")] = None,
+    slo_tbt: Annotated[float | None, panel(_OBJECTIVE, "Longest time between two tokens, in seconds.")] = None,
+    percentile: Annotated[float | None, panel(_OBJECTIVE, "How many of a hundred get that; 99 by default.")] = None,
     price: Annotated[
         list[str] | None,
         panel(
-            _PROMISE,
+            _OBJECTIVE,
             "What a device costs per hour, as a number, or by kind as in a40=0.8. Repeatable.",
             metavar="PRICE",
         ),
     ] = None,
     requests: Annotated[int | None, panel(_SEARCH, "Requests of each run, at least; 2000 by default.")] = None,
-    seeds: Annotated[int | None, panel(_SEARCH, "Runs of each trial; 2 by default.")] = None,
+    seeds: Annotated[int | None, panel(_SEARCH, "Runs of each load test; 2 by default.")] = None,
     tolerance: Annotated[
         float | None, panel(_SEARCH, "How far the capacity found may lie below the true one; 0.02 by default.")
     ] = None,
 ) -> None:
-    """Say how much hardware a service needs to keep its promise: capacity, replicas, memory, cost, and what binds.
+    """Say how much hardware a service needs to meet its SLO: capacity, replicas, memory, cost, and what binds.
 
-    The highest rate that keeps the promise is searched for with the simulator, which runs the scheduler, the cache and
-    the memory of the server.
+    The highest rate within the SLO is searched for with the simulator, which runs the scheduler, the cache and the
+    memory of the server.
 
     [bold]manylora plan --gpu l40s --slo-ttft 1 --rate 20 --price 1.1[/bold]
 
@@ -136,8 +136,8 @@ def plan_command(
 
     def plan(variant: Variant, on_run: Callable[[str], None]) -> Plan:
         scenario = read_scenario(variant.table, folders=folders)
-        promise = Promise(slo=scenario.slo, percentile=settings.percentile)
-        return make_plan(scenario, promise, settings.demand(scenario.setup.hardware), on_run=on_run)
+        objective = Objective(slo=scenario.slo, percentile=settings.percentile)
+        return make_plan(scenario, objective, settings.demand(scenario.setup.hardware), on_run=on_run)
 
     wanted = variants(table, settings.compare)
     _check(wanted, settings, folders, json_file)
@@ -160,7 +160,7 @@ def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, .
         config = scenario.make_config()
         find_factory("policy", config.scheduler.policy, POLICIES)
         find_factory("eviction", config.adapters.eviction, EVICTION_POLICIES)
-        Promise(slo=scenario.slo, percentile=settings.percentile)
+        Objective(slo=scenario.slo, percentile=settings.percentile)
     kinds = dict.fromkeys([*(scenario.setup.hardware for scenario in scenarios), *HARDWARE])
     for name in settings.prices:
         if name not in kinds:

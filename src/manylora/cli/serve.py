@@ -366,7 +366,7 @@ def serve(
 
 def _check_early(engine: EngineConfig) -> None:
     """Refuse what would fail only after a model has been loaded, for minutes perhaps."""
-    from manylora.execution.checkpoint import check_checkpoint  # the hub's library is wanted only now
+    from manylora.execution.model.checkpoint import check_checkpoint  # the hub's library is wanted only now
 
     # Of a model that is simulated nothing but the tokenizer is read.
     simulated = engine.model.tokenizer if engine.simulate is not None else None

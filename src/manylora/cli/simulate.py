@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from manylora.catalog.hardware import HARDWARE
+from manylora.catalog.models import MODELS
 from manylora.cli.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
 from manylora.cli.simulate_report import Report, print_report, write_report
 from manylora.cli.terminal import note, notes, out
@@ -16,10 +18,8 @@ from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS
-from manylora.sim.hardware import HARDWARE
-from manylora.sim.models import MODELS
+from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.sim.scenario import read_scenario, read_setting, read_table, with_setting
-from manylora.sim.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import Workload
 
 __all__ = ["MADE_UP", "simulate_command"]
@@ -87,10 +87,10 @@ def simulate_command(
             "Scheduling", f"Which idle adapter or prefix makes room: {names_or_own(EVICTION_POLICIES)}.", metavar="NAME"
         ),
     ] = None,
-    slo_ttft: Annotated[float | None, panel("Promise", "Longest time to first token, in seconds.")] = None,
-    slo_tbt: Annotated[float | None, panel("Promise", "Longest time between two tokens, in seconds.")] = None,
+    slo_ttft: Annotated[float | None, panel("Objective", "Longest time to first token, in seconds.")] = None,
+    slo_tbt: Annotated[float | None, panel("Objective", "Longest time between two tokens, in seconds.")] = None,
     warm_up: Annotated[
-        float | None, panel("Promise", "Requests of these first seconds are served and not counted.")
+        float | None, panel("Objective", "Requests of these first seconds are served and not counted.")
     ] = None,
 ) -> None:
     """Serve a workload in virtual time, without a model or a GPU, and say how it went.

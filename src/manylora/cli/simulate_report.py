@@ -14,8 +14,8 @@ from manylora.config import GIB
 from manylora.measure import Summary
 from manylora.measure.plots import can_plot, plot_latencies, plot_memory, plot_queues
 from manylora.measure.tables import FigureTable, figures, groups, latencies
+from manylora.sim.run.simulation import Run, SimulationConfig
 from manylora.sim.scenario import Scenario
-from manylora.sim.simulation import Run, SimulationConfig
 from manylora.types import Tier
 from manylora.workloads import Workload
 

@@ -12,7 +12,7 @@ import msgspec
 
 from manylora.cli.values import parse_address
 from manylora.errors import ConfigError, ManyloraError
-from manylora.server.status_report import StatusReport
+from manylora.server.metrics.status_report import StatusReport
 
 __all__ = ["Away", "StatusSource"]
 

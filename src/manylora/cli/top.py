@@ -14,7 +14,7 @@ from manylora.cli.status_source import Away, StatusSource
 from manylora.cli.terminal import out
 from manylora.cli.top_view import Rates, frame, rates_between
 from manylora.config import ServerConfig
-from manylora.server.status_report import StatusReport
+from manylora.server.metrics.status_report import StatusReport
 
 __all__ = ["top"]
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from manylora.engine.status import EngineStats
 from manylora.scheduling import QueueStatus
-from manylora.server.status_report import AdapterRow, Latency, Percentiles, StatusReport
+from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, StatusReport
 
 __all__ = ["Rates", "frame", "rates_between"]
 

@@ -22,9 +22,10 @@ from enum import Enum
 
 from manylora.adapters.residency import Residency, TierState
 from manylora.config import AdapterConfig
-from manylora.engine.ports import AdapterLoad, Executor, LoadResult, Work
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
-from manylora.memory import Depth, IdleItem, PageStore, ReloadCosts
+from manylora.memory import Depth, IdleItem, PageCache, ReloadCosts
+from manylora.plan import AdapterLoad, LoadResult
+from manylora.ports import Executor, Work
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["AdapterCache", "Readiness"]
@@ -50,7 +51,7 @@ class AdapterCache:
     """Keeps track of every version that a name or a sequence refers to.
 
     Args:
-        store: The pages.
+        page_cache: The pages.
         executor: Carries loads out.
         config: Limits of the host tier.
         costs: Kept up to date with what loads take.
@@ -61,14 +62,14 @@ class AdapterCache:
     def __init__(
         self,
         *,
-        store: PageStore,
+        page_cache: PageCache,
         executor: Executor,
         config: AdapterConfig,
         costs: ReloadCosts,
         is_pinned: Callable[[AdapterKey], bool],
         emit: EventSink,
     ) -> None:
-        self._store = store
+        self._page_cache = page_cache
         self._executor = executor
         self._config = config
         self._costs = costs
@@ -135,7 +136,7 @@ class AdapterCache:
 
     def price(self, key: AdapterKey, now: float) -> float | None:
         """Return what keeping a version on the device saves, if it is idle there and the eviction policy knows."""
-        return self._store.adapter_price(key, now)
+        return self._page_cache.adapter_price(key, now)
 
     def refuse(self, version: AdapterVersion) -> None:
         """Give back the host copy of a version that was read and then not registered."""
@@ -154,7 +155,7 @@ class AdapterCache:
 
     def ask(self, key: AdapterKey, now: float) -> None:
         """A request for it arrived, and waits."""
-        self._store.adapter_used(key, now)
+        self._page_cache.adapter_used(key, now)
         self.want(key, now)
 
     def want(self, key: AdapterKey, now: float) -> None:
@@ -192,8 +193,8 @@ class AdapterCache:
         self.refresh(key, now)
         residency = self._residencies[key]
         is_idle = residency.device is TierState.RESIDENT and not residency.is_referenced and not self._is_pinned(key)
-        if is_idle and not self._store.keeps_idle_adapters:
-            self._store.release_adapter(key)
+        if is_idle and not self._page_cache.keeps_idle_adapters:
+            self._page_cache.release_adapter(key)
             self.on_dropped(key, now)
         self._free_if_over(key, now)
 
@@ -208,7 +209,7 @@ class AdapterCache:
             depth = Depth.WANTED
         else:
             depth = Depth.IDLE
-        self._store.set_adapter_depth(key, depth, now, read_bytes=self._read_bytes(key))
+        self._page_cache.set_adapter_depth(key, depth, now, read_bytes=self._read_bytes(key))
 
     def _read_bytes(self, key: AdapterKey) -> int:
         """Return what has to be read from disk before the version can be copied to the device."""
@@ -237,7 +238,7 @@ class AdapterCache:
                 return Readiness.NO_ROOM
             self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
             return Readiness.LOADING
-        pages = self._store.claim_adapter(key, version.num_pages, now, depth)
+        pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth)
         if pages is None:
             return Readiness.NO_ROOM
         self._host.move_to_end(key)
@@ -304,7 +305,7 @@ class AdapterCache:
             # Start from "held": the claim left it so.
             self.refresh(key, now)
         else:
-            self._store.release_adapter(key)
+            self._page_cache.release_adapter(key)
         if not ok:
             self._warming.pop(key, None)
         self._emit(AdapterLoaded(now, key, load.tier, now - load.started_at, result.error))
@@ -334,13 +335,13 @@ class AdapterCache:
         if residency is None or not residency.is_retired or residency.is_referenced or residency.is_loading:
             return
         if residency.device is TierState.RESIDENT:
-            self._store.release_adapter(key)
+            self._page_cache.release_adapter(key)
             residency.drop(Tier.DEVICE)
             self._executor.drop_adapter(key, Tier.DEVICE)
             self._emit(AdapterEvicted(now, key, Tier.DEVICE, residency.version.num_pages))
         if residency.host is TierState.RESIDENT:
             self._drop_host(residency, now)
-        self._store.forget_adapter(key, now)
+        self._page_cache.forget_adapter(key, now)
         del self._residencies[key]
 
     def _drop_host(self, residency: Residency, now: float) -> None:

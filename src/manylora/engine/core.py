@@ -9,7 +9,7 @@ A turn is *collect* what completed, then *launch* the next step:
                        +------------- pre-empted ----------------+
 
 It holds the pieces together: ``running.py`` plans steps, ``adapter_cache.py`` moves weights, ``catalog.py`` is
-what people do to adapters by name, ``memory/store.py`` owns every page.
+what people do to adapters by name, ``memory/cache.py`` owns every page.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import Residency, TierState
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
+from manylora.costs.online import OnlineCosts, StepLoad
 from manylora.engine.adapter_cache import AdapterCache
 from manylora.engine.catalog import AdapterCatalog
-from manylora.engine.follow_on import plan_at
 from manylora.engine.integrity import check_integrity
 from manylora.engine.limits import RequestLimits
-from manylora.engine.ports import EngineParts, Executor, PlannedSequence, StepPlan, StepResult, Work
+from manylora.engine.plan_ahead import plan_at
 from manylora.engine.prefetch import Prefetcher
 from manylora.engine.running import RunningSet
 from manylora.engine.status import EngineStats
-from manylora.engine.step_costs import StepCosts, StepLoad
 from manylora.errors import CapacityError, RequestError
 from manylora.events import (
     Event,
@@ -49,11 +48,13 @@ from manylora.memory import (
     BlockTable,
     Depth,
     Owner,
-    PageStore,
+    PageCache,
     ReloadCosts,
     make_eviction_policy,
     prefix_root,
 )
+from manylora.plan import PlannedSequence, StepPlan, StepResult
+from manylora.ports import EngineParts, Executor, Work
 from manylora.scheduling import (
     LengthPredictor,
     Nearness,
@@ -132,7 +133,7 @@ class EngineCore:
         self._rng = random.Random(seed)
         self._registry = AdapterRegistry(served_name, adapters.max_registered)
         self._costs = ReloadCosts()
-        self.store = PageStore(
+        self.page_cache = PageCache(
             num_pages,
             base.page.num_bytes,
             memory.block_size,
@@ -141,7 +142,7 @@ class EngineCore:
             on_prefix_dropped=self._on_prefix_dropped,
         )
         self._cache = AdapterCache(
-            store=self.store,
+            page_cache=self.page_cache,
             executor=executor,
             config=adapters,
             costs=self._costs,
@@ -162,7 +163,7 @@ class EngineCore:
             in_flight=lambda: list(self._sequences.values()),
         )
         self._predictor = predictor or make_predictor(scheduler, seed)
-        costs = StepCosts()
+        costs = OnlineCosts()
         self._policy = make_policy(
             scheduler.policy,
             PolicyContext(
@@ -171,12 +172,14 @@ class EngineCore:
                 block_size=memory.block_size,
                 predictor=self._predictor,
                 nearness=self._nearness,
-                num_claimable_pages=lambda is_first: self.store.num_claimable(Depth.WANTED if is_first else Depth.IDLE),
+                num_claimable_pages=lambda is_first: self.page_cache.num_claimable(
+                    Depth.WANTED if is_first else Depth.IDLE
+                ),
                 prompt_s=costs.prompt_s,
             ),
         )
         self._running = RunningSet(
-            store=self.store,
+            page_cache=self.page_cache,
             cache=self._cache,
             policy=self._policy,
             scheduler=scheduler,
@@ -187,7 +190,7 @@ class EngineCore:
         )
         self._prefetcher = Prefetcher(
             cache=self._cache,
-            store=self.store,
+            page_cache=self.page_cache,
             policy=self._policy,
             config=adapters,
             block_size=memory.block_size,
@@ -351,7 +354,7 @@ class EngineCore:
                 continue  # it ended while this step was in flight already
             if prefix_caching:
                 num_computed = planned.start + planned.num_tokens
-                sequence.table.index_computed(sequence.tokens, num_computed, self.store.prefix)
+                sequence.table.index_computed(sequence.tokens, num_computed, self.page_cache.prefix)
             if planned.is_sampled and not sequence.is_cancelled:
                 sequence.tokens.append(tokens[planned.seq_id].token_id)
                 if sequence.first_token_at is None:
@@ -517,7 +520,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
-        pool, counters, residencies = self.store.pool, self._counters, self._cache.residencies()
+        allocator, counters, residencies = self.page_cache.allocator, self._counters, self._cache.residencies()
 
         def names(residencies: list[Residency]) -> tuple[str, ...]:
             return tuple(sorted(name for one in residencies for name in self._registry.names_of(one.version.key)))
@@ -525,11 +528,11 @@ class EngineCore:
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._policy),
-            num_pages=pool.num_pages,
-            num_free_pages=pool.num_free,
-            num_kv_pages=pool.count(Owner.KV),
-            num_prefix_pages=pool.count(Owner.PREFIX),
-            num_adapter_pages=pool.count(Owner.ADAPTER),
+            num_pages=allocator.num_pages,
+            num_free_pages=allocator.num_free,
+            num_kv_pages=allocator.count(Owner.KV),
+            num_prefix_pages=allocator.count(Owner.PREFIX),
+            num_adapter_pages=allocator.count(Owner.ADAPTER),
             num_registered=len(self._registry),
             num_resident=sum(one.device is TierState.RESIDENT for one in residencies),
             num_loading=sum(one.device is TierState.LOADING for one in residencies),
@@ -561,7 +564,7 @@ class EngineCore:
             running=self._running.sequences(),
             num_waiting=len(self._policy),
             plans=[step.plan for step in self._steps],
-            store=self.store,
+            page_cache=self.page_cache,
             cache=self._cache,
             block_size=self._memory.block_size,
         )

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from manylora.engine.adapter_cache import AdapterCache
-from manylora.engine.ports import StepPlan
-from manylora.memory import PageStore
+from manylora.memory import PageCache
+from manylora.plan import StepPlan
 from manylora.scheduling import Sequence, SequenceStatus
 
 __all__ = ["check_integrity"]
@@ -19,7 +19,7 @@ def check_integrity(
     running: Seq[Sequence],
     num_waiting: int,
     plans: Seq[StepPlan],
-    store: PageStore,
+    page_cache: PageCache,
     cache: AdapterCache,
     block_size: int,
 ) -> None:
@@ -30,11 +30,11 @@ def check_integrity(
         running: Those that run, and those that are over but for a step in flight.
         num_waiting: How many the policy holds.
         plans: Steps in flight.
-        store: The pages.
+        page_cache: The pages.
         cache: The adapters.
         block_size: Tokens of KV in a page.
     """
-    store.check_integrity()
+    page_cache.check_integrity()
     over = [sequence for sequence in running if sequence.status is SequenceStatus.FINISHED]
     assert all(sequence.num_in_flight for sequence in over)
     assert len(sequences) == len(running) - len(over) + num_waiting

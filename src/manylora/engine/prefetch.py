@@ -24,7 +24,7 @@ from manylora.adapters.residency import TierState
 from manylora.config import AdapterConfig
 from manylora.engine.adapter_cache import AdapterCache, Readiness
 from manylora.engine.forecast import Forecast
-from manylora.memory import Depth, PageStore, num_blocks
+from manylora.memory import Depth, PageCache, num_blocks
 from manylora.scheduling import Policy
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
@@ -36,17 +36,17 @@ class Prefetcher:
 
     Args:
         cache: Brings adapters.
-        store: Says how much could be claimed.
+        page_cache: Says how much could be claimed.
         policy: Says who comes next.
         config: How far to look.
         block_size: Tokens per page.
     """
 
     def __init__(
-        self, *, cache: AdapterCache, store: PageStore, policy: Policy, config: AdapterConfig, block_size: int
+        self, *, cache: AdapterCache, page_cache: PageCache, policy: Policy, config: AdapterConfig, block_size: int
     ) -> None:
         self._cache = cache
-        self._store = store
+        self._page_cache = page_cache
         self._policy = policy
         self._look_ahead = config.look_ahead
         self._block_size = block_size
@@ -68,7 +68,7 @@ class Prefetcher:
 
     def _look(self, idle: list[Tier], now: float) -> None:
         """Prefetch for waiting sequences, in their order."""
-        room = self._store.num_claimable(Depth.IDLE)
+        room = self._page_cache.num_claimable(Depth.IDLE)
         seen: set[AdapterKey] = set()
         for sequence in self._policy.upcoming(self._look_ahead):
             version = sequence.version
@@ -96,7 +96,7 @@ class Prefetcher:
                 continue
             # Some request in the time that is left: as good as one per that time.
             price = self._cache.reload_s(key) / (until - now) / version.num_pages
-            if tier is Tier.HOST or self._store.can_displace(version.num_pages, price, now):
+            if tier is Tier.HOST or self._page_cache.can_displace(version.num_pages, price, now):
                 self._prefetch(version, now)
                 return
 

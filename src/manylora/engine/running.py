@@ -23,11 +23,11 @@ from bisect import insort
 from collections.abc import Callable
 
 from manylora.config import MemoryConfig, SchedulerConfig
+from manylora.costs.online import OnlineCosts, StepLoad
 from manylora.engine.adapter_cache import AdapterCache, Readiness
 from manylora.engine.step_budget import StepBudget, target_s
-from manylora.engine.step_costs import StepCosts, StepLoad
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
-from manylora.memory import Depth, PageStore, num_blocks
+from manylora.memory import Depth, PageCache, num_blocks
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus
 from manylora.types import AdapterKey
 
@@ -41,7 +41,7 @@ class RunningSet:
     """Running sequences, oldest arrival first, and the waiting ones the policy holds.
 
     Args:
-        store: The pages.
+        page_cache: The pages.
         cache: The adapters.
         policy: Who goes first.
         scheduler: What a step may hold.
@@ -54,16 +54,16 @@ class RunningSet:
     def __init__(
         self,
         *,
-        store: PageStore,
+        page_cache: PageCache,
         cache: AdapterCache,
         policy: Policy,
         scheduler: SchedulerConfig,
         memory: MemoryConfig,
-        costs: StepCosts,
+        costs: OnlineCosts,
         on_hit: Callable[[Sequence], None],
         emit: EventSink,
     ) -> None:
-        self._store = store
+        self._page_cache = page_cache
         self._cache = cache
         self._policy = policy
         self._scheduler = scheduler
@@ -138,7 +138,7 @@ class RunningSet:
 
     def _take_out(self, sequence: Sequence, now: float) -> None:
         self._running.remove(sequence)
-        self._store.release_kv(sequence.table.clear(), now)
+        self._page_cache.release_kv(sequence.table.clear(), now)
         if sequence.adapter is not None:
             self._cache.release(sequence.adapter, now)
 
@@ -155,7 +155,7 @@ class RunningSet:
         if longest_s is None:
             return StepBudget(num_tokens, self._costs, None, None)
         self._costs.is_asked = True
-        step_s = target_s(longest_s, self._store.num_claimable(Depth.IDLE) / self._store.pool.num_pages)
+        step_s = target_s(longest_s, self._page_cache.num_claimable(Depth.IDLE) / self._page_cache.allocator.num_pages)
         return StepBudget(num_tokens, self._costs, self._costs.load_of(decodes) if is_mixed else None, step_s)
 
     def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned], StepBudget]:
@@ -202,7 +202,7 @@ class RunningSet:
         first = self._first_in_line
         spare = first.adapter if first is not None and first.seq_id < sequence.seq_id else None
         while True:
-            pages = self._store.claim_kv(1, now, Depth.WANTED, spare=spare)
+            pages = self._page_cache.claim_kv(1, now, Depth.WANTED, spare=spare)
             if pages is not None:
                 sequence.table.pages.extend(pages)
                 return True
@@ -278,9 +278,9 @@ class RunningSet:
                 return Outcome.ADAPTER_LOADING
             if readiness is Readiness.NO_ROOM:
                 return Outcome.ADAPTER_NO_PAGES
-        cached = sequence.table.match(sequence.tokens, self._store.prefix) if self._memory.prefix_caching else []
+        cached = sequence.table.match(sequence.tokens, self._page_cache.prefix) if self._memory.prefix_caching else []
         num_missing = num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) - len(cached)
-        pages = self._store.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=cached)
+        pages = self._page_cache.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=cached)
         if pages is None:
             return Outcome.NO_PAGES
         sequence.table.adopt(cached)
@@ -316,7 +316,7 @@ class RunningSet:
         load = self._cache.residency(adapter).num_loads
         if sequence.awaited_load == load:
             return
-        if num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) <= self._store.num_claimable(depth):
+        if num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) <= self._page_cache.num_claimable(depth):
             sequence.awaited_load = load
             self._emit(AdapterAwaited(now, sequence.request.request_id, adapter))
 

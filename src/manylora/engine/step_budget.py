@@ -16,7 +16,7 @@ who fills the pool. So the fuller the pool, the shorter the steps.
 
 from __future__ import annotations
 
-from manylora.engine.step_costs import StepCosts, StepLoad
+from manylora.costs.online import OnlineCosts, StepLoad
 from manylora.scheduling import Sequence
 
 __all__ = ["StepBudget", "target_s"]
@@ -54,7 +54,7 @@ class StepBudget:
         step_s: How long the step should take, in seconds; ``None`` for no matter.
     """
 
-    def __init__(self, num_tokens: int, costs: StepCosts, decoding: StepLoad | None, step_s: float | None) -> None:
+    def __init__(self, num_tokens: int, costs: OnlineCosts, decoding: StepLoad | None, step_s: float | None) -> None:
         self._num_tokens = num_tokens
         self._costs = costs
         self._seconds: float | None = None

@@ -11,33 +11,33 @@ import torch
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
 from manylora.config import GIB, EngineConfig, MemoryConfig, ModelConfig
-from manylora.engine.ports import EngineParts
 from manylora.errors import ConfigError
-from manylora.execution.decode_graphs import DecodeGraphs
-from manylora.execution.device_ops import make_device_ops
-from manylora.execution.executor import TorchExecutor
-from manylora.execution.fused import adapt_modules
-from manylora.execution.fused_step import fuse_launches
-from manylora.execution.host_store import HostStore
-from manylora.execution.lora import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
-from manylora.execution.lora_ragged import LoraSpace
-from manylora.execution.lora_tables import GroupDirectory
-from manylora.execution.machine import describe_machine
-from manylora.execution.models import LoadedModel, context_limit, load_model
-from manylora.execution.pages import PageStorage
-from manylora.execution.probe import measure_activations, probe_model
-from manylora.execution.reader import HostReader
-from manylora.execution.resident import ResidentAdapter
-from manylora.execution.runner import ModelRunner, TokenSampler
-from manylora.execution.sampler import Sampler
-from manylora.execution.self_check import check_sequences_are_separate
-from manylora.execution.shape import describe_model
-from manylora.execution.step_attention import (
+from manylora.execution.attention.step import (
     AttentionKernel,
     TorchAttentionKernel,
     TritonAttentionKernel,
     choose_attention,
 )
+from manylora.execution.decode_graphs import DecodeGraphs
+from manylora.execution.device import make_device_ops
+from manylora.execution.executor import TorchExecutor
+from manylora.execution.fusion.step import fuse_launches
+from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
+from manylora.execution.lora.tables import LoraSpace
+from manylora.execution.machine import describe_machine
+from manylora.execution.model.describe import describe_model
+from manylora.execution.model.load import LoadedModel, context_limit, load_model
+from manylora.execution.model.modules import adapt_modules
+from manylora.execution.model.probe import measure_activations, probe_model
+from manylora.execution.runner import ModelRunner, TokenSampler
+from manylora.execution.sampling.sampler import Sampler
+from manylora.execution.self_check import check_sequences_are_separate
+from manylora.execution.storage.host_tier import HostTier
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.reader import HostReader
+from manylora.execution.storage.resident import ResidentAdapter
+from manylora.execution.storage.tile_tables import GroupDirectory
+from manylora.ports import EngineParts
 from manylora.types import AdapterKey
 
 __all__ = ["build_parts"]
@@ -82,7 +82,7 @@ def build_parts(
     adapt_modules(loaded.model, base, step)
     num_pages = _num_pages(config, base, loaded.model, loaded.device)
     base = _fit_context(base, num_pages, is_asked=asked is not None)
-    storage = PageStorage(base.page, num_pages, loaded.device)
+    storage = PageTensor(base.page, num_pages, loaded.device)
     sampler = make_sampler(base) if make_sampler is not None else _plain_sampler(base, loaded.device)
     resident: dict[AdapterKey, ResidentAdapter] = {}
     directory = GroupDirectory.of(base) if kernel in TABLE_KERNELS else None
@@ -111,7 +111,7 @@ def build_parts(
     check_sequences_are_separate(runner, base, num_pages)
     if graphs is not None and loaded.device.type == "cuda":
         graphs.warm()
-    store = HostStore(is_pinned=loaded.device.type == "cuda", directory=directory)
+    store = HostTier(is_pinned=loaded.device.type == "cuda", directory=directory)
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
     reader = HostReader(base, store, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype)
     executor = TorchExecutor(runner=runner, pool=storage, store=store, reader=reader, resident=resident, clock=clock)

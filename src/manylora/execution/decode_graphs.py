@@ -30,15 +30,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from manylora.engine.ports import PlannedSequence
-from manylora.execution.device_ops import DeviceOps
-from manylora.execution.lora import LoraSegment, StepContext
-from manylora.execution.lora_parts import GroupParts
-from manylora.execution.lora_ragged import DECODE_ROWS, LoraSpace, Room, StepTables, TableRows, measure
-from manylora.execution.page_tables import PageTables
-from manylora.execution.paged_attention import AttentionCall
-from manylora.execution.pages import PageStorage
-from manylora.execution.triton_batch import BLOCK_FIELDS, TritonAttention, first_slot
+from manylora.execution.attention.page_tables import PageTables
+from manylora.execution.attention.paged import AttentionCall
+from manylora.execution.attention.triton import TritonAttention, first_slot
+from manylora.execution.device import DeviceOps
+from manylora.execution.kernels.triton.support import BLOCK_FIELDS
+from manylora.execution.lora.batch import LoraSegment, StepContext
+from manylora.execution.lora.parts import GroupParts
+from manylora.execution.lora.tables import DECODE_ROWS, LoraSpace, Room, StepTables, TableRows, measure
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.plan import PlannedSequence
 
 __all__ = ["DecodeGraphs", "batch_buckets"]
 
@@ -115,7 +116,7 @@ class DecodeGraphs:
         ops: DeviceOps,
         model: nn.Module,
         step: StepContext,
-        pool: PageStorage,
+        pool: PageTensor,
         tables: PageTables,
         vocab_size: int,
         max_num_seqs: int,

@@ -24,13 +24,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from manylora.clock import Clock
-from manylora.engine.follow_on import fill_in
-from manylora.engine.ports import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.execution.host_store import HostStore
-from manylora.execution.pages import PageStorage
-from manylora.execution.reader import HostReader
-from manylora.execution.resident import ResidentAdapter, make_resident
+from manylora.engine.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
+from manylora.execution.storage.host_tier import HostTier
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.reader import HostReader
+from manylora.execution.storage.resident import ResidentAdapter, make_resident
+from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.types import AdapterKey, SampledToken, Tier
 
 __all__ = ["FutureWork", "TorchExecutor"]
@@ -74,8 +74,8 @@ class TorchExecutor:
         self,
         *,
         runner: ModelRunner,
-        pool: PageStorage,
-        store: HostStore,
+        pool: PageTensor,
+        store: HostTier,
         reader: HostReader,
         resident: dict[AdapterKey, ResidentAdapter],
         clock: Clock,

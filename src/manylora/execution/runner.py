@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from manylora.engine.ports import PlannedSequence, StepPlan, StepResult
+from manylora.execution.attention.step import AttentionKernel, TorchAttentionKernel
 from manylora.execution.decode_graphs import DecodeGraphs
-from manylora.execution.device_ops import DeviceOps, make_device_ops
-from manylora.execution.lora import LoraBatch, LoraSegment, StepContext
-from manylora.execution.lora_ragged import LoraSpace
-from manylora.execution.pages import PageStorage
-from manylora.execution.resident import ResidentAdapter
-from manylora.execution.step_attention import AttentionKernel, TorchAttentionKernel
+from manylora.execution.device import DeviceOps, make_device_ops
+from manylora.execution.lora.batch import LoraBatch, LoraSegment, StepContext
+from manylora.execution.lora.tables import LoraSpace
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.resident import ResidentAdapter
+from manylora.plan import PlannedSequence, StepPlan, StepResult
 from manylora.types import AdapterKey, SampledToken
 
 __all__ = ["LogitsHook", "ModelRunner", "TokenSampler"]
@@ -56,7 +56,7 @@ class ModelRunner:
         self,
         model: nn.Module,
         step: StepContext,
-        pool: PageStorage,
+        pool: PageTensor,
         sampler: TokenSampler,
         resident: Mapping[AdapterKey, ResidentAdapter],
         space: LoraSpace | None = None,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from manylora.adapters.shape import BaseShape
-from manylora.engine.ports import PlannedSequence, StepPlan
 from manylora.errors import ConfigError
 from manylora.execution.runner import ModelRunner
+from manylora.plan import PlannedSequence, StepPlan
 from manylora.types import SamplingParams
 
 __all__ = ["check_sequences_are_separate"]

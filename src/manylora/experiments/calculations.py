@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from manylora.costs.model import CostModel
+from manylora.costs.synthetic_plan import Part, synthetic_plan
 from manylora.experiments.cases import Case, read_setup, read_workload
 from manylora.experiments.request_alone import request_alone
 from manylora.experiments.result import Result, cdf
-from manylora.sim.adapters import adapter_versions
-from manylora.sim.cost import CostModel
-from manylora.sim.made_up_plan import Part, made_up_plan
+from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.setup import make_config
 from manylora.types import AdapterVersion
 from manylora.workloads import Workload, make_workload
@@ -56,8 +56,8 @@ def kernels(case: Case) -> Result:
     for part, request in zip(base, workload.requests, strict=True):
         version = versions.get(request.adapter or "")
         step.append(part._replace(adapter=version.key, rank=version.rank) if version is not None else part)
-    base_s = cost.step_time_s(made_up_plan(base))
-    adapters_s = cost.step_time_s(made_up_plan(step)) - base_s
+    base_s = cost.step_time_s(synthetic_plan(base))
+    adapters_s = cost.step_time_s(synthetic_plan(step)) - base_s
     return Result(
         {
             "base_s": base_s,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora.engine.ports import AdapterLoad
+from manylora.costs.model import CostModel
+from manylora.costs.roofline import RooflineCost
 from manylora.errors import ConfigError
+from manylora.plan import AdapterLoad
 from manylora.sim.alone import time_alone
-from manylora.sim.cost import CostModel
-from manylora.sim.roofline import RooflineCost
 from manylora.types import AdapterVersion, Tier
 from manylora.workloads import RequestSpec
 

@@ -8,16 +8,16 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from manylora.adapters.shape import BaseShape
+from manylora.costs.roofline import RooflineCost
 from manylora.experiments.cases import Case, read_setup, read_workload
 from manylora.experiments.request_alone import RequestAlone, request_alone
 from manylora.experiments.result import Curve, Result, cdf
 from manylora.measure import RequestRecord, Slo
 from manylora.scheduling.clustering import cluster, cut_offs
 from manylora.scheduling.request_size import Demand, RequestSizer
-from manylora.sim.adapters import adapter_versions
-from manylora.sim.roofline import RooflineCost
+from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.sim.setup import make_config
-from manylora.sim.simulation import Run, SimulationConfig, simulate
 from manylora.types import AdapterVersion, Tier
 from manylora.workloads import make_workload
 

@@ -1,6 +1,8 @@
 """Memory: one pool of equal pages for KV, prefix blocks and adapters; page numbers only, no tensor."""
 
+from manylora.memory.allocator import Owner, PageAllocator
 from manylora.memory.blocks import BlockTable, num_blocks
+from manylora.memory.cache import PageCache
 from manylora.memory.eviction import (
     EVICTION_POLICIES,
     Depth,
@@ -9,9 +11,7 @@ from manylora.memory.eviction import (
     ReloadCosts,
     make_eviction_policy,
 )
-from manylora.memory.pool import Owner, PagePool
 from manylora.memory.prefix import PrefixIndex, block_digests, prefix_root
-from manylora.memory.store import PageStore
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -20,8 +20,8 @@ __all__ = [
     "EvictionPolicy",
     "IdleItem",
     "Owner",
-    "PagePool",
-    "PageStore",
+    "PageAllocator",
+    "PageCache",
     "PrefixIndex",
     "ReloadCosts",
     "block_digests",

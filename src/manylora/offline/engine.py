@@ -21,13 +21,13 @@ from typing import Any, Self
 
 from manylora.clock import Clock, WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.costs.step_log import LoggedExecutor, open_step_log
 from manylora.engine.core import EngineCore
-from manylora.engine.ports import EngineParts
 from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.engine.step_log import LoggedExecutor, open_step_log
 from manylora.errors import CapacityError, ConfigError, EngineDead, ManyloraError, ModelNotFound
 from manylora.offline.engine_thread import EngineThread, Inbox
 from manylora.offline.generation import Generation, Job
+from manylora.ports import EngineParts
 from manylora.text import Detokenizer, Tokenizer
 from manylora.types import Request, SamplingParams
 
@@ -260,7 +260,7 @@ class Engine:
             if adapter == "":
                 raise ModelNotFound("Got an adapter without a name, expected a name or None for the base")
             if sampling.json_schema is not None:
-                from manylora.execution.grammar import check_schema
+                from manylora.execution.sampling.grammar import check_schema
 
                 check_schema(sampling.json_schema)
             shown, tokens = encode(asked)
@@ -335,7 +335,7 @@ class Engine:
 
 def _build_live_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     from manylora.execution.build import build_parts
-    from manylora.execution.sampler import make_sampler
+    from manylora.execution.sampling.sampler import make_sampler
 
     return build_parts(config, clock, make_sampler=partial(make_sampler, config.model))
 

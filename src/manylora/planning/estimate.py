@@ -1,7 +1,7 @@
 """A first guess at capacity, in closed form: where a search begins, and the floor it is held against.
 
 A device that always has enough to do reads a prompt in one step and decodes with as many sequences as fit. No queue, no
-burst and no cold adapter is in it, so a service that promises anything reaches less. Where adapters do not all fit, the
+burst and no cold adapter is in it, so a service with an SLO reaches less. Where adapters do not all fit, the
 other extreme is a copy for every request.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manylora.engine.ports import AdapterLoad
-from manylora.sim.adapters import adapter_versions
-from manylora.sim.made_up_plan import Part, made_up_plan
-from manylora.sim.simulation import SimulationConfig
+from manylora.costs.synthetic_plan import Part, synthetic_plan
+from manylora.plan import AdapterLoad
+from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.run.simulation import SimulationConfig
 from manylora.types import Tier
 from manylora.workloads import RequestSpec, Workload
 
@@ -56,6 +56,6 @@ def most_requests_per_s(requests: Sequence[RequestSpec], config: SimulationConfi
     budget = config.scheduler.max_num_batched_tokens
     num_chunks = -(-prompt // budget)
     chunk = -(-prompt // num_chunks)
-    prompt_s = num_chunks * config.cost.step_time_s(made_up_plan([Part(0, chunk)]))
-    decode_s = config.cost.step_time_s(made_up_plan([Part(context, 1)] * num_seqs)) / num_seqs
+    prompt_s = num_chunks * config.cost.step_time_s(synthetic_plan([Part(0, chunk)]))
+    decode_s = config.cost.step_time_s(synthetic_plan([Part(context, 1)] * num_seqs)) / num_seqs
     return 1 / (prompt_s + (output - 1) * decode_s)

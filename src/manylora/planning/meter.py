@@ -6,10 +6,10 @@ the sum alone.
 
 from __future__ import annotations
 
-from manylora.engine.features import StepFeatures, step_features
-from manylora.engine.ports import AdapterLoad, StepPlan
-from manylora.sim.cost import CostModel
-from manylora.sim.roofline import RooflineCost
+from manylora.costs.features import StepFeatures, step_features
+from manylora.costs.model import CostModel
+from manylora.costs.roofline import RooflineCost
+from manylora.plan import AdapterLoad, StepPlan
 
 __all__ = ["PARTS", "Meter"]
 

@@ -1,4 +1,4 @@
-"""A plan: what one replica can serve within its promise, how many replicas traffic needs, and what it costs."""
+"""A plan: what one replica can serve within its SLO, how many replicas traffic needs, and what it costs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from manylora.costs.model import CostModel
 from manylora.errors import ConfigError
 from manylora.planning.capacity import Capacity, find_capacity
 from manylora.planning.estimate import first_guess, most_requests_per_s
-from manylora.planning.promise import Promise
-from manylora.planning.trial import Effort, Trial, Trials
+from manylora.planning.load_test import LoadTest, LoadTests, SearchBudget
+from manylora.planning.slo import Objective
 from manylora.planning.usage import Usage, usage_of, what_binds
-from manylora.sim.cost import CostModel
+from manylora.sim.run.simulation import SimulationConfig
 from manylora.sim.scenario import Scenario
-from manylora.sim.simulation import SimulationConfig
 from manylora.workloads import Workload
 
 __all__ = ["MOST_SIMULATED", "Cost", "Demand", "Plan", "make_plan"]
@@ -24,7 +24,7 @@ MOST_SIMULATED = 8
 
 
 LEAST_TOLERANCE = 1e-4
-"""Finer than any trial can tell two rates apart."""
+"""Finer than any load test can tell two rates apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,13 @@ class Demand:
         rate: Traffic in requests per second, all replicas together; ``None`` plans for one full replica.
         price_per_hour: What a device costs, in any currency; ``None`` for no cost.
         tolerance: How far the capacity that is found may lie below the true one, as a share of it.
-        effort: How much each trial takes.
+        search budget: How much each load test takes.
     """
 
     rate: float | None = None
     price_per_hour: float | None = None
     tolerance: float = 0.02
-    effort: Effort = field(default_factory=Effort)
+    search_budget: SearchBudget = field(default_factory=SearchBudget)
 
     def __post_init__(self) -> None:
         for name in ("rate", "price_per_hour"):
@@ -74,19 +74,19 @@ class Plan:
     """What came out.
 
     Args:
-        promise: What was promised.
+        objective: What was promised.
         demand: What was planned for.
         most_per_s: Requests per second of a replica that is never idle: the floor in closed form.
         capacity: Of one replica.
-        binds: What a replica would need more of to serve more; ``None`` if it serves nothing within the promise.
+        binds: What a replica would need more of to serve more; ``None`` if it serves nothing within the objective.
         usage: Of the service as planned, or of one replica at capacity; ``None`` likewise.
         num_replicas: Replicas the traffic needs; 1 without a rate, ``None`` if no number that was tried is enough.
         is_simulated: Whether so many replicas were tried together, rather than counted by division.
-        served: The trial of the service as planned.
+        served: The load test of the service as planned.
         cost: ``None`` without a price, or without a plan.
     """
 
-    promise: Promise
+    objective: Objective
     demand: Demand
     most_per_s: float
     capacity: Capacity
@@ -94,13 +94,13 @@ class Plan:
     usage: Usage | None
     num_replicas: int | None
     is_simulated: bool
-    served: Trial | None
+    served: LoadTest | None
     cost: Cost | None
 
 
 def make_plan(
     scenario: Scenario,
-    promise: Promise,
+    objective: Objective,
     demand: Demand,
     *,
     cost: CostModel | None = None,
@@ -110,22 +110,22 @@ def make_plan(
 
     Args:
         scenario: Who asks and what serves; its rate, length and replicas are the plan's to choose.
-        promise: What it promises.
+        objective: What it objectives.
         demand: What it is planned for.
         cost: Prices of steps and loads; by default those of the scenario's setup.
         on_run: Told of each simulated run before it begins, as words for people.
 
     Raises:
-        ConfigError: The scenario does not fit together, or no rate can keep its promise.
+        ConfigError: The scenario does not fit together, or no rate can keep its objective.
     """
-    trials = Trials(scenario, promise, demand.effort, cost=cost, on_run=on_run)
-    workload, config = trials.workload(1.0), trials.config()
-    _check_prompts_fit(workload, config, promise)
+    load_tests = LoadTests(scenario, objective, demand.search_budget, cost=cost, on_run=on_run)
+    workload, config = load_tests.workload(1.0), load_tests.config()
+    _check_prompts_fit(workload, config, objective)
     most_per_s = most_requests_per_s(workload.requests, config)
-    capacity = find_capacity(trials.at, start=first_guess(workload, config), tolerance=demand.tolerance)
+    capacity = find_capacity(load_tests.at, start=first_guess(workload, config), tolerance=demand.tolerance)
     if capacity.kept is None:
         return Plan(
-            promise=promise,
+            objective=objective,
             demand=demand,
             most_per_s=most_per_s,
             capacity=capacity,
@@ -137,14 +137,14 @@ def make_plan(
             cost=None,
         )
     full = usage_of(capacity.kept)
-    served, num_replicas, is_simulated = _fit(trials, capacity, demand)
+    served, num_replicas, is_simulated = _fit(load_tests, capacity, demand)
     usage = full if served is capacity.kept else usage_of(served)
     return Plan(
-        promise=promise,
+        objective=objective,
         demand=demand,
         most_per_s=most_per_s,
         capacity=capacity,
-        binds=what_binds(capacity.kept, full, promise),
+        binds=what_binds(capacity.kept, full, objective),
         usage=usage,
         num_replicas=num_replicas,
         is_simulated=is_simulated,
@@ -153,11 +153,11 @@ def make_plan(
     )
 
 
-def _check_prompts_fit(workload: Workload, config: SimulationConfig, promise: Promise) -> None:
+def _check_prompts_fit(workload: Workload, config: SimulationConfig, objective: Objective) -> None:
     """Refuse what would be searched for in vain: a request that is refused counts as forever, at every rate."""
     longest = min(config.base.max_model_len, config.num_pages * config.memory.block_size) - 1
     num_refused = sum(one.num_prompt_tokens > longest for one in workload.requests)
-    if num_refused > len(workload.requests) * (1 - promise.percentile / 100):
+    if num_refused > len(workload.requests) * (1 - objective.percentile / 100):
         raise ConfigError(
             f"{num_refused} of {len(workload.requests)} prompts have more than the {longest} tokens that "
             f"{config.base.name} can take here, and are refused at every rate: cut them "
@@ -165,10 +165,10 @@ def _check_prompts_fit(workload: Workload, config: SimulationConfig, promise: Pr
         )
 
 
-def _fit(trials: Trials, capacity: Capacity, demand: Demand) -> tuple[Trial, int | None, bool]:
-    """Return the trial of enough replicas for the traffic, how many that are, and whether they were tried together.
+def _fit(load_tests: LoadTests, capacity: Capacity, demand: Demand) -> tuple[LoadTest, int | None, bool]:
+    """Return the load test of enough replicas for the traffic, how many that are, and whether they were tried together.
 
-    Where division says that few are enough, and even the most that are tried together break the promise, nothing is
+    Where division says that few are enough, and even the most that are tried together break the objective, nothing is
     known of more: there is no number then.
     """
     assert capacity.kept is not None
@@ -179,13 +179,13 @@ def _fit(trials: Trials, capacity: Capacity, demand: Demand) -> tuple[Trial, int
         return capacity.kept, num, False
     for more in range(num, MOST_SIMULATED + 1):
         # Replicas share bursts, which helps, and each sees adapters less often, which does not: so they are tried.
-        trial = trials.at(demand.rate, more)
-        if trial.is_kept:
-            return trial, more, True
+        load_test = load_tests.at(demand.rate, more)
+        if load_test.is_kept:
+            return load_test, more, True
     return capacity.kept, None, True
 
 
-def _price(scenario: Scenario, demand: Demand, usage: Usage, served: Trial, num_replicas: int | None) -> Cost | None:
+def _price(scenario: Scenario, demand: Demand, usage: Usage, served: LoadTest, num_replicas: int | None) -> Cost | None:
     if demand.price_per_hour is None or num_replicas is None:
         return None
     per_hour = demand.price_per_hour * scenario.setup.tensor_parallel * num_replicas

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from manylora.measure.tables import FigureTable
+from manylora.planning.load_test import LoadTest
 from manylora.planning.plan import MOST_SIMULATED, Plan
-from manylora.planning.trial import Trial
 
 __all__ = ["BINDS", "as_json", "comparison_table", "plan_tables"]
 
@@ -36,7 +36,7 @@ def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureT
     """Return several plans side by side, given what is special about each."""
     labels = tuple(plans[0][0])
     with_cost = any(plan.cost is not None for _, plan in plans)
-    there = f"P{plans[0][1].promise.percentile:g} there"
+    there = f"P{plans[0][1].objective.percentile:g} there"
     columns = (*labels, "req/s per replica", there, "replicas", "hit rate", "device busy", "binds")
     rows = []
     for settings, plan in plans:
@@ -56,16 +56,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
     capacity = plan.capacity
     content: dict[str, Any] = _finite(
         {
-            "promise": asdict(plan.promise),
+            "objective": asdict(plan.objective),
             "demand": asdict(plan.demand),
             "never_idle_requests_per_s": plan.most_per_s,
             "capacity_requests_per_s": capacity.rate,
             "is_bounded": capacity.broken is not None,
-            "trials": [_trial(trial) for trial in capacity.trials],
+            "load_tests": [_load_test(load_test) for load_test in capacity.load_tests],
             "binds": plan.binds,
             "num_replicas": plan.num_replicas,
             "is_simulated": plan.is_simulated,
-            "served": _trial(plan.served) if plan.served else None,
+            "served": _load_test(plan.served) if plan.served else None,
             "usage": asdict(plan.usage) if plan.usage else None,
             "cost": asdict(plan.cost) if plan.cost else None,
         }
@@ -73,12 +73,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return content
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _load_test(load_test: LoadTest) -> dict[str, Any]:
     return {
-        "requests_per_s": trial.rate,
-        "num_replicas": trial.num_replicas,
-        "is_kept": trial.is_kept,
-        "measured_s": trial.measured,
+        "requests_per_s": load_test.rate,
+        "num_replicas": load_test.num_replicas,
+        "is_kept": load_test.is_kept,
+        "measured_s": load_test.measured,
     }
 
 
@@ -92,7 +92,7 @@ def _finite(value: Any) -> Any:
 
 def _outcome(plan: Plan) -> FigureTable:
     capacity, usage = plan.capacity, plan.usage
-    rows = [("promise", _promise(plan))]
+    rows = [("objective", _objective(plan))]
     if capacity.kept is None:
         lowest = capacity.broken
         assert lowest is not None
@@ -149,19 +149,19 @@ def _device(plan: Plan) -> FigureTable | None:
     return FigureTable(title="What steps take", columns=("", "share of time"), rows=rows)
 
 
-def _promise(plan: Plan) -> str:
-    percentile = f"{plan.promise.percentile:g}"
-    return ", ".join(f"P{percentile} {name.upper()} <= {limit:g} s" for name, limit in plan.promise.limits())
+def _objective(plan: Plan) -> str:
+    percentile = f"{plan.objective.percentile:g}"
+    return ", ".join(f"P{percentile} {name.upper()} <= {limit:g} s" for name, limit in plan.objective.limits())
 
 
-def _measured(trial: Trial | None, prefix: str = "") -> str:
-    if trial is None:
+def _measured(load_test: LoadTest | None, prefix: str = "") -> str:
+    if load_test is None:
         return "-"
-    return ", ".join(f"{prefix}{name.upper()} {seconds:.3g} s" for name, seconds in trial.measured.items())
+    return ", ".join(f"{prefix}{name.upper()} {seconds:.3g} s" for name, seconds in load_test.measured.items())
 
 
-def _promised(plan: Plan, trial: Trial | None) -> str:
-    return _measured(trial, f"P{plan.promise.percentile:g} ")
+def _promised(plan: Plan, load_test: LoadTest | None) -> str:
+    return _measured(load_test, f"P{plan.objective.percentile:g} ")
 
 
 def _count(plan: Plan) -> str:

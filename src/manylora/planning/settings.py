@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from manylora.errors import ConfigError
+from manylora.planning.load_test import SearchBudget
 from manylora.planning.plan import Demand
-from manylora.planning.trial import Effort
 from manylora.planning.variants import Axis, make_axis
 from manylora.workloads.tables import TableReader
 
@@ -35,7 +35,7 @@ class PlanSettings:
         percentile: How many of a hundred requests get what is promised.
         price: What a device costs per hour, whatever its kind.
         requests: Requests of each run, at least.
-        seeds: Runs of each trial.
+        seeds: Runs of each load test.
         tolerance: How far the capacity that is found may lie below the true one, as a share of it.
         prices: What a device costs per hour, by kind.
         compare: Settings that are varied, each value with each.
@@ -60,7 +60,7 @@ class PlanSettings:
             rate=self.rate,
             price_per_hour=self.prices.get(hardware, self.price),
             tolerance=self.tolerance,
-            effort=Effort(num_requests=self.requests, seeds=self.seeds),
+            search_budget=SearchBudget(num_requests=self.requests, seeds=self.seeds),
         )
 
 

@@ -1,8 +1,8 @@
-"""What a trial used: memory by owner, the device's time, the link; and what it would have needed more of.
+"""What a load test used: memory by owner, the device's time, the link; and what it would have needed more of.
 
-*What binds* is read off the runs, by rules that are written here and nowhere else. If the promise nearest to its limit
-is about the time between tokens, steps are too long, and what takes most of a step binds. Otherwise requests were late
-because they waited, so samples of the engine are asked what they waited for, each weighted by how many waited::
+*What binds* is read off the runs, by rules that are written here and nowhere else. If the tightest limit is about the
+time between tokens, steps are too long, and the largest part of a step binds. Otherwise requests were late because they
+waited; samples of the engine say for which resource, each weighted by the number that waited::
 
     seats     as many sequences ran as may
     memory    a request's pages were not to be had, even from idle adapters and prefixes
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from manylora.costs.roofline import RooflineCost
 from manylora.measure import Timeline, summarise
+from manylora.planning.load_test import LoadTest, LoadTestRun
 from manylora.planning.meter import PARTS
-from manylora.planning.promise import Promise
-from manylora.planning.trial import Trial, TrialRun
-from manylora.sim.roofline import RooflineCost
+from manylora.planning.slo import Objective
 from manylora.types import Tier
 
 __all__ = ["OWNERS", "MemoryUse", "Usage", "usage_of", "what_binds"]
@@ -52,7 +52,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a trial used; means over its runs and replicas.
+    """What a load test used; means over its runs and replicas.
 
     Args:
         memory: By owner.
@@ -81,34 +81,34 @@ class Usage:
     waited_for: dict[str, float]
 
 
-def usage_of(trial: Trial) -> Usage:
-    """Return what a trial used, given one that was not given up."""
-    assert trial.runs, "a trial that was given up has no runs"
-    timelines = [timeline for one in trial.runs for timeline in one.run.timelines]
-    time_s = sum(one.run.duration_s * len(one.run.timelines) for one in trial.runs)
-    counted = [record for one in trial.runs for record in one.counted]
-    seconds = sum(_counted_s(one) for one in trial.runs)
+def usage_of(load_test: LoadTest) -> Usage:
+    """Return what a load test used, given one that was not given up."""
+    assert load_test.runs, "a load test that was given up has no runs"
+    timelines = [timeline for one in load_test.runs for timeline in one.run.timelines]
+    time_s = sum(one.run.duration_s * len(one.run.timelines) for one in load_test.runs)
+    counted = [record for one in load_test.runs for record in one.counted]
+    seconds = sum(_counted_s(one) for one in load_test.runs)
     good = [record for record in counted if record.error is None]
     num_steps = sum(len(timeline.steps.at) for timeline in timelines)
     looked_at = [record.was_resident for record in counted if record.was_resident is not None]
     return Usage(
-        memory=_memory(trial),
+        memory=_memory(load_test),
         hit_rate=sum(looked_at) / len(looked_at) if looked_at else None,
         device_busy=sum(sum(timeline.steps.took_s) for timeline in timelines) / time_s,
         link_busy=sum(sum(timeline.loads[Tier.DEVICE].busy_s) for timeline in timelines) / time_s,
         adapter_wait=summarise(counted).adapter_wait_share,
         preempted=sum(record.num_preemptions > 0 for record in counted) / len(counted),
         mean_running=sum(sum(timeline.steps.num_sequences) for timeline in timelines) / max(1, num_steps),
-        step_parts=_parts(trial.runs),
+        step_parts=_parts(load_test.runs),
         prompt_tokens_per_s=sum(record.num_prompt_tokens for record in good) / seconds,
         output_tokens_per_s=sum(record.num_output_tokens for record in good) / seconds,
-        waited_for=_waited_for(trial.runs),
+        waited_for=_waited_for(load_test.runs),
     )
 
 
-def what_binds(trial: Trial, usage: Usage, promise: Promise) -> str:
+def what_binds(load_test: LoadTest, usage: Usage, objective: Objective) -> str:
     """Return what a service would need more of: ``seats``, ``memory``, ``link``, or a part of a step's time."""
-    if promise.tightest(trial.measured) not in ("tbt", "tpot"):
+    if objective.tightest(load_test.measured) not in ("tbt", "tpot"):
         most = max(usage.waited_for, key=lambda name: usage.waited_for[name]) if usage.waited_for else "device"
         if most != "device":
             return most
@@ -118,13 +118,13 @@ def what_binds(trial: Trial, usage: Usage, promise: Promise) -> str:
     return max(parts, key=lambda name: parts[name]) if parts else "device"
 
 
-def _counted_s(one: TrialRun) -> float:
+def _counted_s(one: LoadTestRun) -> float:
     """Return the seconds in which the counted requests arrived, which is what rates refer to."""
     arrivals = [record.arrived_at for record in one.counted]
     return max(1e-9, (max(arrivals) - min(arrivals)) * len(arrivals) / max(1, len(arrivals) - 1))
 
 
-def _parts(runs: Sequence[TrialRun]) -> dict[str, float]:
+def _parts(runs: Sequence[LoadTestRun]) -> dict[str, float]:
     totals = {name: sum(one.meter.parts_s[name] for one in runs) for name in PARTS}
     whole = sum(totals.values())
     return {name: seconds / whole for name, seconds in totals.items()} if whole else {}
@@ -134,7 +134,7 @@ def _gauges(timeline: Timeline, *names: str) -> list[NDArray[np.float64]]:
     return [np.asarray(timeline.gauges[name]) for name in names]
 
 
-def _waited_for(runs: Sequence[TrialRun]) -> dict[str, float]:
+def _waited_for(runs: Sequence[LoadTestRun]) -> dict[str, float]:
     """Return what waiting requests lacked when the engine was looked at, as shares of all waiting."""
     lacked = dict.fromkeys(("seats", "memory", "device"), 0.0)
     for one in runs:
@@ -162,20 +162,20 @@ def _waited_for(runs: Sequence[TrialRun]) -> dict[str, float]:
     return {name: value / whole for name, value in lacked.items()} if whole else {}
 
 
-def _memory(trial: Trial) -> MemoryUse:
-    config = trial.runs[0].config
+def _memory(load_test: LoadTest) -> MemoryUse:
+    config = load_test.runs[0].config
     page_bytes = config.base.page.num_bytes
     columns = ("num_kv_pages", "num_prefix_pages", "num_adapter_pages", "num_free_pages")
     samples: dict[str, list[NDArray[np.float64]]] = {owner: [] for owner in OWNERS}
-    for timeline in _timelines(trial.runs):
+    for timeline in _timelines(load_test.runs):
         for owner, gauge in zip(OWNERS, _gauges(timeline, *columns), strict=True):
             samples[owner].append(gauge * page_bytes)
     joined = {owner: np.concatenate(parts) for owner, parts in samples.items()}
-    first = trial.runs[0].run.timelines[0]
+    first = load_test.runs[0].run.timelines[0]
     kept = slice(None, None, max(1, -(-len(first.at) // 200)))
     over_time = {"seconds": np.asarray(first.at)[kept].tolist()}
     over_time |= {owner: parts[0][kept].tolist() for owner, parts in samples.items()}
-    cost = trial.runs[0].meter.cost
+    cost = load_test.runs[0].meter.cost
     return MemoryUse(
         weights=cost.dims.weight_bytes if isinstance(cost, RooflineCost) else None,
         pool=config.num_pages * page_bytes,
@@ -185,5 +185,5 @@ def _memory(trial: Trial) -> MemoryUse:
     )
 
 
-def _timelines(runs: Iterable[TrialRun]) -> Iterable[Timeline]:
+def _timelines(runs: Iterable[LoadTestRun]) -> Iterable[Timeline]:
     return (timeline for one in runs for timeline in one.run.timelines)

@@ -13,16 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from manylora.hosting.engine_keeper import LoraModule, RestartPolicy
     from manylora.server.background import BackgroundServer
     from manylora.server.serve import run
-    from manylora.server.supervisor import LoraModule, RestartPolicy
 
 __all__ = ["BackgroundServer", "LoraModule", "RestartPolicy", "run"]
 
 _HOMES = {
     "BackgroundServer": "manylora.server.background",
-    "LoraModule": "manylora.server.supervisor",
-    "RestartPolicy": "manylora.server.supervisor",
+    "LoraModule": "manylora.hosting.engine_keeper",
+    "RestartPolicy": "manylora.hosting.engine_keeper",
     "run": "manylora.server.serve",
 }
 

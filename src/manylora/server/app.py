@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manylora.errors import ManyloraError
-from manylora.server.chat import chat_routes
-from manylora.server.completions import completion_routes
-from manylora.server.context import Context
+from manylora.server.api.adapters import admin_routes
+from manylora.server.api.chat import chat_routes
+from manylora.server.api.completions import completion_routes
+from manylora.server.api.context import Context
+from manylora.server.api.models import model_routes
+from manylora.server.api.status import status_routes
 from manylora.server.errors import HttpError, error_response, on_error, on_http_exception
-from manylora.server.routes_admin import admin_routes
-from manylora.server.routes_models import model_routes
-from manylora.server.routes_status import status_routes
 
 __all__ = ["make_app"]
 

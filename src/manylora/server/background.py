@@ -11,9 +11,9 @@ from types import TracebackType
 
 from manylora.config import EngineConfig, ServerConfig
 from manylora.errors import EngineDead
+from manylora.hosting.engine_keeper import LoraModule, RestartPolicy
+from manylora.hosting.service import builder_for
 from manylora.server.serve import Server
-from manylora.server.service import builder_for
-from manylora.server.supervisor import LoraModule, RestartPolicy
 
 __all__ = ["BackgroundServer"]
 

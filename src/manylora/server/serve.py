@@ -31,19 +31,19 @@ import uvicorn
 from manylora.config import EngineConfig, ServerConfig
 from manylora.demo import demo_model_path
 from manylora.errors import ConfigError
+from manylora.hosting.engine_keeper import EngineKeeper, LoraModule, RestartPolicy
+from manylora.hosting.gc_freeze import freeze_start_up_heap
+from manylora.hosting.link import EngineLink
+from manylora.hosting.link_process import ProcessLink
+from manylora.hosting.link_thread import ThreadLink
+from manylora.hosting.protocol import Observations
+from manylora.hosting.service import builder_for
+from manylora.server.api.context import Context
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
-from manylora.server.context import Context
-from manylora.server.garbage import leave_out_of_collections
 from manylora.server.http_protocol import ChunkWritingProtocol
-from manylora.server.latency import LatencyWindow
-from manylora.server.link import EngineLink
-from manylora.server.metrics import Metrics
-from manylora.server.process_link import ProcessLink
-from manylora.server.protocol import Observations
-from manylora.server.service import builder_for
-from manylora.server.supervisor import LoraModule, RestartPolicy, Supervisor
-from manylora.server.thread_link import ThreadLink
+from manylora.server.metrics.latency import LatencyWindow
+from manylora.server.metrics.prometheus import Metrics
 from manylora.text import Tokenizer
 
 __all__ = ["Server", "run"]
@@ -111,7 +111,7 @@ class Server:
             engine, has_adapter_histograms=server.adapter_histograms, served_name=served_name, epoch_s=time.time
         )
         self._latency = LatencyWindow()
-        self.supervisor = Supervisor(
+        self.supervisor = EngineKeeper(
             self._make_link,
             served_name=served_name,
             restarts=restarts,
@@ -306,7 +306,7 @@ def run(
 
         def say_ready() -> None:
             adapters = len(life.supervisor.adapters)
-            leave_out_of_collections()
+            freeze_start_up_heap()
             print(f"manylora serves {life.supervisor.served_name} with {adapters} adapters at {life.url}", flush=True)
 
         loop = asyncio.get_running_loop()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora.engine.features import StepFeatures
-from manylora.sim.roofline import RooflineCost
+from manylora.costs.features import StepFeatures
+from manylora.costs.roofline import RooflineCost
 
 __all__ = ["AloneTime", "decode_step", "prompt_step", "time_alone"]
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
+from manylora.catalog.models import base_shape
 from manylora.clock import Clock
 from manylora.config import EngineConfig
-from manylora.engine.ports import EngineParts
+from manylora.costs.fitted import FittedCost
+from manylora.costs.model import CostModel, FixedCost
 from manylora.errors import AdapterError, AdapterNotFound
-from manylora.sim.cost import CostModel, FixedCost
-from manylora.sim.executor import SimulatedExecutor
-from manylora.sim.fitted import FittedCost
-from manylora.sim.models import base_shape
-from manylora.sim.stand_in import StandIn, find_stand_in, make_teller
+from manylora.ports import EngineParts
+from manylora.sim.run.executor import SimulatedExecutor
+from manylora.sim.target import SimulatedTarget, find_target, make_teller
 from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = ["SimulatedReader", "build_simulated_parts"]
@@ -82,7 +82,7 @@ class SimulatedReader:
 def build_simulated_parts(
     config: EngineConfig, clock: Clock, *, cost: CostModel | None = None, shape: BaseShape | None = None
 ) -> EngineParts:
-    """Build parts whose executor makes tokens up, at the pace of a cost model.
+    """Build parts whose executor makes tokens up, at the speed of a cost model.
 
     Args:
         config: Sizes of the pool are read from it, and what to stand in for (``simulate``); no model is loaded.
@@ -95,27 +95,32 @@ def build_simulated_parts(
         ConfigError: ``simulate`` names nothing.
     """
     if config.simulate is not None and cost is None and shape is None:
-        made_up = find_stand_in(config.simulate, config)
+        target = find_target(config.simulate, config)
     else:
         base = shape or base_shape("llama-3-8b", block_size=config.memory.block_size)
         pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
         num_pages = config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes)
-        drag, pace = (cost.drag, cost.pace()) if isinstance(cost, FittedCost) else ({}, None)
-        made_up = StandIn(
-            base=base, num_pages=num_pages, cost=cost or FixedCost(), machine="made up", drag=drag, pace=pace
+        interference, speed = (cost.interference, cost.speed()) if isinstance(cost, FittedCost) else ({}, None)
+        target = SimulatedTarget(
+            base=base,
+            num_pages=num_pages,
+            cost=cost or FixedCost(),
+            machine="made up",
+            interference=interference,
+            speed=speed,
         )
-    base = made_up.base
+    base = target.base
     return EngineParts(
         base=base,
-        num_pages=made_up.num_pages,
+        num_pages=target.num_pages,
         executor=SimulatedExecutor(
-            made_up.cost,
+            target.cost,
             vocab_size=base.vocab_size,
             choose=make_teller(base),
-            drag=made_up.drag,
-            pace=made_up.pace,
+            interference=target.interference,
+            speed=target.speed,
         ),
         reader=SimulatedReader(base),
         close=lambda: None,
-        machine=f"simulated: {made_up.machine}",
+        machine=f"simulated: {target.machine}",
     )

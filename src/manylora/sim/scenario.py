@@ -22,8 +22,8 @@ from typing import Any
 from manylora.errors import ConfigError
 from manylora.measure import Slo
 from manylora.plugins import with_files_found
+from manylora.sim.run.simulation import SimulationConfig
 from manylora.sim.setup import Setup, make_config
-from manylora.sim.simulation import SimulationConfig
 from manylora.workloads import Workload, WorkloadSpec, make_workload
 from manylora.workloads.spec import KINDS
 from manylora.workloads.tables import TableReader, nearest

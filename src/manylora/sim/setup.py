@@ -23,16 +23,16 @@ from pathlib import Path
 from random import Random
 
 from manylora.adapters.shape import BaseShape
+from manylora.catalog.dims import ATTENTION_TARGETS, ModelDims
+from manylora.catalog.models import base_shape, dims_from_config, find_dims
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.costs.copies import CopyPath, copies_of_kernel, find_copy_path
+from manylora.costs.fitted import FittedCost
+from manylora.costs.model import CostModel
+from manylora.costs.profile import read_profile
+from manylora.costs.roofline import make_cost, memory_for_pool
 from manylora.errors import ConfigError
-from manylora.sim.copies import CopyPath, copies_of_kernel, find_copy_path
-from manylora.sim.cost import CostModel
-from manylora.sim.dims import ATTENTION_TARGETS, ModelDims
-from manylora.sim.fitted import FittedCost
-from manylora.sim.models import base_shape, dims_from_config, find_dims
-from manylora.sim.profile import read_profile
-from manylora.sim.roofline import make_cost, memory_for_pool
-from manylora.sim.simulation import SimulationConfig
+from manylora.sim.run.simulation import SimulationConfig
 
 __all__ = ["Setup", "make_config", "read_dims"]
 
@@ -153,8 +153,8 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         router=setup.router,
         router_tbt_s=setup.router_tbt_s,
         scheduler_time_s=setup.scheduler_time_s,
-        drag=cost.drag if isinstance(cost, FittedCost) else {},
-        pace=cost.pace if isinstance(cost, FittedCost) else None,
+        interference=cost.interference if isinstance(cost, FittedCost) else {},
+        speed=cost.speed if isinstance(cost, FittedCost) else None,
         max_tokens=setup.max_tokens,
         exact_caps=setup.exact_caps,
         seed=seed,

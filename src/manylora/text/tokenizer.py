@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from manylora.errors import ConfigError, RequestError
-from manylora.execution.checkpoint import check_checkpoint
+from manylora.execution.model.checkpoint import check_checkpoint
 from manylora.text.pieces import BytePieces, DecodedPieces, TextPieces
 from manylora.text.token_bytes import TokenBytes, byte_tables
 

@@ -2,7 +2,7 @@
 
 Idle adapters and idle prefix blocks compete for the same pages. A policy is told what becomes idle, what is used
 and what is gone, and names the one least worth keeping. What may go at all (idle, not pinned, not on its way) and
-that a prefix block never goes before the blocks that need it, is decided by ``memory/store.py``.
+that a prefix block never goes before the blocks that need it, is decided by ``memory/cache.py``.
 
 ::
 

@@ -1,0 +1,331 @@
+"""From step logs to a cost profile, and how far to trust it.
+
+Terms are fitted to relative errors (a decode step of milliseconds counts as much as a prompt of seconds), robustly
+(a step that something else held up is no measurement of it), and none is negative. Errors are those of a fit on three
+quarters of the log for the fourth it has not seen; whole stretches of the log are held out, for neighbouring steps are
+nearly the same. The profile itself is then fitted on everything.
+
+Source: CaraServe, section 5, fits prefill and decode apart, by linear regression on the sum of ranks (unpadded
+kernels) or on the batch times the largest rank (padded); here both are terms of one model, for a step may hold both
+phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from manylora.costs.drift import DriftEstimate, estimate_drift, noise_within, speed_between
+from manylora.costs.features import StepFeatures
+from manylora.costs.least_squares import Array, fit_nonnegative, fit_robustly
+from manylora.costs.profile import (
+    TERMS,
+    CostProfile,
+    FitError,
+    LoadCost,
+    Noise,
+    RowCost,
+    SpeedDrift,
+    StepCost,
+    term_units,
+)
+from manylora.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord
+from manylora.errors import ConfigError
+
+__all__ = ["LEAST_STEPS", "fit_profile", "foretell", "regime_of", "split_log", "step_shares"]
+
+LEAST_STEPS = 40
+"""Steps below which a fit would be a guess."""
+
+STRETCH = 20
+"""Steps in a stretch of the log; every fourth stretch is held out."""
+
+IN_SEGMENT = 12
+"""Steps that must lie between two knots."""
+
+NUM_QUANTILES = 101
+
+RUNS_APART_S = 1e6
+"""Between two runs of a log: longer than any spell of the machine."""
+
+TIERS = ("host", "device")
+
+MOST_INTERFERENCE = 0.9
+"""A step goes on beside a load, if slowly."""
+
+GUESSED_LOADS = {"host": LoadCost(fixed_s=0.0, byte_s=1 / 2e9), "device": LoadCost(fixed_s=0.0, byte_s=1 / 16e9)}
+"""For tiers that a log has no load to: an NVMe disk, a PCIe 4 link."""
+
+
+def regime_of(features: StepFeatures) -> str:
+    """Return ``decode``, ``prefill`` or ``mixed``."""
+    if not features.num_prompts:
+        return "decode"
+    return "mixed" if features.num_decodes else "prefill"
+
+
+def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], list[LoadRecord]]:
+    """Sort a log's lines; several runs may follow each other if they are of one engine.
+
+    Each run has a clock of its own: later ones are moved behind those before, so far that a slow machine at the end
+    of one says nothing of the next.
+
+    Raises:
+        ConfigError: There is no header, or two name different models, machines or kernels.
+    """
+    header: LogHeader | None = None
+    steps: list[StepRecord] = []
+    loads: list[LoadRecord] = []
+    shift_s: float | None = 0.0  # unknown until a later run's first line
+    latest = -math.inf
+    for line in lines:
+        match line:
+            case StepRecord() | LoadRecord():
+                if shift_s is None:
+                    shift_s = latest + RUNS_APART_S - line.launched_at
+                moved = _moved(line, shift_s)
+                latest = max(latest, moved.ended_at)
+                if isinstance(moved, StepRecord):
+                    steps.append(moved)
+                else:
+                    loads.append(moved)
+            case LogHeader():
+                shift_s = 0.0 if latest == -math.inf else None
+                if header is not None and _identity(header) != _identity(line):
+                    raise ConfigError(
+                        f"The logs are of different engines: {_identity(header)} and {_identity(line)}; "
+                        "a profile is of one"
+                    )
+                header = header or line
+    if header is None:
+        raise ConfigError("The log has no header: there is nothing in it, or not its beginning")
+    return header, steps, loads
+
+
+def _moved(record: StepRecord | LoadRecord, shift_s: float) -> StepRecord | LoadRecord:
+    if not shift_s:
+        return record
+    return msgspec.structs.replace(record, launched_at=record.launched_at + shift_s, ended_at=record.ended_at + shift_s)
+
+
+def _identity(header: LogHeader) -> tuple[str, str, str]:
+    return header.base.fingerprint, header.machine, header.lora_kernel
+
+
+def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
+    """Fit a profile to step logs.
+
+    Args:
+        lines: The logs, one after the other.
+        command: What to write into the profile as its origin.
+
+    Raises:
+        ConfigError: The logs are of different engines, or too short.
+    """
+    header, steps, loads = split_log(lines)
+    if len(steps) < LEAST_STEPS:
+        raise ConfigError(f"Got {len(steps)} steps in all that was logged, expected {LEAST_STEPS} at least")
+    is_held_out = [index // STRETCH % 4 == 3 for index in range(len(steps))]
+    kept = [step for step, is_out in zip(steps, is_held_out, strict=True) if not is_out]
+    held_out = [step for step, is_out in zip(steps, is_held_out, strict=True) if is_out]
+    errors = tuple(_errors(_fit(header, kept, loads, ()), kept, held_out, loads))
+    profile = msgspec.structs.replace(_fit(header, steps, loads, errors), command=command)
+    return msgspec.structs.replace(profile, speed_drift=_speed_drift(profile, _components(profile, steps, loads)))
+
+
+def foretell(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
+    """Return what a simulation without jitter takes for steps that ran beside these loads, in seconds, ``[n]``."""
+    beside = _beside(steps, loads) @ np.array([profile.interference[tier] for tier in TIERS])
+    kinds = ["prompt" if step.features.num_prompts else "decode" for step in steps]
+    means = np.array([profile.noise[kind].mean if kind in profile.noise else 1.0 for kind in kinds])
+    foretold: Array = _fitted(profile, steps) * means + beside
+    return foretold
+
+
+def step_shares(profile: CostProfile, features: Sequence[StepFeatures]) -> dict[str, float]:
+    """Return which share of steps' fitted time each term has; ``rows`` and ``turn`` beside the names in ``TERMS``."""
+    units = np.array([term_units(one) for one in features], dtype=np.float64).sum(axis=0).tolist()
+    seconds = {name: profile.terms.get(name, 0.0) * amount for name, amount in zip(TERMS, units, strict=True)}
+    rows = StepCost({}, profile.rows)
+    seconds["rows"] = sum(rows.seconds(one) for one in features)
+    num_sequences = sum(one.num_sequences for one in features)
+    seconds["turn"] = profile.turn_s * len(features) + profile.turn_sequence_s * num_sequences
+    total = sum(seconds.values())
+    return {name: amount / total for name, amount in seconds.items()}
+
+
+def _fit(
+    header: LogHeader, steps: Sequence[StepRecord], loads: Sequence[LoadRecord], errors: tuple[FitError, ...]
+) -> CostProfile:
+    """Fit terms, rows, interference, turns, loads and noise."""
+    features = [step.features for step in steps]
+    took = np.array([step.took_s for step in steps])
+    device = np.array([step.took_s if step.device_s is None else step.device_s for step in steps])
+    beside = _beside(steps, loads)
+    knots = _knots([one.num_tokens for one in features])
+    units = np.array([term_units(one) for one in features], dtype=np.float64)
+    coefficients = fit_robustly(np.hstack([units, _segments(features, knots), beside]), device).tolist()
+    terms, row_s, interference = (
+        coefficients[: len(TERMS)],
+        coefficients[len(TERMS) : -len(TIERS)],
+        coefficients[-len(TIERS) :],
+    )
+    sizes = np.array([[1.0, one.num_sequences] for one in features])
+    turn_s, turn_sequence_s = fit_nonnegative(sizes, took - device).tolist()
+    load_costs = {tier: _fit_loads([load for load in loads if load.tier.value == tier], tier) for tier in TIERS}
+    profile = CostProfile(
+        base=header.base,
+        num_pages=header.num_pages,
+        machine=header.machine,
+        lora_kernel=header.lora_kernel,
+        command="",
+        terms=dict(zip(TERMS, terms, strict=True)),
+        rows=RowCost(knots=knots, row_s=tuple(row_s)),
+        turn_s=turn_s,
+        turn_sequence_s=turn_sequence_s,
+        loads={tier: cost for tier, (cost, _) in load_costs.items()},
+        noise={},
+        interference={tier: min(one, MOST_INTERFERENCE) for tier, one in zip(TIERS, interference, strict=True)},
+        errors=errors,
+        num_steps=len(steps),
+    )
+    alone = took - beside @ np.array(list(profile.interference.values()))  # as if no load had run beside
+    is_prompt = np.array([one.num_prompts > 0 for one in features])
+    fitted = _fitted(profile, steps)
+    noise = {
+        kind: _noise(alone[of], fitted[of]) for kind, of in (("decode", ~is_prompt), ("prompt", is_prompt)) if of.any()
+    }
+    noise |= {tier: one for tier, (_, one) in load_costs.items() if one is not None}
+    return msgspec.structs.replace(profile, noise=noise)
+
+
+def _fitted(profile: CostProfile, steps: Sequence[StepRecord]) -> Array:
+    """Return what the terms say steps take from turn to turn, before the mean of their noise."""
+    cost = StepCost(profile.terms, profile.rows)
+    turn_s, sequence_s = profile.turn_s, profile.turn_sequence_s
+    return np.array([cost.seconds(one.features) + turn_s + sequence_s * one.features.num_sequences for one in steps])
+
+
+def _knots(num_rows: Sequence[int]) -> tuple[int, ...]:
+    """Return powers of two with enough steps between them, so that no slope hangs on a few."""
+    knots = [0]
+    for knot in (1 << power for power in range(20)):
+        num_between = sum(knots[-1] < one <= knot for one in num_rows)
+        num_beyond = sum(one > knot for one in num_rows)
+        if num_between >= IN_SEGMENT and num_beyond >= IN_SEGMENT:
+            knots.append(knot)
+    return tuple(knots)
+
+
+def _segments(features: Sequence[StepFeatures], knots: Sequence[int]) -> Array:
+    """Return how many of each step's rows lie between every knot and the next, ``[n, knots]``."""
+    rows = np.array([one.num_tokens for one in features], dtype=np.float64)
+    ends = np.array([*knots[1:], np.inf])
+    counts: Array = np.clip(rows[:, None], np.array(knots), ends) - np.array(knots)
+    return counts
+
+
+def _beside(steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
+    """Return for how long loads to each tier ran beside each step, in seconds, ``[n, tiers]``."""
+    begins, ends = np.array([step.launched_at for step in steps]), np.array([step.ended_at for step in steps])
+    beside = np.zeros((len(steps), len(TIERS)))
+    for column, tier in enumerate(TIERS):
+        for begins_at, ends_at in _spans(load for load in loads if load.tier.value == tier):
+            beside[:, column] += np.clip(np.minimum(ends, ends_at) - np.maximum(begins, begins_at), 0.0, None)
+    return beside
+
+
+def _spans(loads: Iterable[LoadRecord]) -> Iterable[tuple[float, float]]:
+    """Yield when loads of one tier ran, which is after they had their turn on the link."""
+    free_at = -math.inf
+    for load in sorted(loads, key=lambda one: one.ended_at):
+        waited_until = max(load.launched_at, free_at)
+        yield waited_until if load.device_s is None else load.ended_at - load.device_s, load.ended_at
+        free_at = load.ended_at
+
+
+def _noise(measured: Array, fitted: Array) -> Noise:
+    """Return the noise. Its last quantile is below the greatest that was measured if that one stands alone.
+
+    Draws lie evenly between neighbouring quantiles; a single load that took a hundred times as long would make one in a
+    hundred take fifty times. The last is where those of the last share come out right on the mean.
+    """
+    ratios = np.sort(measured / fitted)
+    quantiles = np.quantile(ratios, np.linspace(0.0, 1.0, NUM_QUANTILES))
+    highest = ratios[-max(1, len(ratios) // (NUM_QUANTILES - 1)) :]
+    quantiles[-1] = np.clip(2.0 * highest.mean() - quantiles[-2], quantiles[-2], ratios[-1])
+    return Noise(
+        mean=round(float(measured.sum() / fitted.sum()), 4), quantiles=tuple(round(float(one), 4) for one in quantiles)
+    )
+
+
+def _fit_loads(loads: Sequence[LoadRecord], tier: str) -> tuple[LoadCost, Noise | None]:
+    """Fit loads that succeeded; what they waited for their link is no part of them."""
+    spans = _spans(loads)
+    done = sorted(loads, key=lambda one: one.ended_at)
+    lone = [
+        (load.num_bytes, ends_at - begins_at)
+        for load, (begins_at, ends_at) in zip(done, spans, strict=True)
+        if load.error is None
+    ]
+    if len(lone) < 2:
+        return GUESSED_LOADS[tier], None
+    sizes, seconds = np.array(lone, dtype=np.float64).T
+    matrix = np.column_stack([np.ones_like(sizes), sizes])
+    fixed_s, byte_s = fit_robustly(matrix, seconds).tolist()
+    return (
+        LoadCost(fixed_s=fixed_s, byte_s=byte_s, num_measured=len(lone)),
+        _noise(seconds, matrix @ np.array([fixed_s, byte_s])),
+    )
+
+
+def _components(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> DriftEstimate:
+    began_at, took = np.array([(step.launched_at, step.took_s) for step in steps]).T
+    return estimate_drift(began_at, took, foretell(profile, steps, loads))
+
+
+def _middles(steps: Sequence[StepRecord]) -> Array:
+    return np.array([(step.launched_at + step.ended_at) / 2 for step in steps])
+
+
+def _speed_drift(profile: CostProfile, found: DriftEstimate) -> SpeedDrift | None:
+    if not found.components:
+        return None
+    noise = {kind: noise_within(one, found.share) for kind, one in profile.noise.items() if kind not in TIERS}
+    return SpeedDrift(components=found.components, noise=noise)
+
+
+def _errors(
+    profile: CostProfile, kept: Sequence[StepRecord], held_out: Sequence[StepRecord], loads: Sequence[LoadRecord]
+) -> Iterable[FitError]:
+    """Yield the errors of a fit to some steps on others, as they are and with the machine's speed taken out."""
+    found = _components(profile, kept, loads)
+    speeds = np.ones(len(held_out))
+    if found.components:
+        known_at = _middles(kept)
+        known = np.array([step.took_s for step in kept]) / foretell(profile, kept, loads)
+        speeds = speed_between(found, _middles(held_out), known_at, known)
+    for regime in ("decode", "prefill", "mixed"):
+        of = [index for index, step in enumerate(held_out) if regime_of(step.features) == regime]
+        if len(of) < 2:
+            continue
+        steps = [held_out[index] for index in of]
+        measured, foretold = np.array([step.took_s for step in steps]), foretell(profile, steps, loads)
+        relative = np.abs(foretold / measured - 1.0)
+        yield FitError(
+            regime=regime,
+            num_steps=len(of),
+            mean_s=float(measured.mean()),
+            r2=_explained(measured, foretold),
+            median_error=float(np.median(relative)),
+            p90_error=float(np.quantile(relative, 0.9)),
+            steady_r2=_explained(measured / speeds[of], foretold) if found.components else None,
+        )
+
+
+def _explained(measured: Array, foretold: Array) -> float:
+    variance = float(((measured - measured.mean()) ** 2).sum())
+    return 1.0 - float(((foretold - measured) ** 2).sum()) / variance if variance else 0.0

@@ -1,0 +1,133 @@
+"""What a step's time depends on, as a handful of sums over its plan.
+
+A cost model that is fitted needs numbers rather than a plan, and so does the log it is fitted from. Everything here
+follows from the plan alone: the simulator, which has nothing else, computes the same numbers as the live engine.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from manylora.plan import StepPlan
+from manylora.types import AdapterKey
+
+__all__ = ["StepFeatures", "step_features"]
+
+
+class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
+    """One step in numbers. A sequence that runs one token *decodes*; one that runs several is a *prompt* (a chunk).
+
+    Args:
+        num_decodes: Sequences that decode, which is as many tokens.
+        num_prompts: Prompt chunks.
+        num_prompt_tokens: Tokens in them.
+        num_sampled: Rows that yield a token.
+        context_tokens: Tokens of KV that decoding rows read, summed over them.
+        prompt_pairs: Pairs of query and key in prompt chunks: chunk *i* of ``n`` tokens behind ``s`` has
+            ``n * s + n * (n + 1) / 2``.
+        num_adapters: Distinct adapters.
+        sum_rank: Sum of their ranks: what is read of adapters, in units of the bytes of one rank.
+        max_rank: The largest of them: what padded kernels pay for in every row.
+        num_adapted_decodes: Decoding rows that have an adapter.
+        decode_row_rank: Sum of ranks over decoding rows: the adapters' arithmetic there.
+        prompt_row_rank: The same over prompt tokens.
+        prompt_context_tokens: Tokens of KV that prompt chunks read, their own included.
+        num_adapted_prompts: Prompt chunks that have an adapter.
+        num_adapted_prompt_tokens: Tokens in them.
+        prompt_rank: Sum of ranks over prompt chunks: what is read where every sequence fetches its own adapter.
+        num_ranks: Distinct ranks.
+    """
+
+    num_decodes: int
+    num_prompts: int
+    num_prompt_tokens: int
+    num_sampled: int
+    context_tokens: int
+    prompt_pairs: int
+    num_adapters: int
+    sum_rank: int
+    max_rank: int
+    num_adapted_decodes: int
+    decode_row_rank: int
+    prompt_row_rank: int
+    prompt_context_tokens: int = 0
+    num_adapted_prompts: int = 0
+    num_adapted_prompt_tokens: int = 0
+    prompt_rank: int = 0
+    num_ranks: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the step."""
+        return self.num_decodes + self.num_prompts
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that go through the model: the rows of every matrix product."""
+        return self.num_decodes + self.num_prompt_tokens
+
+    @property
+    def num_adapted(self) -> int:
+        """Sequences with an adapter."""
+        return self.num_adapted_decodes + self.num_adapted_prompts
+
+    @property
+    def num_adapted_tokens(self) -> int:
+        """Tokens that go through an adapter beside the model."""
+        return self.num_adapted_decodes + self.num_adapted_prompt_tokens
+
+    @property
+    def row_rank(self) -> int:
+        """Sum of ranks over tokens: the adapters' arithmetic without padding."""
+        return self.decode_row_rank + self.prompt_row_rank
+
+    @property
+    def sequence_rank(self) -> int:
+        """Sum of ranks over sequences: what is read where each of them fetches its own adapter."""
+        return self.decode_row_rank + self.prompt_rank
+
+
+def step_features(plan: StepPlan) -> StepFeatures:
+    """Return a plan's features; one pass, for a simulator asks for them every step."""
+    num_decodes = num_prompt_tokens = num_sampled = context_tokens = prompt_pairs = 0
+    num_adapted_decodes = decode_row_rank = prompt_row_rank = 0
+    prompt_context_tokens = num_adapted_prompts = num_adapted_prompt_tokens = prompt_rank = 0
+    ranks: dict[AdapterKey, int] = {}
+    for part in plan.sequences:
+        num_tokens, rank = part.num_tokens, part.rank
+        num_sampled += part.is_sampled
+        if part.adapter is not None:
+            ranks[part.adapter] = rank
+        if num_tokens == 1:
+            num_decodes += 1
+            context_tokens += part.start + 1
+            decode_row_rank += rank
+            num_adapted_decodes += part.adapter is not None
+        else:
+            num_prompt_tokens += num_tokens
+            prompt_pairs += num_tokens * part.start + num_tokens * (num_tokens + 1) // 2
+            prompt_context_tokens += part.start + num_tokens
+            if part.adapter is not None:
+                prompt_row_rank += num_tokens * rank
+                num_adapted_prompts += 1
+                num_adapted_prompt_tokens += num_tokens
+                prompt_rank += rank
+    return StepFeatures(
+        num_decodes=num_decodes,
+        num_prompts=len(plan.sequences) - num_decodes,
+        num_prompt_tokens=num_prompt_tokens,
+        num_sampled=num_sampled,
+        context_tokens=context_tokens,
+        prompt_pairs=prompt_pairs,
+        num_adapters=len(ranks),
+        sum_rank=sum(ranks.values()),
+        max_rank=max(ranks.values(), default=0),
+        num_adapted_decodes=num_adapted_decodes,
+        decode_row_rank=decode_row_rank,
+        prompt_row_rank=prompt_row_rank,
+        prompt_context_tokens=prompt_context_tokens,
+        num_adapted_prompts=num_adapted_prompts,
+        num_adapted_prompt_tokens=num_adapted_prompt_tokens,
+        prompt_rank=prompt_rank,
+        num_ranks=len(set(ranks.values())),
+    )

@@ -1,0 +1,268 @@
+"""The step log: what each step and each load was, and how long it took; what cost models are fitted from.
+
+``LoggedExecutor`` stands between the core and any executor and writes a line when work completes:
+
+::
+
+    loop      |launched_at                       ended_at|launched_at of the next ...
+              |--- plan ---|------ device_s ------|-wake-|
+    executor               |------ the step ------|
+
+``ended_at - launched_at`` is what a simulator must charge, for in it steps follow each other as turns of the loop do.
+``device_s`` is the part of it that the executor itself measured, if it did. Times are those the loop was told, so a log
+also replays a run exactly (``sim/run/replay.py``), unless steps were planned ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from manylora.adapters.shape import BaseShape
+from manylora.config import ModelConfig
+from manylora.costs.features import StepFeatures, step_features
+from manylora.errors import ConfigError
+from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.ports import EngineParts, Executor, Work
+from manylora.types import AdapterKey, Tier
+
+__all__ = [
+    "LoadRecord",
+    "LogHeader",
+    "LogLine",
+    "LoggedExecutor",
+    "StepLog",
+    "StepRecord",
+    "open_step_log",
+    "read_step_log",
+    "write_step_log",
+]
+
+
+class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
+    """Which engine wrote what follows.
+
+    Args:
+        base: The base model's shape.
+        num_pages: Pages in its pool.
+        machine: What it ran on, in words.
+        lora_kernel: Which implementation of adapters' arithmetic.
+    """
+
+    base: BaseShape
+    num_pages: int
+    machine: str = ""
+    lora_kernel: str = ""
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """One step.
+
+    Args:
+        step_id: Its number.
+        launched_at: The turn that planned it, in seconds on the loop's clock; for one planned ahead, that which took in
+            the step before it.
+        ended_at: The turn that took its results in.
+        device_s: What the executor measured of it, in seconds; ``None`` if it does not measure.
+        features: What was in it.
+    """
+
+    step_id: int
+    launched_at: float
+    ended_at: float
+    device_s: float | None
+    features: StepFeatures
+
+    @property
+    def took_s(self) -> float:
+        """From turn to turn, in seconds."""
+        return self.ended_at - self.launched_at
+
+
+class LoadRecord(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """One hop of an adapter.
+
+    Args:
+        adapter: Which version.
+        tier: Where to: ``host`` or ``device``.
+        num_bytes: Bytes read from disk or copied to the device.
+        launched_at: The turn that asked for it, in seconds on the loop's clock.
+        ended_at: The turn that saw it complete.
+        device_s: What it took once its turn on the link had come; ``None`` if that was not measured.
+        error: Why it failed, if it did.
+    """
+
+    adapter: AdapterKey
+    tier: Tier
+    num_bytes: int
+    launched_at: float
+    ended_at: float
+    device_s: float | None
+    error: str | None = None
+
+    @property
+    def took_s(self) -> float:
+        """From turn to turn, its wait for the link included, in seconds."""
+        return self.ended_at - self.launched_at
+
+
+LogLine = LogHeader | StepRecord | LoadRecord
+
+
+class _LoggedWork:
+    """Work whose completion is told once, at the turn that sees it."""
+
+    __slots__ = ("_tell", "_work")
+
+    def __init__(self, work: Work, tell: Callable[[StepResult | LoadResult, float], None]) -> None:
+        self._work = work
+        self._tell = tell
+
+    @property
+    def ready_at(self) -> float:
+        return self._work.ready_at
+
+    def poll(self, now: float) -> StepResult | LoadResult | None:
+        result = self._work.poll(now)
+        if result is not None:  # the core asks no more of work that is done
+            self._tell(result, now)
+        return result
+
+
+class LoggedExecutor:
+    """An executor that tells what its work took.
+
+    Args:
+        executor: Carries plans out.
+        write: Takes records, on the loop's thread, in the order in which the core learns of completions.
+    """
+
+    def __init__(self, executor: Executor, write: Callable[[StepRecord | LoadRecord], None]) -> None:
+        self._executor = executor
+        self._write = write
+        self._ended_at = -math.inf  # the step logged last
+
+    def launch(self, plan: StepPlan, now: float) -> Work:
+        """Start a step; it is logged when its results are taken in."""
+        features = step_features(plan)  # now: the tokens it refers to will have grown by then
+
+        def tell(result: StepResult | LoadResult, ended_at: float) -> None:
+            began_at, self._ended_at = max(now, self._ended_at), ended_at
+            self._write(
+                StepRecord(
+                    step_id=plan.step_id,
+                    launched_at=began_at,
+                    ended_at=ended_at,
+                    device_s=result.device_s,
+                    features=features,
+                )
+            )
+
+        return _LoggedWork(self._executor.launch(plan, now), tell)
+
+    def load_adapter(self, load: AdapterLoad, now: float) -> Work:
+        """Start a load; it is logged when it is seen to be complete."""
+        version = load.version
+
+        def tell(result: StepResult | LoadResult, ended_at: float) -> None:
+            assert isinstance(result, LoadResult)
+            self._write(
+                LoadRecord(
+                    adapter=version.key,
+                    tier=load.tier,
+                    num_bytes=version.disk_bytes if load.tier is Tier.HOST else version.host_bytes,
+                    launched_at=now,
+                    ended_at=ended_at,
+                    device_s=result.device_s,
+                    error=result.error,
+                )
+            )
+
+        return _LoggedWork(self._executor.load_adapter(load, now), tell)
+
+    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
+        """Pass it on."""
+        self._executor.drop_adapter(key, tier)
+
+
+class StepLog:
+    """Writes log lines as JSON.
+
+    Args:
+        file: Open for writing or appending; the caller closes it.
+        header: Written first, so that several runs in one file stay apart.
+    """
+
+    def __init__(self, file: BinaryIO | FileIO, header: LogHeader) -> None:
+        self._file = file
+        self._encode = msgspec.json.Encoder().encode
+        self._file.write(self._encode(header) + b"\n")
+
+    def __call__(self, record: StepRecord | LoadRecord) -> None:
+        """Write a record."""
+        self._file.write(self._encode(record) + b"\n")
+
+
+@contextmanager
+def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> Iterator[StepLog]:
+    """Append to a log, as long as the context lasts. Not buffered: engines end as they must, and the log is whole.
+
+    Args:
+        path: The file.
+        parts: The engine whose work is logged.
+        model: How it was asked for.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    header = LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine, lora_kernel=model.lora_kernel)
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(path).open("ab", buffering=0))
+        except OSError as error:
+            raise ConfigError(f"Got step_log = {str(path)!r}, which cannot be written: {error.strerror}") from error
+        yield StepLog(file, header)
+
+
+def write_step_log(path: str | Path, lines: Iterable[LogLine]) -> None:
+    """Write a log that is in memory.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    encode = msgspec.json.Encoder().encode
+    try:
+        Path(path).write_bytes(b"".join(encode(line) + b"\n" for line in lines))
+    except OSError as error:
+        raise ConfigError(f"Cannot write the step log {path}: {error.strerror}") from error
+
+
+def read_step_log(path: str | Path) -> Iterator[LogLine]:
+    """Yield the lines of a log, its header first.
+
+    Raises:
+        ConfigError: There is no such file, it is empty, does not begin with a header, or a line of it is not one of a
+            step log; says which and why.
+    """
+    decode = msgspec.json.Decoder(LogLine).decode
+    number = 0
+    try:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    record = decode(line)
+                except msgspec.DecodeError as error:  # what is not JSON, and what is not a record
+                    raise ConfigError(f"Line {number} of {path} is not a line of a step log: {error}") from None
+                if number == 1 and not isinstance(record, LogHeader):
+                    raise ConfigError(f"The step log {path} does not begin with its header: its first lines are gone")
+                yield record
+    except OSError as error:
+        raise ConfigError(f"Cannot read the step log {path}: {error.strerror}") from None
+    if not number:
+        raise ConfigError(f"The step log {path} is empty")

@@ -1,0 +1,87 @@
+"""Steps planned before the step in flight has yielded its tokens: when to plan them, and how to fill the tokens in.
+
+::
+
+    device   |------- step n -------|------ step n + 1 ------|
+    core     launch n    plan n + 1 |collect n    plan n + 2 |collect n + 1
+                         ^ ``plan_at``
+
+Nothing about the next step depends on *which* tokens come, but for one thing: a token may end its request. Such a
+sequence runs once more for nothing, its result is dropped, and what it held is given back when that step is over. Its
+client has its answer by then.
+
+What the next step decides it decides early, so whoever arrives after ``plan_at`` waits one step more. That is why it
+is planned late: in the second half of the step in flight, and only so long before its end as planning may take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+import msgspec
+
+from manylora.plan import PlannedSequence, StepPlan
+from manylora.types import SampledToken
+
+__all__ = ["fill_in", "plan_at"]
+
+LEAD_S = 0.003
+"""How long before the end of a step the next one is planned, in seconds: several times what planning takes."""
+
+
+def plan_at(began_at: float, expected_s: float) -> float:
+    """Return when to plan the step after one that began then and is expected to take so long, all in seconds."""
+    return began_at + max(expected_s / 2, expected_s - LEAD_S)
+
+
+class _Continued(Sequence[int]):
+    """A list up to a position, and one token there; the list may grow meanwhile."""
+
+    __slots__ = ("_last", "_length", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], length: int, last: int) -> None:
+        self._tokens = tokens
+        self._length = length
+        self._last = last
+
+    def __len__(self) -> int:
+        return self._length + 1
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length + 1)
+            assert step == 1, "tokens are read forwards, each of them"
+            head = list(self._tokens[start : min(stop, self._length)])
+            return [*head, self._last] if start <= self._length < stop else head
+        if index in (self._length, -1):
+            return self._last
+        if not -self._length <= index + (index < 0) <= self._length:
+            raise IndexError(f"index {index} of {self._length + 1} tokens")
+        return self._tokens[index if index >= 0 else index + self._length + 1]
+
+
+def fill_in(plan: StepPlan, tokens: Mapping[int, SampledToken]) -> StepPlan:
+    """Return a plan that awaits no tokens.
+
+    Args:
+        plan: May await tokens of the step before it.
+        tokens: What that step yielded, by ``seq_id``.
+
+    Raises:
+        KeyError: It did not yield a token that the plan awaits.
+    """
+    if not any(part.awaits_token for part in plan.sequences):
+        return plan
+    filled = tuple([_fill_in(part, tokens) if part.awaits_token else part for part in plan.sequences])
+    return StepPlan(step_id=plan.step_id, sequences=filled, released=plan.released)
+
+
+def _fill_in(part: PlannedSequence, tokens: Mapping[int, SampledToken]) -> PlannedSequence:
+    known = part.start + part.num_tokens - 1
+    continued = _Continued(part.tokens, known, tokens[part.seq_id].token_id)
+    return msgspec.structs.replace(part, tokens=continued, awaits_token=False)

@@ -1,0 +1,79 @@
+"""Block tables on the device: a line per sequence, rewritten only where it changed.
+
+A sequence keeps its line while it runs, whatever its place in the batch, and gains a page every ``block_size``
+tokens. So a step of many sequences with long contexts uploads a few numbers, not all tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from manylora.execution.device import DeviceOps
+from manylora.plan import PlannedSequence
+
+__all__ = ["PageTables"]
+
+
+@dataclass(slots=True)
+class _Line:
+    index: int
+    pages: tuple[int, ...]
+
+
+class PageTables:
+    """The tables of sequences that ran lately.
+
+    Args:
+        ops: The device.
+        num_lines: Sequences that have a line at once, at least the most in one step.
+        width: Pages of the longest sequence.
+    """
+
+    def __init__(self, ops: DeviceOps, *, num_lines: int, width: int) -> None:
+        self._ops = ops
+        self._host = ops.host_buffer((num_lines, width), torch.int32)
+        self._rows = self._host.numpy()
+        self.table = torch.zeros((num_lines, width), dtype=torch.int32, device=ops.device)
+        self._lines: dict[int, _Line] = {}
+        self._free = list(range(num_lines))[::-1]
+
+    def place(self, sequences: Sequence[PlannedSequence]) -> list[int]:
+        """Return the line of each sequence, written as far as its pages go; in order of the current stream.
+
+        The host's copy may be written again only when the step that read it is done, which is when its tokens are.
+        """
+        lines = []
+        missing = sum(sequence.seq_id not in self._lines for sequence in sequences)
+        if missing > len(self._free):
+            self._make_room({sequence.seq_id for sequence in sequences})
+        for sequence in sequences:
+            pages = tuple(sequence.pages)
+            line = self._lines.get(sequence.seq_id)
+            if line is None:
+                line = self._lines[sequence.seq_id] = _Line(self._free.pop(), ())
+            if line.pages != pages:
+                self._write(line, pages)
+            lines.append(line.index)
+        return lines
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Give the lines of sequences back that will not come again."""
+        for seq_id in seq_ids:
+            if (line := self._lines.pop(seq_id, None)) is not None:
+                self._free.append(line.index)
+
+    def _make_room(self, needed: set[int]) -> None:
+        # Sequences that were pre-empted come back with other pages.
+        self.release([seq_id for seq_id in self._lines if seq_id not in needed])
+
+    def _write(self, line: _Line, pages: tuple[int, ...]) -> None:
+        old = line.pages
+        first = len(old) if pages[: len(old)] == old else 0
+        self._rows[line.index, first : len(pages)] = np.asarray(pages[first:], dtype=np.int32)
+        line.pages = pages
+        target = self.table[line.index, first : len(pages)]
+        target.copy_(self._host[line.index, first : len(pages)], non_blocking=True)

@@ -1,0 +1,314 @@
+"""Attention over paged KV, plugged into transformers' models through ``AttentionInterface``.
+
+The model is called on one flat row of tokens ``[1, T]`` that belong to many sequences. Under our name no
+mask function is registered, so the model builds no mask and hands every layer's q, k, v to us, with the
+``PagedBatch`` of the step that was passed to the model as the keyword ``paged``.
+
+All index tensors are made once per step and used by every layer::
+
+    flat batch   | seq 3: chunk of 5 | seq 7: 1 | seq 1: 1 | ...        T rows
+    slots        where row t's K goes in layer 0; layer l adds l * 2 * block_size, V another block_size
+    decode       rows of one token: the compiled kernel, or one padded gather of pages and one masked product
+    prompts      longer chunks: one product per sequence, over its own history and itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from manylora.execution.attention.rotary import Rotation, Unrotated
+from manylora.execution.kernels.cpu.support import find_compiled
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.plan import PlannedSequence
+
+__all__ = ["ATTENTION_NAME", "AttentionCall", "AttentionSink", "PagedBatch", "register_attention"]
+
+ATTENTION_NAME = "manylora_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer asks for.
+
+    Args:
+        module: The attention module, for its ``layer_idx``.
+        query: ``[heads, T, head_dim]``.
+        key: ``[kv_heads, T, head_dim]``.
+        value: ``[kv_heads, T, head_dim]``.
+        scaling: Factor of the scores.
+        window: Positions a token sees, itself included; ``None`` is all before it.
+        softcap: Bound of the scores (``softcap * tanh(score / softcap)``), or ``None``.
+        mask: What the model made for a mask; must be ``None``.
+        extra: Further keyword arguments of the architecture.
+        rotation: What query and key have still to be rotated by; ``None`` if they are as they shall be.
+    """
+
+    module: nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float
+    window: int | None
+    softcap: float | None
+    mask: object
+    extra: dict[str, Any]
+    rotation: Rotation | None = None
+
+
+class AttentionSink(Protocol):
+    """Answers a layer's attention: the paged batch, or the probe that only looks."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Return ``[T, heads, head_dim]``."""
+        ...
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    paged: AttentionSink,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    rotation = query.rotation if isinstance(query, Unrotated) else None
+    assert isinstance(key, Unrotated) == (rotation is not None), "queries and keys are rotated together"
+    call = AttentionCall(
+        module, query[0], key[0], value[0], scaling, sliding_window, softcap, attention_mask, kwargs, rotation
+    )
+    return paged.attend(call).unsqueeze(0), None
+
+
+def register_attention() -> None:
+    """Make the attention known to transformers under ``ATTENTION_NAME``; harmless to repeat."""
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A chunk of more than one token: rows ``[row, row + num_tokens)``, positions from ``start`` on."""
+
+    row: int
+    num_tokens: int
+    start: int
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeIndex:
+    """Which pages the decode rows read, and which of their positions count.
+
+    Args:
+        tables: Pages of each row ``[rows, width]``.
+        bounds: First and one past the last position that counts, from the table's start ``[rows, 2]``.
+    """
+
+    tables: np.ndarray
+    bounds: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGather:
+    """The same for the torch path, on the device.
+
+    Args:
+        pages: The tables, flat.
+        mask: The bounds as ``[rows, 1, 1, width * block_size]``.
+    """
+
+    pages: torch.Tensor
+    mask: torch.Tensor
+
+
+class PagedBatch:
+    """One step's attention: where K and V go and what each row sees.
+
+    Args:
+        pool: The pages.
+        sequences: The step's sequences in the order of their rows.
+    """
+
+    def __init__(self, pool: PageTensor, sequences: Sequence[PlannedSequence]) -> None:
+        self._pool = pool
+        is_compiled = pool.dtype is torch.float32 and pool.flat.device.type == "cpu"
+        self._kernels = find_compiled() if is_compiled else None
+        block_size = pool.shape.block_size
+        positions: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        prompts: list[_Prompt] = []
+        decode_rows: list[int] = []
+        self._decode: list[PlannedSequence] = []
+        unfilled: list[int] = []
+        row = 0
+        for sequence in sequences:
+            stop = sequence.start + sequence.num_tokens
+            position = np.arange(sequence.start, stop)
+            first_block = sequence.start // block_size
+            table = np.asarray(sequence.pages[first_block : (stop - 1) // block_size + 1])
+            positions.append(position)
+            page = table[position // block_size - first_block]
+            slots.append(page * (pool.shape.num_layers * 2 * block_size) + position % block_size)
+            last_block_start = (stop - 1) // block_size * block_size
+            if sequence.start <= last_block_start and stop % block_size:
+                unfilled.append(sequence.pages[last_block_start // block_size])
+            if sequence.num_tokens == 1:
+                decode_rows.append(row)
+                self._decode.append(sequence)
+            else:
+                pages = self._index(np.asarray(sequence.pages[: (stop - 1) // block_size + 1]))
+                prompts.append(_Prompt(row, sequence.num_tokens, sequence.start, pages))
+            row += sequence.num_tokens
+        self.num_rows = row
+        self.positions = self._index(np.concatenate(positions))
+        self._slots = self._index(np.concatenate(slots))
+        self._prompts = tuple(prompts)
+        self._decode_rows = self._index(np.asarray(decode_rows, dtype=np.int64))
+        self._decode_indices: dict[int | None, _DecodeIndex] = {}
+        self._decode_gathers: dict[int | None, _DecodeGather] = {}
+        self._prompt_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
+        if unfilled and self._kernels is None:
+            # The torch path reads pages whole: what one held before must not reach its sums, 0 * NaN is NaN.
+            pool.flat.index_fill_(0, self._index(np.asarray(unfilled)), 0)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
+        assert call.rotation is None, "rotations are deferred only for kernels that rotate"
+        layer = int(call.module.layer_idx)  # type: ignore[arg-type]
+        self._store(layer, call.key, call.value)
+        if not self._prompts:
+            return self._attend_decode(layer, call, call.query.transpose(0, 1))
+        num_heads, _, head_dim = call.query.shape
+        out = call.query.new_empty(self.num_rows, num_heads, head_dim)
+        for prompt in self._prompts:
+            out[prompt.row : prompt.row + prompt.num_tokens] = self._attend_prompt(layer, call, prompt)
+        if self._decode:
+            query = call.query.index_select(1, self._decode_rows).transpose(0, 1)
+            out.index_copy_(0, self._decode_rows, self._attend_decode(layer, call, query))
+        return out
+
+    def _store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        rows = self._pool.rows
+        first = layer * 2 * self._pool.shape.block_size
+        rows[first:].index_copy_(0, self._slots, key.transpose(0, 1))
+        rows[first + self._pool.shape.block_size :].index_copy_(0, self._slots, value.transpose(0, 1))
+
+    def _gather(self, layer: int, kv: int, pages: torch.Tensor) -> torch.Tensor:
+        """Return pages of K (0) or V (1) of a layer, whole: ``[pages, block_size, kv_heads, head_dim]``."""
+        return self._pool.blocks[:, layer, kv].index_select(0, pages)
+
+    def _attend_prompt(self, layer: int, call: AttentionCall, prompt: _Prompt) -> torch.Tensor:
+        rows = slice(prompt.row, prompt.row + prompt.num_tokens)
+        query = call.query[:, rows]
+        total = prompt.start + prompt.num_tokens
+        if prompt.start == 0:
+            key, value = call.key[:, rows], call.value[:, rows]
+        else:
+            key = self._gather(layer, 0, prompt.pages).flatten(0, 1)[:total].transpose(0, 1)
+            value = self._gather(layer, 1, prompt.pages).flatten(0, 1)[:total].transpose(0, 1)
+        mask = self._prompt_mask(prompt, call.window)
+        return _attend(call, query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), mask)[0].transpose(0, 1)
+
+    def _prompt_mask(self, prompt: _Prompt, window: int | None) -> torch.Tensor | None:
+        """Return which positions each row sees ``[num_tokens, total]``; ``None`` where plain causality says it."""
+        total = prompt.start + prompt.num_tokens
+        if window is not None and window >= total:
+            window = None
+        if prompt.start == 0 and window is None:
+            return None
+        if (prompt.row, window) not in self._prompt_masks:
+            device = self._slots.device
+            query = torch.arange(prompt.start, total, device=device)[:, None]
+            key = torch.arange(total, device=device)[None, :]
+            mask = key <= query
+            if window is not None:
+                mask &= key > query - window
+            self._prompt_masks[prompt.row, window] = mask
+        return self._prompt_masks[prompt.row, window]
+
+    def _attend_decode(self, layer: int, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
+        """Attend rows of one token, ``query`` ``[rows, heads, head_dim]``."""
+        if self._kernels is not None:
+            index = self._decode_index(call.window)
+            return self._kernels.attend(
+                query.contiguous(),
+                self._pool.blocks,
+                layer,
+                index.tables,
+                index.bounds,
+                scaling=call.scaling,
+                softcap=call.softcap,
+            )
+        gather = self._decode_gather(call.window)
+        num_rows = query.shape[0]
+        key, value = (
+            self._gather(layer, kv, gather.pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2)
+            for kv in (0, 1)
+        )
+        return _attend(call, query.unsqueeze(2), key, value, gather.mask).squeeze(2)
+
+    def _decode_index(self, window: int | None) -> _DecodeIndex:
+        if window not in self._decode_indices:
+            block_size = self._pool.shape.block_size
+            bounds, tables = [], []
+            for sequence in self._decode:
+                length = sequence.start + 1
+                first_block = 0 if window is None else max(0, length - window) // block_size
+                tables.append(sequence.pages[first_block : (length - 1) // block_size + 1])
+                first = 0 if window is None else max(0, length - window)
+                bounds.append((first - first_block * block_size, length - first_block * block_size))
+            width = max(len(table) for table in tables)
+            # Short tables are padded with the sequence's own last page: nobody reads another's memory.
+            padded = np.asarray([[*table, *([table[-1]] * (width - len(table)))] for table in tables], dtype=np.int64)
+            self._decode_indices[window] = _DecodeIndex(padded, np.asarray(bounds, dtype=np.int64))
+        return self._decode_indices[window]
+
+    def _decode_gather(self, window: int | None) -> _DecodeGather:
+        if window not in self._decode_gathers:
+            index = self._decode_index(window)
+            position = np.arange(index.tables.shape[1] * self._pool.shape.block_size)[None, :]
+            is_seen = (position >= index.bounds[:, :1]) & (position < index.bounds[:, 1:])
+            mask = torch.from_numpy(is_seen).to(self._slots.device)[:, None, None, :]
+            self._decode_gathers[window] = _DecodeGather(self._index(index.tables.ravel()), mask)
+        return self._decode_gathers[window]
+
+    def _index(self, values: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+        device = self._pool.flat.device
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _attend(
+    call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return softmax attention ``[batch, heads, rows, head_dim]``; no mask means causal from position 0 on."""
+    is_grouped = query.shape[1] != key.shape[1]
+    if call.softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=call.scaling, enable_gqa=is_grouped
+        )
+    if is_grouped:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = (query @ key.transpose(2, 3) * call.scaling).float()
+    scores = call.softcap * torch.tanh(scores / call.softcap)
+    if mask is None:
+        num_rows, total = scores.shape[-2:]
+        mask = torch.ones(num_rows, total, dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).to(query.dtype) @ value

@@ -1,0 +1,98 @@
+"""Which attention a step runs on: torch (with the compiled kernel for CPU decoding) or Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from manylora.errors import ConfigError
+from manylora.execution.attention.page_tables import PageTables
+from manylora.execution.attention.paged import AttentionSink, PagedBatch
+from manylora.execution.attention.triton import TritonBatch
+from manylora.execution.device import DeviceOps
+from manylora.execution.kernels.triton.support import find_triton
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.plan import PlannedSequence
+
+__all__ = ["AttentionKernel", "StepAttention", "TorchAttentionKernel", "TritonAttentionKernel", "choose_attention"]
+
+
+class StepAttention(AttentionSink, Protocol):
+    """A step's attention, as every layer asks for it."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of each row in its sequence ``[rows]``, int64."""
+        ...
+
+
+class AttentionKernel(Protocol):
+    """Prepares a step's attention."""
+
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> StepAttention:
+        """Return the attention of a step whose rows are those of ``sequences``, in their order."""
+        ...
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Forget sequences that will not come back."""
+        ...
+
+
+class TorchAttentionKernel:
+    """Torch and, for decoding on the CPU, the compiled kernel; keeps nothing between steps.
+
+    Args:
+        pool: The pages.
+    """
+
+    def __init__(self, pool: PageTensor) -> None:
+        self._pool = pool
+
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> PagedBatch:
+        """Return the step's attention."""
+        return PagedBatch(self._pool, sequences)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Forget nothing."""
+
+
+class TritonAttentionKernel:
+    """The Triton kernels, with block tables kept on the device.
+
+    Args:
+        ops: The device.
+        pool: The pages.
+        max_num_seqs: Most sequences in a step.
+        max_model_len: Longest sequence, in tokens.
+    """
+
+    def __init__(self, ops: DeviceOps, pool: PageTensor, *, max_num_seqs: int, max_model_len: int) -> None:
+        self._ops = ops
+        self._pool = pool
+        width = -(-max_model_len // pool.shape.block_size)
+        # Two more for the check of the model at start; the others for sequences that are pre-empted meanwhile.
+        self.tables = PageTables(ops, num_lines=max_num_seqs + max(2, max_num_seqs // 4), width=width)
+
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonBatch:
+        """Return the step's attention."""
+        return TritonBatch(self._ops, self._pool, self.tables, sequences)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Give back the tables' lines of sequences that will not come back."""
+        self.tables.release(seq_ids)
+
+
+def choose_attention(name: str, device: torch.device) -> str:
+    """Return the implementation, ``torch`` or ``triton``, that ``name`` means on ``device``.
+
+    Raises:
+        ConfigError: It cannot run there.
+    """
+    reason = find_triton(device)
+    if name == "auto":
+        return "triton" if device.type == "cuda" and reason is None else "torch"
+    if name == "triton" and reason is not None:
+        raise ConfigError(f"Got attention_kernel = {name!r}, which cannot run here: {reason}")
+    return name

@@ -1,0 +1,244 @@
+"""A step's attention on the Triton kernels: what ``PagedBatch`` is to torch and the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from manylora.execution.attention.page_tables import PageTables
+from manylora.execution.attention.paged import AttentionCall
+from manylora.execution.attention.rotary import Rotation
+from manylora.execution.device import DeviceOps
+from manylora.execution.kernels.triton.support import num_programs
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.plan import PlannedSequence
+
+__all__ = ["TritonAttention", "TritonBatch", "first_slot"]
+
+MIN_LINES = 16
+"""Rows of a matrix instruction: what a query block is padded to."""
+
+
+PROMPT_LINES = 64
+MAX_SPLITS = 16
+
+
+def first_slot(pool: PageTensor, page: int, position: int) -> int:
+    """Return the row of ``pool.rows`` in layer 0 where the K of ``position``, which lies in ``page``, goes."""
+    block_size = pool.shape.block_size
+    return page * pool.shape.num_layers * 2 * block_size + position % block_size
+
+
+@dataclass(frozen=True, slots=True)
+class TritonAttention:
+    """The launches of one step, for any layer.
+
+    Args:
+        pool: The pages.
+        slots: Row of layer 0 where each token's K goes ``[rows]``, int64; below 0 for none.
+        tables: Pages of each sequence ``[lines, width]``, int32.
+        blocks: Returns the query blocks of at most so many tokens (``BLOCK_FIELDS``).
+        is_decode: Whether every block is one token.
+        splits: Pieces a context is cut in; as many as fill the device when ``None``. Only for decoding.
+        outputs: Where results go if the batch has rows of padding, which no program writes: zeros
+            ``[most rows, heads, head_dim]`` by heads, made when first needed. Whatever memory held before would
+            otherwise go through the rest of the model, as numbers that overflow.
+        most_rows: Rows of those.
+    """
+
+    pool: PageTensor
+    slots: torch.Tensor
+    tables: torch.Tensor
+    blocks: Callable[[int], torch.Tensor]
+    is_decode: bool
+    splits: int | None = None
+    outputs: dict[tuple[int, int], torch.Tensor] | None = None
+    most_rows: int = 0
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Store the layer's K and V, then attend every row to its own sequence; ``[rows, heads, head_dim]``.
+
+        Queries and keys that have still to be rotated are, in the same launches.
+        """
+        from manylora.execution.kernels.triton import attention as triton_attention
+
+        shape = self.pool.shape
+        query = call.query if call.query.stride(2) == 1 else call.query.contiguous()
+        num_heads, num_rows, head_dim = query.shape
+        group = num_heads // shape.num_kv_heads
+        first = int(call.module.layer_idx) * 2 * shape.block_size  # type: ignore[arg-type]
+        angles = _angles(call)
+        self._store(call, angles, first)
+
+        lines = max(MIN_LINES if self.is_decode else PROMPT_LINES, _power_of_two(group))
+        blocks = self.blocks(1 if self.is_decode else lines // group)
+        splits = self._num_splits(blocks.shape[0])
+        out = self._output(query)
+        partials, sums = out, out
+        if splits > 1:
+            partials = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+            sums = torch.empty((splits, num_rows, num_heads, 2), dtype=torch.float32, device=out.device)
+        block_d = max(16, _power_of_two(head_dim))
+        triton_attention.attend[(blocks.shape[0], shape.num_kv_heads, splits)](
+            query,
+            query.stride(0),
+            query.stride(1),
+            angles.cos,
+            angles.sin,
+            angles.cos.stride(0),
+            self.pool.rows,
+            shape.num_elements,
+            self.pool.rows.stride(0),
+            first,
+            blocks,
+            self.tables,
+            self.tables.stride(0),
+            partials,
+            sums,
+            call.scaling,
+            call.window or 0,
+            call.softcap or 1.0,
+            num_rows,
+            HEADS=num_heads,
+            GROUP=group,
+            DIM=head_dim,
+            ROTARY=angles.rotary_dim,
+            SPLITS=splits,
+            HAS_WINDOW=call.window is not None,
+            HAS_SOFTCAP=call.softcap is not None,
+            BLOCK_SIZE=shape.block_size,
+            BLOCK_M=lines,
+            BLOCK_N=max(16, (16384 if self.is_decode else 8192) // (block_d * query.dtype.itemsize)),
+            BLOCK_D=block_d,
+            num_warps=4,
+            num_stages=2,
+        )
+        if splits > 1:
+            triton_attention.combine[(blocks.shape[0], num_heads)](
+                partials, sums, blocks, out, num_rows, HEADS=num_heads, DIM=head_dim, SPLITS=splits, BLOCK_D=block_d
+            )
+        return out
+
+    def _output(self, query: torch.Tensor) -> torch.Tensor:
+        num_heads, num_rows, head_dim = query.shape
+        if self.outputs is None:
+            return query.new_empty((num_rows, num_heads, head_dim))
+        key = (num_heads, head_dim)
+        if key not in self.outputs:
+            self.outputs[key] = query.new_zeros((self.most_rows, num_heads, head_dim))
+        return self.outputs[key][:num_rows]
+
+    def _store(self, call: AttentionCall, angles: Rotation, first: int) -> None:
+        from manylora.execution.kernels.triton import attention as triton_attention
+
+        key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (call.key, call.value))
+        num_heads, num_rows, head_dim = key.shape
+        triton_attention.store[(num_rows,)](
+            key,
+            value,
+            angles.cos,
+            angles.sin,
+            angles.cos.stride(0),
+            self.slots,
+            self.pool.rows,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            self.pool.rows.stride(0),
+            first,
+            HEADS=num_heads,
+            DIM=head_dim,
+            ROTARY=angles.rotary_dim,
+            BLOCK_SIZE=self.pool.shape.block_size,
+            BLOCK_H=_power_of_two(num_heads),
+            BLOCK_D=_power_of_two(head_dim),
+        )
+
+    def _num_splits(self, num_blocks: int) -> int:
+        if not self.is_decode:
+            return 1
+        if self.splits is not None:
+            return self.splits
+        wanted = num_programs(self.pool.flat.device) // max(1, num_blocks * self.pool.shape.num_kv_heads)
+        return min(MAX_SPLITS, _power_of_two(max(1, wanted)))
+
+
+class TritonBatch:
+    """One step's attention: where K and V go and what each row sees.
+
+    Args:
+        ops: The device.
+        pool: The pages.
+        tables: Block tables on the device.
+        sequences: The step's sequences in the order of their rows.
+        splits: See ``TritonAttention``.
+    """
+
+    def __init__(
+        self,
+        ops: DeviceOps,
+        pool: PageTensor,
+        tables: PageTables,
+        sequences: Sequence[PlannedSequence],
+        splits: int | None = None,
+    ) -> None:
+        self._ops = ops
+        lines = tables.place(sequences)
+        block_size = pool.shape.block_size
+        page_rows = pool.shape.num_layers * 2 * block_size
+        positions: list[np.ndarray] = []
+        slots: list[np.ndarray] = []
+        self._spans: list[tuple[int, int, int, int]] = []
+        row = 0
+        for sequence, line in zip(sequences, lines, strict=True):
+            start, stop = sequence.start, sequence.start + sequence.num_tokens
+            position = np.arange(start, stop)
+            first_block = start // block_size
+            pages = np.asarray(sequence.pages[first_block : (stop - 1) // block_size + 1], dtype=np.int64)
+            positions.append(position)
+            slots.append(pages[position // block_size - first_block] * page_rows + position % block_size)
+            self._spans.append((row, sequence.num_tokens, start, line))
+            row += sequence.num_tokens
+        self.num_rows = row
+        self.positions = ops.upload(np.concatenate(positions))
+        self._blocks: dict[int, torch.Tensor] = {}
+        self._attention = TritonAttention(
+            pool=pool,
+            slots=ops.upload(np.concatenate(slots)),
+            tables=tables.table,
+            blocks=self._make_blocks,
+            is_decode=all(sequence.num_tokens == 1 for sequence in sequences),
+            splits=splits,
+        )
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
+        return self._attention.attend(call)
+
+    def _make_blocks(self, num_tokens: int) -> torch.Tensor:
+        if num_tokens not in self._blocks:
+            blocks = [
+                (row + done, min(num_tokens, count - done), start + done, line)
+                for row, count, start, line in self._spans
+                for done in range(0, count, num_tokens)
+            ]
+            # Long contexts first: the last programs to start should be short ones.
+            blocks.sort(key=lambda block: -block[2])
+            self._blocks[num_tokens] = self._ops.upload(np.asarray(blocks, dtype=np.int64))
+        return self._blocks[num_tokens]
+
+
+def _angles(call: AttentionCall) -> Rotation:
+    """Return what q and k have still to be rotated by; where that is nothing, no angles, of anything that is there."""
+    if call.rotation is not None:
+        return call.rotation
+    nothing = call.query[0, :, :0]
+    return Rotation(nothing, nothing)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()

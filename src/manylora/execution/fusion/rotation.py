@@ -1,0 +1,89 @@
+"""Attention modules leave rotating q and k to the kernels that read them.
+
+A module's forward calls ``apply_rotary_pos_emb`` and then our attention. We give it a copy of its own code in which
+that name means something else: hand q and k on as they are, with the angles (``rotation``). No class of transformers
+is changed and no forward is written anew; families whose rotation is another (interleaved pairs, something done to q
+afterwards) do not pass the trial and keep their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from manylora.execution.attention.rotary import Rotation, Unrotated, rotate
+from manylora.execution.fusion.replace import Echo, SeenCall, try_forward
+
+__all__ = ["defer_rotations"]
+
+_NAME = "apply_rotary_pos_emb"
+
+
+@torch.inference_mode()
+def defer_rotations(calls: Mapping[nn.Module, SeenCall]) -> int:
+    """Let every attention module that can be served so leave its rotation to attention; return how many.
+
+    Args:
+        calls: How the model's modules are called; those of attention are changed in place.
+    """
+    copies: dict[FunctionType, FunctionType] = {}
+    count = 0
+    for module, seen in calls.items():
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType) or "paged" not in seen.kwargs:
+            continue
+        if _NAME not in forward.__code__.co_names or _NAME not in forward.__globals__:
+            continue
+        if forward not in copies:
+            copies[forward] = _without_rotation(forward)
+        count += _try(module, seen, MethodType(copies[forward], module))
+    return count
+
+
+def _try(module: nn.Module, seen: SeenCall, forward: MethodType) -> bool:
+    """Let ``module`` run ``forward`` if attention is to see the same; return whether that is left to rotate."""
+    echo = Echo()
+
+    def outcome() -> list[torch.Tensor]:
+        echo.calls.clear()
+        module(*seen.args, **{**seen.kwargs, "paged": echo})
+        return [
+            tensor
+            for call in echo.calls
+            for tensor in (rotate(call.query, call.rotation), rotate(call.key, call.rotation), call.value)
+        ]
+
+    return try_forward(module, forward, outcome) and all(call.rotation is not None for call in echo.calls)
+
+
+def _without_rotation(forward: FunctionType) -> FunctionType:
+    """Return ``forward`` with its call of the rotation deferred."""
+    names = {**forward.__globals__, _NAME: partial(_defer, forward.__globals__[_NAME])}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _defer(apply: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for ``apply(q, k, cos, sin)``; what is called in another way is done at once."""
+    if len(args) != 4 or kwargs:
+        return apply(*args, **kwargs)
+    query, key, cos, sin = args
+    is_plain = (
+        query.ndim == key.ndim == 4
+        and query.shape[0] == key.shape[0] == 1
+        and cos.shape == sin.shape == (1, query.shape[2], cos.shape[-1])
+        and cos.shape[-1] <= query.shape[3]
+        and cos.shape[-1] % 2 == 0
+        and cos.stride() == sin.stride()
+        and cos.stride(2) == 1
+    )
+    if not is_plain:
+        return apply(query, key, cos, sin)
+    rotation = Rotation(cos[0], sin[0])
+    return Unrotated.of(query, rotation), Unrotated.of(key, rotation)

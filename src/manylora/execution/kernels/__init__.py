@@ -1,0 +1,1 @@
+"""Compiled kernels, one package per device family, and the plain matrix product."""

@@ -1,0 +1,174 @@
+"""Attention of rows that decode, compiled: K and V are read where they lie, page by page, once.
+
+The torch path gathers every sequence's pages into one padded tensor and lets a fused product read that again;
+here nothing is copied and nothing padded. The work is ``length x kv heads`` per sequence, laid end to end and
+cut into equal shares, so one long sequence among short ones keeps all threads busy::
+
+    | seq 0: 4 heads x 900 tokens        | seq 1 | seq 2 | ...
+    |------ thread 0 ------|------ thread 1 ------|
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, compile_kernel, num_threads, thread_num
+
+__all__ = ["attend_compiled", "attention_kernel"]
+
+
+def attend_compiled(
+    team: Team,
+    query: torch.Tensor,
+    blocks: torch.Tensor,
+    layer: int,
+    tables: np.ndarray,
+    bounds: np.ndarray,
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attend one token per sequence.
+
+    Args:
+        team: The threads.
+        query: ``[rows, heads, head_dim]``, float32, contiguous.
+        blocks: All pages ``[pages, layers, 2, block_size, kv_heads, head_dim]``, float32.
+        layer: Which layer's K and V.
+        tables: Pages of each row's sequence ``[rows, width]``, int64.
+        bounds: First and one past the last position each row sees, counted from its table's start ``[rows, 2]``.
+        scaling: Factor of the scores.
+        softcap: Bound of the scores, or ``None``.
+
+    Returns:
+        ``[rows, heads, head_dim]``.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    _, num_layers, _, block_size, num_kv_heads, _ = blocks.shape
+    longest = tables.shape[1] * block_size
+    out = torch.empty_like(query)
+    scratch = torch.empty(torch.get_num_threads(), num_heads, longest)
+    sizes = np.array(
+        [num_rows, num_heads, num_kv_heads, head_dim, block_size, tables.shape[1], layer, num_layers, blocks.numel()],
+        dtype=np.int64,
+    )
+    factors = np.array([scaling, softcap or 0.0], dtype=np.float32)
+    team.run(attention_kernel(), sizes, factors, query, out, blocks, tables, bounds, scratch)
+    return out
+
+
+def _share(num_threads: int, thread: int, start: int, total: int, length: int, num_heads: int) -> tuple[int, int]:
+    """Return the heads of a sequence whose work begins in the thread's share of ``[0, total)``."""
+    first = (total * thread // num_threads - start + length - 1) // length
+    last = (total * (thread + 1) // num_threads - start + length - 1) // length
+    return min(max(first, 0), num_heads), min(max(last, 0), num_heads)
+
+
+def _scores(
+    keys: Any, stride: int, head_dim: int, table: Any, block_size: int, page: int, first: int, queries: Any, scores: Any
+) -> None:
+    """Write ``q k`` for all heads of ``queries`` ``[kv_heads, group, head_dim]`` into ``scores``."""
+    num_kv_heads, group, _ = queries.shape
+    for j in range(scores.shape[2]):
+        position = first + j
+        start = table[position // block_size] * page + position % block_size * stride
+        for h in range(num_kv_heads):
+            key = keys[start + h * head_dim : start + (h + 1) * head_dim]
+            for g in range(group):
+                vector = queries[h, g]
+                total = np.float32(0.0)
+                for d in range(head_dim):
+                    total += vector[d] * key[d]
+                scores[h, g, j] = total
+
+
+def _softmax(scores: Any, scaling: float, softcap: float) -> None:
+    for h in range(scores.shape[0]):
+        for g in range(scores.shape[1]):
+            row = scores[h, g]
+            highest = np.float32(-math.inf)
+            for j in range(row.shape[0]):
+                value = row[j] * scaling
+                if softcap > 0.0:
+                    value = softcap * np.tanh(value / softcap)
+                row[j] = value
+                highest = max(highest, value)
+            total = np.float32(0.0)
+            for j in range(row.shape[0]):
+                row[j] = np.exp(row[j] - highest)
+                total += row[j]
+            for j in range(row.shape[0]):
+                row[j] /= total
+
+
+def _mix(
+    values: Any, stride: int, head_dim: int, table: Any, block_size: int, page: int, first: int, weights: Any, out: Any
+) -> None:
+    num_kv_heads, group, _ = out.shape
+    out[:] = np.float32(0.0)
+    for j in range(weights.shape[2]):
+        position = first + j
+        start = table[position // block_size] * page + position % block_size * stride
+        for h in range(num_kv_heads):
+            value = values[start + h * head_dim : start + (h + 1) * head_dim]
+            for g in range(group):
+                weight = weights[h, g, j]
+                target = out[h, g]
+                for d in range(head_dim):
+                    target[d] += weight * value[d]
+
+
+def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
+    sizes = carray(pointers[0], 9, np.int64)
+    num_rows, num_heads, num_kv_heads, head_dim, block_size, width, layer, num_layers, numel = sizes
+    factors = carray(pointers[1], 2, np.float32)
+    group = num_heads // num_kv_heads
+    query = carray(pointers[2], (num_rows, num_kv_heads, group, head_dim), np.float32)
+    out = carray(pointers[3], (num_rows, num_kv_heads, group, head_dim), np.float32)
+    blocks = carray(pointers[4], numel, np.float32)
+    tables = carray(pointers[5], (num_rows, width), np.int64)
+    bounds = carray(pointers[6], (num_rows, 2), np.int64)
+    scratch = carray(pointers[7], (num_threads, num_heads * width * block_size), np.float32)[thread]
+    stride = num_kv_heads * head_dim
+    half = block_size * stride
+    page = num_layers * 2 * half
+    total = 0
+    for row in range(num_rows):
+        total += (bounds[row, 1] - bounds[row, 0]) * num_kv_heads
+    start = 0
+    for row in range(num_rows):
+        first = bounds[row, 0]
+        length = bounds[row, 1] - first
+        low, high = share(num_threads, thread, start, total, length, num_kv_heads)
+        start += length * num_kv_heads
+        if low >= high:
+            continue
+        weights = scratch[: (high - low) * group * length].reshape((high - low, group, length))
+        keys = blocks[2 * layer * half + low * head_dim :]
+        values = blocks[(2 * layer + 1) * half + low * head_dim :]
+        scores(keys, stride, head_dim, tables[row], block_size, page, first, query[row, low:high], weights)
+        softmax(weights, factors[0], factors[1])
+        mix(values, stride, head_dim, tables[row], block_size, page, first, weights, out[row, low:high])
+
+
+share = njit(cache=True)(_share)
+scores = njit(cache=True, fastmath=FAST_MATH)(_scores)
+softmax = njit(cache=True, fastmath=FAST_MATH)(_softmax)
+mix = njit(cache=True, fastmath=FAST_MATH)(_mix)
+attend = njit(cache=True)(_attend)
+
+
+def _entry(pointers: Any) -> None:
+    attend(thread_num(), num_threads(), pointers)
+
+
+@cache
+def attention_kernel() -> int:
+    """Return the kernel's address; compiles it when first called."""
+    return compile_kernel(_entry)

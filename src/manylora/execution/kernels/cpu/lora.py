@@ -1,0 +1,259 @@
+"""LoRA for rows that decode, compiled: all adapters of a step in one call per group, straight from the pages.
+
+With a row or two per adapter the arithmetic is nothing and reading the weights is everything. A loop of
+torch products reads them with one core; here all threads do. The work of all adapters is laid end to end and cut
+into equal shares, so that each thread reads one long run of memory, the load is even however ranks differ, and no
+two threads write the same number::
+
+    shrink   | A rows of adapter 0     | 1 | A rows of adapter 2       |      thread t computes rank rows
+             |----- thread 0 -----|----- thread 1 -----|
+    barrier
+    expand   | q  | k | v of adapter 0 | 1 | q     | k | v of 2        |      thread t adds output columns
+             |----- thread 0 -----|----- thread 1 -----|
+
+Rows of a matrix are read one after another, never side by side: a processor fetches ahead along one stream at twice
+the speed that it does along four. What comes two rows further on, in this piece or the next, is asked for beforehand
+(``compiled_streams``). Weights of 16 bits are widened in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from manylora.execution.kernels.cpu.numbers import as_float32
+from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
+from manylora.execution.kernels.cpu.streams import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
+from manylora.execution.kernels.cpu.tables import (
+    BEGIN,
+    COLUMN,
+    COST,
+    DTYPE,
+    FIRST_ROW,
+    NUM_FIELDS,
+    NUM_ROWS,
+    OFFSET,
+    PIECE_COLS,
+    PIECE_ROWS,
+    RANK_ROW,
+    START,
+    UNIT,
+    Table,
+    group_table,
+    share,
+)
+from manylora.execution.storage.resident import GroupWeights
+
+__all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
+
+
+# Rows of weights that are asked for before they are worked on.
+AHEAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTables:
+    """A group's pieces over a step, as the kernel reads them.
+
+    Args:
+        shrink: Pieces of A stacks ``[n, NUM_FIELDS]``.
+        expand: Pieces of B^T ``[n, NUM_FIELDS]``; the module's columns begin at BEGIN.
+        shrink_cost: Length of the line that the stacks make.
+        expand_cost: Length of the line that the modules make.
+        max_rank: Largest rank of a stack.
+    """
+
+    shrink: Table
+    expand: Table
+    shrink_cost: int
+    expand_cost: int
+    max_rank: int
+
+
+def make_tables(parts: list[tuple[int, int, GroupWeights]]) -> LoraTables:
+    """Write the pieces of ``parts`` (``(start, stop, weights)``) down."""
+    tables = [group_table(weights) for _, _, weights in parts]
+    first_row = np.array([start for start, _, _ in parts])
+    num_rows = np.array([stop - start for start, stop, _ in parts])
+    # Reading is what counts; a row's arithmetic is about what reading a byte per weight would be.
+    cost = np.array([table.element_bytes for table in tables]) + num_rows
+    shrink_costs = cost * np.array([weights.rank for _, _, weights in parts])
+    expand_costs = cost * np.array([table.expand_cost for table in tables])
+
+    def join(pieces: list[Table], costs: Table) -> Table:
+        table = np.concatenate(pieces)
+        counts = [len(piece) for piece in pieces]
+        table[:, FIRST_ROW] = np.repeat(first_row, counts)
+        table[:, NUM_ROWS] = np.repeat(num_rows, counts)
+        table[:, START:NUM_FIELDS] *= np.repeat(cost, counts)[:, None]
+        table[:, START] += np.repeat(np.cumsum(costs) - costs, counts)
+        return table
+
+    return LoraTables(
+        join([table.shrink for table in tables], shrink_costs),
+        join([table.expand for table in tables], expand_costs),
+        int(shrink_costs.sum()),
+        int(expand_costs.sum()),
+        max(weights.rank for _, _, weights in parts),
+    )
+
+
+def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: LoraTables) -> None:
+    """Add LoRA of all pieces in ``tables`` into ``out``.
+
+    Args:
+        team: The threads.
+        x: Inputs ``[rows, in]``, float32, contiguous.
+        out: Outputs ``[rows, out]``, float32, contiguous, added into.
+        pages: The whole storage the offsets count in (each in elements of its piece's type).
+        tables: The pieces.
+    """
+    scratch = torch.empty(x.shape[0], tables.max_rank)
+    lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
+    sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, pages.nbytes], dtype=np.int64)
+    team.run(lora_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
+
+
+def _rest(weights: Any, at: int, x: Any, x_at: int, number: int) -> Any:
+    """Return the product of what does not fill a run: an odd end of weights and of a row of ``x``."""
+    total = np.float32(0.0)
+    for c in range(number):
+        total += as_float32(weights[at + c]) * x[x_at + c]
+    return total
+
+
+def _add_rest(weights: Any, at: int, factor: Any, out: Any, out_at: int, number: int) -> None:
+    for c in range(number):
+        out[out_at + c] += factor * as_float32(weights[at + c])
+
+
+def _shrink_piece(
+    entry: Any, first: int, last: int, ahead: int, x: Any, width: int, pages: Any, scratch: Any, pitch: int
+) -> None:
+    num_cols, col = entry[PIECE_COLS], entry[COLUMN]
+    even, odd = num_cols - num_cols % RUN, num_cols % RUN
+    first_row, stop = entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]
+    for r in range(first, last):
+        at = entry[OFFSET] + r * num_cols
+        coming = at + AHEAD * num_cols if r + AHEAD < last else ahead + (r + AHEAD - last) * num_cols
+        if col == 0:
+            for i in range(first_row, stop):
+                scratch[i * pitch + entry[RANK_ROW] + r] = np.float32(0.0)
+        grouped = stop - entry[NUM_ROWS] % GROUP
+        for i in range(first_row, grouped, GROUP):
+            totals = stream_dots(pages, at, coming, x, i * width + col, width, even)
+            for j in range(GROUP):
+                scratch[(i + j) * pitch + entry[RANK_ROW] + r] += totals[j]
+            coming = at
+        for i in range(grouped, stop):
+            totals = stream_dot(pages, at, coming, x, i * width + col, width, even)
+            scratch[i * pitch + entry[RANK_ROW] + r] += totals[0]
+            coming = at
+        if odd:
+            for i in range(first_row, stop):
+                total = rest(pages, at + even, x, i * width + col + even, odd)
+                scratch[i * pitch + entry[RANK_ROW] + r] += total
+
+
+def _expand_piece(
+    entry: Any, first: int, last: int, ahead: int, out: Any, width: int, pages: Any, scratch: Any, pitch: int
+) -> None:
+    num_rows, num_cols, column = entry[PIECE_ROWS], entry[PIECE_COLS], entry[COLUMN] + first
+    even, odd = (last - first) - (last - first) % RUN, (last - first) % RUN
+    first_row, stop = entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]
+    for r in range(num_rows):
+        at = entry[OFFSET] + r * num_cols + first
+        coming = at + AHEAD * num_cols if r + AHEAD < num_rows else ahead + (r + AHEAD - num_rows) * num_cols
+        grouped = stop - entry[NUM_ROWS] % GROUP
+        for i in range(first_row, grouped, GROUP):
+            factors = i * pitch + entry[RANK_ROW] + r
+            stream_adds(pages, at, coming, scratch, factors, pitch, out, i * width + column, width, even)
+            coming = at
+        for i in range(grouped, stop):
+            factors = i * pitch + entry[RANK_ROW] + r
+            stream_add(pages, at, coming, scratch, factors, pitch, out, i * width + column, width, even)
+            coming = at
+        if odd:
+            for i in range(first_row, stop):
+                factor = scratch[i * pitch + entry[RANK_ROW] + r]
+                add_rest(pages, at + even, factor, out, i * width + column + even, odd)
+
+
+def _rank_rows(thread: int, num_threads: int, total: int, entry: Any) -> tuple[int, int]:
+    """Return which rows of a piece of A are the thread's."""
+    first, last = share(thread, num_threads, total, entry[START], entry[COST])
+    return max(first - entry[RANK_ROW], 0), min(last - entry[RANK_ROW], entry[PIECE_ROWS])
+
+
+def _columns(thread: int, num_threads: int, total: int, entry: Any) -> tuple[int, int]:
+    """Return which columns of a piece of B^T are the thread's."""
+    first, last = share(thread, num_threads, total, entry[START], entry[COST])
+    before = entry[COLUMN] - entry[BEGIN]
+    return max(first * UNIT - before, 0), min(last * UNIT - before, entry[PIECE_COLS])
+
+
+def _place(entry: Any, number: int, dtype: int) -> Any:
+    """Return where number ``number`` of a piece lies, counted in numbers of another piece's type."""
+    at = entry[OFFSET] + number
+    if entry[DTYPE] == 0 and dtype != 0:
+        return at * 2
+    return at // 2 if entry[DTYPE] != 0 and dtype == 0 else at
+
+
+def _lora(pointers: Any) -> None:
+    thread, threads = thread_num(), num_threads()
+    sizes = carray(pointers[0], 9, np.int64)
+    x = carray(pointers[1], sizes[4] * sizes[5], np.float32)
+    out = carray(pointers[2], sizes[4] * sizes[6], np.float32)
+    # The same memory three times: the type says how a number is widened (int16 holds the bits of float16).
+    float32, bfloat16, float16 = (
+        carray(pointers[3], sizes[8] // 4, np.float32),
+        carray(pointers[3], sizes[8] // 2, np.uint16),
+        carray(pointers[3], sizes[8] // 2, np.int16),
+    )
+    shrink = carray(pointers[4], (sizes[0], NUM_FIELDS), np.int64)
+    expand = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
+    scratch = carray(pointers[6], sizes[4] * sizes[7], np.float32)
+    for n in range(sizes[0]):
+        entry, after = shrink[n], shrink[min(n + 1, sizes[0] - 1)]
+        first, last = rank_rows(thread, threads, sizes[2], entry)
+        if first < last:
+            ahead = place(after, rank_rows(thread, threads, sizes[2], after)[0] * after[PIECE_COLS], entry[DTYPE])
+            if entry[DTYPE] == 0:
+                shrink_piece(entry, first, last, ahead, x, sizes[5], float32, scratch, sizes[7])
+            elif entry[DTYPE] == 1:
+                shrink_piece(entry, first, last, ahead, x, sizes[5], bfloat16, scratch, sizes[7])
+            else:
+                shrink_piece(entry, first, last, ahead, x, sizes[5], float16, scratch, sizes[7])
+    barrier()
+    for n in range(sizes[1]):
+        entry, after = expand[n], expand[min(n + 1, sizes[1] - 1)]
+        first, last = columns(thread, threads, sizes[3], entry)
+        if first < last:
+            ahead = place(after, columns(thread, threads, sizes[3], after)[0], entry[DTYPE])
+            if entry[DTYPE] == 0:
+                expand_piece(entry, first, last, ahead, out, sizes[6], float32, scratch, sizes[7])
+            elif entry[DTYPE] == 1:
+                expand_piece(entry, first, last, ahead, out, sizes[6], bfloat16, scratch, sizes[7])
+            else:
+                expand_piece(entry, first, last, ahead, out, sizes[6], float16, scratch, sizes[7])
+
+
+rest = njit(cache=True, fastmath=FAST_MATH)(_rest)
+add_rest = njit(cache=True, fastmath=FAST_MATH)(_add_rest)
+rank_rows = njit(cache=True)(_rank_rows)
+columns = njit(cache=True)(_columns)
+place = njit(cache=True)(_place)
+shrink_piece = njit(cache=True)(_shrink_piece)
+expand_piece = njit(cache=True)(_expand_piece)
+
+
+@cache
+def lora_kernel() -> int:
+    """Return the kernel's address; compiles it when first called."""
+    return compile_kernel(_lora)

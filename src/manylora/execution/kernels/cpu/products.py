@@ -1,0 +1,245 @@
+"""LoRA for prompts, compiled: many rows per adapter, where arithmetic is what counts.
+
+A library's product is at its best when it is large. These are not: 128 rows, a rank of 8 to 128, and per group up to
+three of them that add into a slice of the output. Here a group's adapters are one call. Their rows are shared out among
+the threads by the arithmetic they bring, and a thread takes a block of rows from its inputs to its outputs, so that
+what lies between never leaves its cache and nobody waits for anybody::
+
+    rows     | adapter 0        | adapter 1, of a small rank          | adapter 2 |
+             |------ thread 0 ------|--------------- thread 1 ---------------|
+    block    x [rows, in]  ->  shrunk [rows, rank]  ->  out [rows, columns]
+
+Weights go through a *panel*: a few rows of A, or some columns of B^T, copied to where they lie close together, widened
+if they have 16 bits, and read from there by every row of the block (``compiled_tiles``). Outputs are walked through in
+runs of a kilobyte: they come from memory, and a processor fetches ahead along a row but not from row to row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, njit
+
+from manylora.execution.kernels.cpu.numbers import as_float32
+from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, compile_kernel, num_threads, thread_num
+from manylora.execution.kernels.cpu.tables import (
+    COLUMN,
+    DTYPE,
+    NUM_FIELDS,
+    OFFSET,
+    PIECE_COLS,
+    PIECE_ROWS,
+    RANK_ROW,
+    Table,
+    group_table,
+    share,
+)
+from manylora.execution.kernels.cpu.tiles import (
+    AXPY_ROWS,
+    AXPY_WIDTH,
+    DOT_RANKS,
+    DOT_ROWS,
+    axpy_row,
+    axpy_tile,
+    dot_row,
+    dot_tile,
+)
+from manylora.execution.kernels.cpu.vectors import LANES
+from manylora.execution.storage.resident import GroupWeights
+
+__all__ = ["ProductTables", "apply_products", "make_product_tables", "product_kernel"]
+
+# Columns of a part's line: which rows of the batch; which pieces of A and of B^T; where it begins on the line of all
+# work, and how much AXPY_ROWS of its rows add to it.
+FIRST, ROWS, FIRST_A, LAST_A, FIRST_B, LAST_B, BEGIN, COST, NUM_PART_FIELDS = range(9)
+
+# Rows that go from input to output together: their inputs stay in a second-level cache while A passes by.
+BLOCK_ROWS = 128
+
+# Columns of A in a panel: DOT_RANKS rows of them leave room in a first-level cache for as many of x.
+SHRINK_COLS = 768
+
+# Columns of B^T in a panel.
+EXPAND_COLS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTables:
+    """A group's pieces over the prompts of a step, as the kernel reads them.
+
+    Args:
+        parts: A line per adapter ``[n, NUM_PART_FIELDS]``.
+        shrink: Pieces of A stacks ``[n, NUM_FIELDS]``.
+        expand: Pieces of B^T ``[n, NUM_FIELDS]``.
+        cost: Length of the line that the parts make.
+        max_rank: Largest rank of a stack.
+    """
+
+    parts: Table
+    shrink: Table
+    expand: Table
+    cost: int
+    max_rank: int
+
+
+def make_product_tables(parts: list[tuple[int, int, GroupWeights]]) -> ProductTables:
+    """Write the pieces of ``parts`` (``(start, stop, weights)``) down."""
+    tables = [group_table(weights) for _, _, weights in parts]
+    lines = np.zeros((len(parts), NUM_PART_FIELDS), dtype=np.int64)
+    a = b = total = 0
+    for line, table, (start, stop, _) in zip(lines, tables, parts, strict=True):
+        cost = sum(
+            int((pieces[:, PIECE_ROWS] * pieces[:, PIECE_COLS]).sum()) for pieces in (table.shrink, table.expand)
+        )
+        line[:] = start, stop - start, a, a + len(table.shrink), b, b + len(table.expand), total, cost
+        a, b, total = a + len(table.shrink), b + len(table.expand), total + cost * -(-(stop - start) // AXPY_ROWS)
+    return ProductTables(
+        lines,
+        np.concatenate([table.shrink for table in tables]),
+        np.concatenate([table.expand for table in tables]),
+        total,
+        max(weights.rank for _, _, weights in parts),
+    )
+
+
+def apply_products(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: ProductTables) -> None:
+    """Add LoRA of all parts in ``tables`` into ``out``.
+
+    Args:
+        team: The threads.
+        x: Inputs ``[rows, in]``, float32, contiguous.
+        out: Outputs ``[rows, out]``, float32, contiguous, added into.
+        pages: The whole storage the offsets count in (each in elements of its piece's type).
+        tables: The pieces.
+    """
+    # A tile of A may reach beyond the last rank; and rows that are not a power of two apart share no place in a cache.
+    pitch = -(-tables.max_rank // 16) * 16 + 16
+    panel = max(DOT_RANKS * (SHRINK_COLS + LANES), tables.max_rank * EXPAND_COLS)
+    scratch = torch.empty(torch.get_num_threads(), BLOCK_ROWS * pitch + panel)
+    lengths = [len(tables.parts), len(tables.shrink), len(tables.expand), tables.cost]
+    sizes = np.array([*lengths, *x.shape, out.shape[1], pages.nbytes, pitch, scratch.shape[1]], dtype=np.int64)
+    team.run(product_kernel(), sizes, x, out, pages, tables.parts, tables.shrink, tables.expand, scratch)
+
+
+def _copy(source: Any, at: int, stride: int, num_rows: int, num_cols: int, panel: Any, width: int) -> None:
+    for r in range(num_rows):
+        row = source[at + r * stride : at + r * stride + num_cols]
+        target = panel[r * width : r * width + num_cols]
+        for c in range(num_cols):
+            target[c] = as_float32(row[c])
+
+
+def _fill(
+    entry: Any, row: int, col: int, num_rows: int, num_cols: int, pages: Any, panel: Any, at: int, width: int
+) -> None:
+    """Copy ``[num_rows, num_cols]`` of a piece from ``row`` and ``col`` on to rows ``width`` apart in ``panel``."""
+    begin, stride = entry[OFFSET] + row * entry[PIECE_COLS] + col, entry[PIECE_COLS]
+    if entry[DTYPE] == 0:
+        copy(pages[0], begin, stride, num_rows, num_cols, panel[at:], width)
+    elif entry[DTYPE] == 1:
+        copy(pages[1], begin, stride, num_rows, num_cols, panel[at:], width)
+    else:
+        copy(pages[2], begin, stride, num_rows, num_cols, panel[at:], width)
+
+
+def _shrink_block(
+    entry: Any, x: Any, width: int, first: int, last: int, pages: Any, shrunk: Any, pitch: int, panel: Any
+) -> None:
+    """Add rows ``[first, last)`` of ``x`` times a piece of A to ``shrunk``."""
+    tiled = last - (last - first) % DOT_ROWS
+    num_rows, num_cols = entry[PIECE_ROWS], entry[PIECE_COLS]
+    for r in range(0, num_rows, DOT_RANKS):
+        ranks = min(DOT_RANKS, num_rows - r)
+        target = entry[RANK_ROW] + r - first * pitch
+        for begin in range(0, num_cols, SHRINK_COLS):
+            cols = min(SHRINK_COLS, num_cols - begin)
+            even, column = cols - cols % LANES, entry[COLUMN] + begin
+            stride = even + LANES
+            fill(entry, r, begin, ranks, cols, pages, panel, 0, stride)
+            for i in range(ranks * stride, DOT_RANKS * stride):
+                panel[i] = np.float32(0.0)
+            for i in range(first, tiled, DOT_ROWS):
+                dot_tile(x, i * width + column, width, panel, stride, even, shrunk, target + i * pitch, pitch)
+            for i in range(tiled, last):
+                dot_row(x, i * width + column, width, panel, stride, even, shrunk, target + i * pitch, pitch)
+            if even < cols:
+                for i in range(first, last):
+                    for j in range(ranks):
+                        for c in range(even, cols):
+                            shrunk[target + i * pitch + j] += panel[j * stride + c] * x[i * width + column + c]
+
+
+def _expand_block(
+    entry: Any, out: Any, width: int, first: int, last: int, pages: Any, shrunk: Any, pitch: int, panel: Any
+) -> None:
+    """Add rows ``[first, last)`` of ``shrunk`` times a piece of B^T to ``out``."""
+    tiled = last - (last - first) % AXPY_ROWS
+    ranks, num_cols = entry[PIECE_ROWS], entry[PIECE_COLS]
+    even = num_cols - num_cols % AXPY_WIDTH
+    source, size = entry[RANK_ROW] - first * pitch, ranks * AXPY_WIDTH
+    for begin in range(0, even, EXPAND_COLS):
+        num = min(EXPAND_COLS, even - begin) // AXPY_WIDTH
+        for p in range(num):
+            fill(entry, 0, begin + p * AXPY_WIDTH, ranks, AXPY_WIDTH, pages, panel, p * size, AXPY_WIDTH)
+        target = entry[COLUMN] + begin
+        for i in range(first, tiled, AXPY_ROWS):
+            for p in range(num):
+                at = target + i * width + p * AXPY_WIDTH
+                axpy_tile(shrunk, source + i * pitch, pitch, panel, p * size, ranks, out, at, width)
+        for i in range(tiled, last):
+            for p in range(num):
+                at = target + i * width + p * AXPY_WIDTH
+                axpy_row(shrunk, source + i * pitch, pitch, panel, p * size, ranks, out, at, width)
+    if even < num_cols:
+        fill(entry, 0, even, ranks, num_cols - even, pages, panel, 0, AXPY_WIDTH)
+        target = entry[COLUMN] + even
+        for i in range(first, last):
+            for r in range(ranks):
+                for c in range(num_cols - even):
+                    out[target + i * width + c] += shrunk[source + i * pitch + r] * panel[r * AXPY_WIDTH + c]
+
+
+def _multiply(pointers: Any) -> None:
+    thread, threads = thread_num(), num_threads()
+    sizes = carray(pointers[0], 10, np.int64)
+    num_parts, num_shrink, num_expand, total, num_rows, num_in, num_out, num_bytes, pitch, length = sizes
+    x = carray(pointers[1], num_rows * num_in, np.float32)
+    out = carray(pointers[2], num_rows * num_out, np.float32)
+    # The same memory three times, as in ``compiled_lora``.
+    pages = (
+        carray(pointers[3], num_bytes // 4, np.float32),
+        carray(pointers[3], num_bytes // 2, np.uint16),
+        carray(pointers[3], num_bytes // 2, np.int16),
+    )
+    parts = carray(pointers[4], (num_parts, NUM_PART_FIELDS), np.int64)
+    shrink = carray(pointers[5], (num_shrink, NUM_FIELDS), np.int64)
+    expand = carray(pointers[6], (num_expand, NUM_FIELDS), np.int64)
+    scratch = carray(pointers[7], (threads, length), np.float32)[thread]
+    shrunk, panel = scratch[: BLOCK_ROWS * pitch], scratch[BLOCK_ROWS * pitch :]
+    for n in range(num_parts):
+        part = parts[n]
+        low, high = share(thread, threads, total, part[BEGIN], part[COST])
+        low, high = min(low * AXPY_ROWS, part[ROWS]), min(high * AXPY_ROWS, part[ROWS])
+        for first in range(part[FIRST] + low, part[FIRST] + high, BLOCK_ROWS):
+            last = min(first + BLOCK_ROWS, part[FIRST] + high)
+            shrunk[: (last - first) * pitch] = np.float32(0.0)
+            for e in range(part[FIRST_A], part[LAST_A]):
+                shrink_block(shrink[e], x, num_in, first, last, pages, shrunk, pitch, panel)
+            for e in range(part[FIRST_B], part[LAST_B]):
+                expand_block(expand[e], out, num_out, first, last, pages, shrunk, pitch, panel)
+
+
+copy = njit(cache=True)(_copy)
+fill = njit(cache=True)(_fill)
+shrink_block = njit(cache=True, fastmath=FAST_MATH)(_shrink_block)
+expand_block = njit(cache=True, fastmath=FAST_MATH)(_expand_block)
+
+
+@cache
+def product_kernel() -> int:
+    """Return the kernel's address; compiles it when first called."""
+    return compile_kernel(_multiply)

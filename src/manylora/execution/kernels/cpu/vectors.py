@@ -1,0 +1,103 @@
+"""The processor's own vectors in compiled loops: how they are loaded, widened, multiplied and added up.
+
+numba compiles loops over scalars and leaves it to LLVM to find vectors in them. Where that is not enough (a block of
+sums that must stay in registers, a stream that must be fetched ahead), ``compiled_streams`` and ``compiled_tiles``
+write the innermost loop in LLVM's language, from these words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding  # type: ignore[import-untyped]
+from llvmlite import ir
+from numba.core import cgutils
+
+from manylora.execution.kernels.cpu.numbers import widen
+
+__all__ = [
+    "HAS_32_REGISTERS",
+    "INT",
+    "LANES",
+    "VECTOR",
+    "address",
+    "load",
+    "multiply_add",
+    "prefetch",
+    "row_addresses",
+    "spread",
+    "store",
+    "sum_lanes",
+    "zero_sums",
+]
+
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+
+LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4
+"""Numbers of float32 in a vector."""
+
+HAS_32_REGISTERS = LANES != 8
+"""Whether there are 32 vectors in registers, or 16. (Of those with four lanes, only old x86 has 16.)"""
+
+_FLOAT, _WORD, INT = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR = ir.VectorType(_FLOAT, LANES)
+
+
+def address(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
+    """Return where number ``at`` of a one-dimensional, contiguous array lies."""
+    pointer = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(pointer, [at], inbounds=True)
+
+
+def row_addresses(
+    context: Any, builder: Any, array_type: Any, array: Any, at: Any, stride: Any, num_rows: int
+) -> list[Any]:
+    """Return where rows lie that are ``stride`` numbers apart, the first of them at ``at``."""
+    return [
+        address(context, builder, array_type, array, builder.add(at, builder.mul(stride, INT(row))))
+        for row in range(num_rows)
+    ]
+
+
+def load(builder: Any, pointer: Any, at: Any, dtype: Any) -> Any:
+    """Return numbers ``[at, at + LANES)`` behind ``pointer``, of numba's type ``dtype``, as float32."""
+    raw = ir.VectorType(_FLOAT if dtype.bitwidth == 32 else ir.IntType(16), LANES)
+    place = builder.bitcast(builder.gep(pointer, [at]), raw.as_pointer())
+    return widen(builder, dtype, builder.load(place, align=dtype.bitwidth // 8), LANES)
+
+
+def store(builder: Any, vector: Any, pointer: Any, at: Any) -> None:
+    """Write a vector of float32 to ``[at, at + LANES)`` behind ``pointer``."""
+    builder.store(vector, builder.bitcast(builder.gep(pointer, [at]), VECTOR.as_pointer()), align=4)
+
+
+def spread(builder: Any, number: Any) -> Any:
+    """Return a vector with ``number`` in every lane."""
+    nothing = ir.Constant(VECTOR, ir.Undefined)
+    lanes = ir.Constant(ir.VectorType(_WORD, LANES), 0)
+    return builder.shuffle_vector(builder.insert_element(nothing, number, _WORD(0)), nothing, lanes)
+
+
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return ``a b + c``, rounded once where the processor can."""
+    return builder.fadd(builder.fmul(a, b, flags=["contract"]), c, flags=["contract"])
+
+
+def sum_lanes(builder: Any, vector: Any) -> Any:
+    """Return the sum of a vector's lanes, in any order."""
+    kind = ir.FunctionType(_FLOAT, [_FLOAT, VECTOR])
+    reduce = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
+    return builder.call(reduce, [ir.Constant(_FLOAT, 0.0), vector], fastmath=["reassoc"])
+
+
+def zero_sums(builder: Any, number: int) -> list[Any]:
+    """Return variables that hold a vector of zeros; they become registers."""
+    return [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(number)]
+
+
+def prefetch(builder: Any, pointer: Any, at: Any) -> None:
+    """Ask for the cache line of number ``at`` as far as the second-level cache; any address will do."""
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _WORD, _WORD, _WORD])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    place = builder.bitcast(builder.gep(pointer, [at]), ir.IntType(8).as_pointer())
+    builder.call(function, [place, _WORD(0), _WORD(2), _WORD(1)])

@@ -1,0 +1,1 @@
+"""GPU kernels in Triton; interpreted on the CPU in tests."""

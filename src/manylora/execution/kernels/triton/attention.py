@@ -1,0 +1,232 @@
+"""Attention over pages in Triton, prompts and decoding alike, and the write of K and V before it.
+
+::
+
+    store     one program per token     K, rotated, and V of the layer -> their slots in the pages
+    attend    query block x KV head x split of the context
+              a query block is a few tokens of one sequence times the query heads that share a KV head,
+              so that K and V are read once for all of them and decoding fills a matrix instruction's rows
+    combine   row x head                adds up the splits in a fixed order; only where the context was split
+
+Queries are rotated when they are read, keys before they are written: rotary positions cost no launch of their own and
+no rotated query is ever written.
+
+Pages need not be contiguous: each position's page is looked up in its sequence's table. What lies beyond a
+sequence's end is never read, so what a page held before cannot reach a sum.
+
+Source:
+    FlashAttention-2 (arXiv:2307.08691) for the running softmax; Flash-Decoding (Dao et al., 2023) for the split of
+    the context; vLLM's PagedAttention (arXiv:2309.06180) for the tables.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from manylora.execution.kernels.triton.support import BLOCK_FIELDS
+
+__all__ = ["attend", "combine", "store"]
+
+_BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
+
+
+@triton.jit
+def load_rotated(source, cos, sin, dims, mask, ROTARY: tl.constexpr):
+    """Load heads ``source + dims`` where ``mask``, dimension ``d < ROTARY`` turned with its partner half of that away.
+
+    ``source``, ``cos`` and ``sin`` are columns of pointers, one line a head; sums are rounded once.
+    """
+    x = tl.load(source + dims, mask=mask, other=0.0)
+    if ROTARY > 0:
+        turns = mask & (dims < ROTARY)
+        partner = tl.load(source + (dims + ROTARY // 2) % ROTARY, mask=turns, other=0.0).to(tl.float32)
+        partner = tl.where(dims < ROTARY // 2, -partner, partner)
+        along = tl.load(cos + dims, mask=turns, other=1.0).to(tl.float32)
+        across = tl.load(sin + dims, mask=turns, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * along + partner * across).to(x.dtype)
+    return x
+
+
+@triton.jit(do_not_specialize=["first"])
+def store(
+    key,
+    value,
+    cos,
+    sin,
+    angle_stride,
+    slots,
+    rows,
+    key_head_stride,
+    key_token_stride,
+    value_head_stride,
+    value_token_stride,
+    row_stride,
+    first,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write a token's K and V ``[heads, tokens, dim]``; ``slots[token]`` is its row in layer 0, below 0 for none.
+
+    K is rotated by ``cos`` and ``sin`` ``[tokens, ROTARY]``; with ``ROTARY`` 0 it is written as it is.
+    """
+    token = tl.program_id(0)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        heads, dims = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+        mask = (heads < HEADS) & (dims < DIM)
+        keys = key + heads * key_head_stride + token * key_token_stride
+        values = value + heads * value_head_stride + token * value_token_stride
+        angles = token * angle_stride
+        target = rows + (slot + first) * row_stride + heads * DIM + dims
+        tl.store(target, load_rotated(keys, cos + angles, sin + angles, dims, mask, ROTARY), mask=mask)
+        tl.store(target + BLOCK_SIZE * row_stride, tl.load(values + dims, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first", "table_stride", "window", "num_rows"])
+def attend(
+    query,
+    query_head_stride,
+    query_token_stride,
+    cos,
+    sin,
+    angle_stride,
+    pool,
+    page_stride,
+    row_stride,
+    first,
+    blocks,
+    tables,
+    table_stride,
+    out,
+    sums,
+    scaling,
+    window,
+    softcap,
+    num_rows,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Attend a query block to a split of its context.
+
+    ::
+
+        query   [heads, tokens, dim]
+        cos     [tokens, ROTARY], by which queries are rotated, as is sin; with ROTARY 0 they are as they shall be
+        pool    pages; row ``first`` of a page is the layer's first K, V follows a block later
+        blocks  [blocks, 4], int64, see support.BLOCK_FIELDS; a block of no tokens is skipped
+        tables  page of every BLOCK_SIZE positions [lines, width], int32
+        out     [tokens, heads, dim]; with splits [splits, tokens, heads, dim] in float32, not yet divided
+        sums    with splits, the largest score and the sum of weights [splits, tokens, heads, 2]
+    """
+    block = blocks + tl.program_id(0) * _BLOCK_FIELDS
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_tokens = tl.load(block + 1)
+    if num_tokens > 0:
+        first_row = tl.load(block)
+        first_position = tl.load(block + 2).to(tl.int32)
+        table = tables + tl.load(block + 3) * table_stride
+        lines = tl.arange(0, BLOCK_M)
+        token = lines // GROUP
+        own_head = head * GROUP + lines % GROUP
+        is_row = token < num_tokens
+        dims = tl.arange(0, BLOCK_D)
+        is_dim = dims < DIM
+        position = first_position + token
+        own_row = (first_row + token)[:, None]
+        source = query + own_head[:, None] * query_head_stride + own_row * query_token_stride
+        angles = own_row * angle_stride
+        mask = is_row[:, None] & is_dim[None, :]
+        q = load_rotated(source, cos + angles, sin + angles, dims[None, :], mask, ROTARY)
+        length = first_position + num_tokens.to(tl.int32)
+        start = 0
+        if HAS_WINDOW:
+            start = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+        share = tl.cdiv(tl.cdiv(length - start, SPLITS), BLOCK_N) * BLOCK_N
+        start += split * share
+        stop = tl.minimum(length, start + share)
+        highest = tl.full((BLOCK_M,), -1.0e30, tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for low in range(start, stop, BLOCK_N):
+            positions = low + tl.arange(0, BLOCK_N)
+            inside = positions < stop
+            page = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            at = page * page_stride + (first + positions % BLOCK_SIZE) * row_stride + head * DIM
+            keys = tl.load(pool + at[None, :] + dims[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
+            scores = tl.dot(q, keys, input_precision="ieee") * scaling
+            if HAS_SOFTCAP:
+                # tanh(x) = 1 - 2 / (exp(2x) + 1)
+                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            is_seen = inside[None, :] & (positions[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                is_seen = is_seen & (positions[None, :] > position[:, None] - window)
+            scores = tl.where(is_seen, scores, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp(scores - new_highest[:, None])
+            rescale = tl.exp(highest - new_highest)
+            total = total * rescale + tl.sum(weights, 1)
+            values = tl.load(
+                pool + at[:, None] + BLOCK_SIZE * row_stride + dims[None, :],
+                mask=inside[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
+            highest = new_highest
+        row = split.to(tl.int64) * num_rows + first_row + token
+        target = out + (row * HEADS + own_head)[:, None] * DIM + dims[None, :]
+        if SPLITS == 1:
+            tl.store(target, (mixed / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
+        else:
+            tl.store(target, mixed, mask=mask)
+            place = sums + (row * HEADS + own_head) * 2
+            tl.store(place, highest, mask=is_row)
+            tl.store(place + 1, total, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine(
+    partials,
+    sums,
+    blocks,
+    out,
+    num_rows,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add up the splits of a decoding row and head, block ``i`` holding row ``i`` alone."""
+    block = blocks + tl.program_id(0) * _BLOCK_FIELDS
+    head = tl.program_id(1)
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < DIM
+    if tl.load(block + 1) > 0:
+        first_row = tl.load(block)
+        highest = -1.0e30
+        for split in tl.static_range(SPLITS):
+            place = (split * num_rows + first_row) * HEADS + head
+            highest = tl.maximum(highest, tl.load(sums + place * 2))
+        total = 0.0
+        mixed = tl.zeros((BLOCK_D,), tl.float32)
+        for split in tl.static_range(SPLITS):
+            place = (split * num_rows + first_row) * HEADS + head
+            scale = tl.exp(tl.load(sums + place * 2) - highest)
+            total += tl.load(sums + place * 2 + 1) * scale
+            mixed += tl.load(partials + place * DIM + dims, mask=is_dim, other=0.0) * scale
+        target = out + (first_row * HEADS + head) * DIM + dims
+        tl.store(target, (mixed / total).to(out.dtype.element_ty), mask=is_dim)

@@ -1,0 +1,49 @@
+"""The door to the Triton kernels: open where Triton can run them, on a GPU or, to test them, interpreted on the CPU."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+__all__ = ["BLOCK_FIELDS", "MIN_TRITON_PROGRAMS", "find_triton", "is_interpreted", "num_programs"]
+
+logger = logging.getLogger(__name__)
+
+MIN_TRITON_PROGRAMS = 3
+"""Programs of a grid when interpreted: more than one, so that strides are walked."""
+
+BLOCK_FIELDS = 4
+"""A query block: first row of the batch, its tokens, position of the first, line of the page table."""
+
+PROGRAMS_PER_PROCESSOR = 4
+
+
+@cache
+def is_interpreted() -> bool:
+    """Return whether Triton runs its kernels in Python (``TRITON_INTERPRET=1`` before it was imported)."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return bool(knobs.runtime.interpret)
+
+
+def find_triton(device: torch.device) -> str | None:
+    """Return why the Triton kernels cannot run on ``device``, ``None`` when they can."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton is not installed ({error})"
+    if device.type == "cuda" or (device.type == "cpu" and is_interpreted()):
+        return None
+    return f"Triton needs a GPU, not {device.type}"
+
+
+@cache
+def num_programs(device: torch.device) -> int:
+    """Return the programs that fill the device when each walks its work with a stride."""
+    if device.type != "cuda":
+        return MIN_TRITON_PROGRAMS
+    return PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,188 @@
+"""LoRA beside the base: which rows of a step belong to which adapter, and the kernels that use it.
+
+The executor orders the rows of a step by adapter, so an adapter's rows are one *segment* and its weights are
+read once per step however many sequences share it. A step without adapters has no ``LoraBatch`` at all: the
+base alone pays one comparison per module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from manylora.errors import ConfigError
+from manylora.execution.kernels.triton.support import find_triton
+from manylora.execution.lora.grouped import apply_grouped
+from manylora.execution.lora.naive import apply_naive
+from manylora.execution.lora.parts import GroupParts, Part
+from manylora.execution.lora.ragged import apply_padded, apply_ragged
+from manylora.execution.lora.reference import apply_reference
+from manylora.execution.lora.tables import BatchTables, LoraSpace, TableRows
+from manylora.execution.storage.resident import ResidentAdapter
+
+__all__ = [
+    "LORA_KERNELS",
+    "TABLE_KERNELS",
+    "LoraBatch",
+    "LoraKernel",
+    "LoraSegment",
+    "StepContext",
+    "StepLora",
+    "add_embedding",
+    "choose_kernel",
+]
+
+LoraKernel = Callable[[torch.Tensor, torch.Tensor, GroupParts], None]
+"""``kernel(x [rows, in], out [rows, out], parts)`` adds every part's LoRA into its rows of ``out``."""
+
+LORA_KERNELS: dict[str, LoraKernel] = {
+    "grouped": apply_grouped,
+    "naive": apply_naive,
+    "padded": apply_padded,
+    "ragged": apply_ragged,
+    "reference": apply_reference,
+}
+"""Implementations by name; all give the same sums, in another order of additions."""
+
+TABLE_KERNELS = frozenset({"padded", "ragged"})
+"""Those that find weights by table (``lora_tables``) and run in Triton: they need a ``LoraSpace``."""
+
+
+def choose_kernel(name: str, device: torch.device) -> str:
+    """Return the implementation that ``name`` means on ``device``.
+
+    Raises:
+        ConfigError: It cannot run there.
+    """
+    reason = find_triton(device)
+    if name == "auto":
+        return "ragged" if device.type == "cuda" and reason is None else "grouped"
+    if name in TABLE_KERNELS and reason is not None:
+        raise ConfigError(f"Got lora_kernel = {name!r}, which cannot run here: {reason}")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSegment:
+    """Rows ``[start, stop)`` of the step, of which ``[sampled_start, sampled_stop)`` among the sampled rows."""
+
+    adapter: ResidentAdapter
+    start: int
+    stop: int
+    sampled_start: int
+    sampled_stop: int
+
+
+class LoraBatch:
+    """A step's segments, and per group the parts that kernels take.
+
+    Sequences that decode make the same segments step after step, so the batch (and whatever kernels prepared
+    for it) is kept while they do.
+
+    Args:
+        segments: Segments with an adapter, in order of rows.
+        space: Where tables are made, for kernels that go by them; every adapter then has its own.
+    """
+
+    def __init__(self, segments: tuple[LoraSegment, ...], space: LoraSpace | None = None) -> None:
+        self.segments = segments
+        self._space = space
+        self._tables: dict[bool, BatchTables] = {}
+        self._parts: dict[tuple[str, bool], GroupParts | None] = {}
+
+    def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
+        """Return the parts of ``group``, ``None`` if no adapter of the step has it.
+
+        Args:
+            group: Name of the group.
+            is_sampled: Count in sampled rows, which are what the output head sees, instead of all rows.
+        """
+        if (group, is_sampled) not in self._parts:
+            self._parts[group, is_sampled] = self._find(group, is_sampled)
+        return self._parts[group, is_sampled]
+
+    def _find(self, group: str, is_sampled: bool) -> GroupParts | None:
+        span = self._space.directory.groups.get(group) if self._space is not None else None
+        parts = []
+        # With tables the parts are not walked again, layer by layer, but for a batch that is one product.
+        for segment in self.segments if span is None or len(self.segments) == 1 else ():
+            weights = segment.adapter.groups.get(group)
+            start, stop = self._rows(segment, is_sampled)
+            if weights is not None and stop > start:
+                parts.append(Part(start, stop, weights))
+        if span is None or self._space is None:
+            return GroupParts(tuple(parts)) if parts else None
+        if is_sampled not in self._tables:
+            self._tables[is_sampled] = BatchTables(self._space, self._table_rows(is_sampled))
+        tables = self._tables[is_sampled]
+        return GroupParts(tuple(parts), tables=tables, span=span) if tables.has_group(span) else None
+
+    def _table_rows(self, is_sampled: bool) -> list[TableRows]:
+        found: list[TableRows] = []
+        for segment in self.segments:
+            start, stop = self._rows(segment, is_sampled)
+            if stop > start:
+                assert segment.adapter.table is not None, "the adapter was made resident without a table"
+                found.append((start, stop, segment.adapter.table))
+        return found
+
+    @staticmethod
+    def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
+        return (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
+
+
+class StepLora(Protocol):
+    """A step's adapters as modules see them: a ``LoraBatch``, or the tables a captured graph reads."""
+
+    def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
+        """Return the parts of ``group``, ``None`` if no adapter of the step has it."""
+        ...
+
+
+@dataclass(slots=True)
+class StepContext:
+    """What the adapted modules look at while a step runs: set before the model is called, cleared after.
+
+    Args:
+        kernel: The LoRA implementation.
+        lora: The step's adapters, ``None`` when it has none.
+        token_ids: The step's tokens ``[rows]``, for adapters of the embedding.
+    """
+
+    kernel: LoraKernel
+    lora: StepLora | None = None
+    token_ids: torch.Tensor | None = None
+
+
+def add_embedding(
+    parts: GroupParts, token_ids: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | float | None
+) -> None:
+    """Add an embedding's LoRA: A ``[rank, vocab]`` is gathered at the tokens, B^T as everywhere.
+
+    Args:
+        parts: Whose weights which rows take.
+        token_ids: Tokens ``[rows]``.
+        out: Embedded tokens ``[rows, hidden]``, added into.
+        scale: What the base embedding multiplies its output with (Gemma), applied to LoRA's share as PEFT does.
+    """
+    for part in parts.parts:
+        tokens = token_ids[part.start : part.stop]
+        rows = out[part.start : part.stop]
+        shrunk = out.new_zeros(part.stop - part.start, part.weights.rank)
+        for piece in part.weights.a:
+            num_rows, num_cols = piece.weight.shape
+            column = tokens - piece.col
+            inside = (column >= 0) & (column < num_cols)
+            gathered = piece.weight[:, column.clamp(0, num_cols - 1)].t().to(out.dtype)
+            shrunk[:, piece.row : piece.row + num_rows] += torch.where(inside[:, None], gathered, 0)
+        if scale is not None:
+            shrunk = shrunk * scale
+        for module in part.weights.modules:
+            for piece in module.b:
+                num_rows, num_cols = piece.weight.shape
+                first = module.row + piece.row
+                start = module.offset + piece.col
+                rows[:, start : start + num_cols] += shrunk[:, first : first + num_rows] @ piece.weight.to(out.dtype)

@@ -1,0 +1,286 @@
+"""The tables of a step for the Triton LoRA kernels: row blocks, scratch for partial sums, and the launches.
+
+The kernels are in ``kernels/triton/lora.py``, the forms of the tables in ``storage/tile_tables.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manylora.execution.kernels.triton.support import num_programs
+from manylora.execution.storage.tile_tables import BLOCK_FIELDS, AdapterTable, GroupDirectory, GroupSpan
+
+__all__ = [
+    "DECODE_ROWS",
+    "BatchTables",
+    "LoraSpace",
+    "Room",
+    "StepTables",
+    "TableRows",
+    "measure",
+]
+
+DECODE_ROWS, PROMPT_ROWS = 16, 64
+"""Rows of a row block: the height of a matrix instruction, or what keeps the matrix units fed."""
+
+MAX_SPLITS = 8
+SPLIT_COLUMNS = 512
+"""A split of K takes at least this many columns of A: less is not worth a program."""
+
+TableRows = tuple[int, int, AdapterTable]
+"""Rows ``[start, stop)`` take this adapter."""
+
+
+class LoraSpace:
+    """What every step's tables share: the pool, the base's groups, and the column blocks of each group.
+
+    Args:
+        directory: The groups by number.
+        pool: All pages, ``[num_pages, page_elements]``.
+    """
+
+    def __init__(self, directory: GroupDirectory, pool: torch.Tensor) -> None:
+        self.directory = directory
+        self.pool = pool
+        self._columns: dict[tuple[tuple[tuple[int, int], ...], int], torch.Tensor] = {}
+
+    def columns(self, span: GroupSpan, width: int) -> torch.Tensor:
+        """Return the group's output cut into blocks of ``width`` columns, none across two modules.
+
+        Returns:
+            ``[blocks, 4]``, int64: module, first column in it, its columns, its place in the output.
+        """
+        key = (span.modules, width)
+        if key not in self._columns:
+            blocks = [
+                (number, first, num_columns, offset)
+                for number, (offset, num_columns) in enumerate(span.modules)
+                for first in range(0, num_columns, width)
+            ]
+            self._columns[key] = torch.tensor(blocks, dtype=torch.int64).to(self.pool.device)
+        return self._columns[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """How large a step's tables must be.
+
+    Args:
+        num_blocks: Row blocks.
+        num_items: Items of work in one group.
+        num_rows: Rows of the batch.
+        max_rank: Most rows of a stack of A.
+        max_planes: Most column pieces of a stack.
+    """
+
+    num_blocks: int
+    num_items: int
+    num_rows: int
+    max_rank: int
+    max_planes: int
+
+    def holds(self, other: Room) -> bool:
+        """Return whether what takes ``other`` fits."""
+        return self.union(other) == self
+
+    def union(self, other: Room) -> Room:
+        """Return room for either."""
+        return Room(
+            **{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(Room)}
+        )
+
+
+class StepTables:
+    """A step's tables and scratch on the device, and the launches that use them.
+
+    Args:
+        space: What steps share.
+        room: How much fits.
+        block_rows: Rows of a row block; 1 pads every row by itself.
+    """
+
+    def __init__(self, space: LoraSpace, room: Room, block_rows: int) -> None:
+        device, directory = space.pool.device, space.directory
+        self._space = space
+        self.room = room
+        self._block_rows = block_rows
+        self._is_padded = block_rows == 1
+        self._splits = 1 if block_rows == PROMPT_ROWS else MAX_SPLITS
+        num_groups = len(directory.groups)
+        is_pinned = device.type == "cuda"
+        self._host = torch.zeros(1 + BLOCK_FIELDS * room.num_blocks, dtype=torch.int64, pin_memory=is_pinned)
+        self._step = torch.zeros_like(self._host, device=device)
+        self._work = torch.empty((num_groups, room.num_items), dtype=torch.int32, device=device)
+        self._sizes = torch.zeros((num_groups, 2), dtype=torch.int32, device=device)
+        self._partials = torch.empty(
+            (room.max_planes * self._splits, room.num_rows, room.max_rank), dtype=torch.float32, device=device
+        )
+
+    @classmethod
+    def for_rows(cls, space: LoraSpace, rows: Sequence[TableRows], *, is_padded: bool = False) -> StepTables:
+        """Return tables just large enough for ``rows``, written and planned."""
+        block_rows = 1 if is_padded else block_rows_for(rows)
+        tables = cls(space, measure(rows, block_rows), block_rows)
+        assert tables.write(rows)
+        tables.plan()
+        return tables
+
+    def write(self, rows: Sequence[TableRows]) -> bool:
+        """Write the step's row blocks to the device, on the current stream; return False if they do not fit."""
+        if not self.room.holds(measure(rows, self._block_rows)):
+            return False
+        lines = [
+            (first, min(self._block_rows, stop - first), table.data.data_ptr())
+            for start, stop, table in rows
+            for first in range(start, stop, self._block_rows)
+        ]
+        host = self._host.numpy()
+        host[0] = len(lines)
+        host[1 : 1 + BLOCK_FIELDS * len(lines)] = np.asarray(lines, dtype=np.int64).ravel()
+        self._step.copy_(self._host, non_blocking=True)
+        return True
+
+    def plan(self) -> None:
+        """Let the device list each group's work; needed after ``write``, and part of a captured graph."""
+        from manylora.execution.kernels.triton import lora as triton_lora
+
+        directory = self._space.directory
+        triton_lora.plan[(len(directory.groups),)](
+            self._step,
+            self._work,
+            self._work.stride(0),
+            self._sizes,
+            directory.line,
+            MODULES=directory.num_modules,
+            PAD=self._is_padded,
+            BLOCKS=_power_of_two(self.room.num_blocks),
+        )
+
+    def apply(self, x: torch.Tensor, out: torch.Tensor, span: GroupSpan) -> None:
+        """Add every adapter's share of one group.
+
+        Args:
+            x: Inputs ``[rows, in]``.
+            out: Outputs ``[rows, out]``, added into.
+            span: The group.
+        """
+        from manylora.execution.kernels.triton import lora as triton_lora
+
+        assert x.stride(1) == 1 and out.stride(1) == 1, f"rows must be contiguous: {x.stride()}, {out.stride()}"
+        assert x.dtype == self._space.pool.dtype == out.dtype
+        is_prompt = self._block_rows == PROMPT_ROWS
+        wide = x.dtype.itemsize == 2
+        splits = 1 if is_prompt else min(self._splits, _power_of_two(span.in_features // SPLIT_COLUMNS))
+        block_k = 64 if is_prompt else 256 if wide else 128
+        block_n = 128 if is_prompt or not wide else 256
+        block_m = max(16, self._block_rows)
+        columns = self._space.columns(span, block_n)
+        align = self._space.directory.alignment
+        programs = num_programs(x.device)
+        line = self._space.directory.line
+        rank_stride, split_stride = self._partials.stride(1), self._partials.stride(0)
+        triton_lora.shrink[(-(-programs // splits), splits)](
+            x,
+            x.stride(0),
+            self._space.pool,
+            self._step,
+            self._work,
+            self._work.stride(0),
+            self._sizes,
+            span.index,
+            line,
+            self._partials,
+            rank_stride,
+            split_stride,
+            SPLITS=splits,
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            ALIGN=align,
+            num_warps=4,
+            num_stages=3,
+        )
+        triton_lora.expand[(programs,)](
+            out,
+            out.stride(0),
+            self._space.pool,
+            self._step,
+            self._sizes,
+            columns,
+            columns.shape[0],
+            span.index,
+            line,
+            self._partials,
+            rank_stride,
+            split_stride,
+            SPLITS=splits,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            ALIGN=align,
+            num_warps=4,
+            num_stages=3,
+        )
+
+
+class BatchTables:
+    """The tables of one set of rows, made when a kernel first asks for them.
+
+    Args:
+        space: What steps share.
+        rows: Whose rows are whose, in order.
+    """
+
+    def __init__(self, space: LoraSpace, rows: Sequence[TableRows]) -> None:
+        self._space = space
+        self._rows = rows
+
+    def has_group(self, span: GroupSpan) -> bool:
+        """Return whether any adapter of these rows changes the group."""
+        return bool(self._present[span.index])
+
+    @cached_property
+    def _present(self) -> NDArray[np.bool_]:
+        present = np.zeros(len(self._space.directory.groups), dtype=np.bool_)
+        for _, _, table in self._rows:
+            present |= table.template.present
+        return present
+
+    @cached_property
+    def ragged(self) -> StepTables:
+        """Rows of one adapter together, true ranks."""
+        return StepTables.for_rows(self._space, self._rows)
+
+    @cached_property
+    def padded(self) -> StepTables:
+        """Every row by itself, at the largest rank."""
+        return StepTables.for_rows(self._space, self._rows, is_padded=True)
+
+
+def block_rows_for(rows: Sequence[TableRows]) -> int:
+    """Return the height of row blocks that suits a step: low unless some adapter has a prompt."""
+    return DECODE_ROWS if max(stop - start for start, stop, _ in rows) <= DECODE_ROWS else PROMPT_ROWS
+
+
+def measure(rows: Sequence[TableRows], block_rows: int) -> Room:
+    """Return the room that a step of ``rows`` takes."""
+    blocks = [-(-(stop - start) // block_rows) for start, stop, _ in rows]
+    tiles = [table.template.max_tiles for _, _, table in rows]
+    if block_rows == 1:
+        tiles = [max(tiles)] * len(tiles)
+    return Room(
+        num_blocks=sum(blocks),
+        num_items=sum(count * num_tiles for count, num_tiles in zip(blocks, tiles, strict=True)),
+        num_rows=max(stop for _, stop, _ in rows),
+        max_rank=max(table.template.max_rank for _, _, table in rows),
+        max_planes=max(table.template.max_planes for _, _, table in rows),
+    )
+
+
+def _power_of_two(value: int) -> int:
+    """Return the smallest power of two that is at least ``value`` and at least 1."""
+    return 1 << max(0, value - 1).bit_length()

@@ -1,0 +1,141 @@
+"""Describe a loaded model as a ``BaseShape``: which modules an adapter may change, and which share an input."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Any
+
+from torch import nn
+
+from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.execution.model.load import LoadedModel
+from manylora.execution.model.probe import ModelProbe
+
+__all__ = ["describe_model"]
+
+# Siblings that are computed as one product, if the probe saw them take the same input.
+_FAMILIES = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
+
+# Where a checkpoint lies and who wrote it says nothing about what fits it.
+_VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
+
+
+def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, max_model_len: int) -> BaseShape:
+    """Walk the model and describe it.
+
+    Args:
+        loaded: The model, before its modules are replaced.
+        probe: What one pass through it found.
+        block_size: Tokens of KV in a page.
+        max_model_len: Longest context that will be served, in tokens.
+    """
+    model, config = loaded.model, loaded.text_config
+    page = PageShape(
+        block_size=block_size,
+        num_layers=probe.num_layers,
+        num_kv_heads=probe.num_kv_heads,
+        head_dim=probe.head_dim,
+        element_bytes=loaded.dtype.itemsize,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+    )
+    modules = tuple(_modules(model, probe))
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return BaseShape(
+        name=loaded.name,
+        architecture=str(config.model_type),
+        fingerprint=_fingerprint(config.to_dict(), modules, page),
+        vocab_size=int(embedding.weight.shape[0]),
+        hidden_size=int(config.hidden_size),
+        num_layers=probe.num_layers,
+        max_model_len=max_model_len,
+        page=page,
+        modules=modules,
+        all_linear=_all_linear(model),
+        eos_token_ids=_eos_token_ids(model),
+        unsupported=tuple(_unsupported(model, {module.name for module in modules})),
+    )
+
+
+def _modules(model: nn.Module, probe: ModelProbe) -> Iterable[TargetModule]:
+    groups = _groups(model, probe)
+    for name, module in model.named_modules():
+        if name not in probe.inputs and name != probe.head:
+            continue
+        if type(module) is nn.Linear:
+            kind, in_features, out_features = ModuleKind.LINEAR, module.in_features, module.out_features
+        elif isinstance(module, nn.Embedding):
+            kind, in_features, out_features = ModuleKind.EMBEDDING, module.num_embeddings, module.embedding_dim
+        else:
+            continue
+        layer = re.search(r"\.(\d+)\.", name)
+        group, offset = groups.get(name, (name, 0))
+        yield TargetModule(
+            name=name,
+            kind=kind,
+            in_features=in_features,
+            out_features=out_features,
+            layer=int(layer.group(1)) if layer else None,
+            group=group,
+            offset=offset,
+        )
+
+
+def _groups(model: nn.Module, probe: ModelProbe) -> dict[str, tuple[str, int]]:
+    """Return (group, first column) of every module that is computed together with siblings."""
+    groups: dict[str, tuple[str, int]] = {}
+    for parent, _ in model.named_modules():
+        for family, children in _FAMILIES.items():
+            names = [f"{parent}.{child}" for child in children]
+            if not all(name in probe.inputs for name in names) or len({probe.inputs[name] for name in names}) != 1:
+                continue
+            linears = [linear for name in names if type(linear := model.get_submodule(name)) is nn.Linear]
+            if len(linears) != len(names):
+                continue
+            offset = 0
+            for name, linear in zip(names, linears, strict=True):
+                groups[name] = (f"{parent}.{family}", offset)
+                offset += linear.out_features
+    return groups
+
+
+def _all_linear(model: nn.Module) -> tuple[str, ...]:
+    """Return what PEFT's ``all-linear`` picks: every linear but the output head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+
+
+def _unsupported(model: nn.Module, adaptable: set[str]) -> Iterable[tuple[str, str]]:
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own or name in adaptable:
+            continue
+        if any(parameter.ndim == 3 for parameter in own.values()):
+            yield name, "its experts are one three-dimensional weight, which LoRA on modules cannot reach"
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            yield name, "it does not see every token exactly once (an expert, or a part that text does not use)"
+        elif "norm" in type(module).__name__.lower():
+            yield name, "it is a normalisation, not a linear"
+        else:
+            yield name, f"it is a {type(module).__name__}, not a linear"
+
+
+def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+    ids: list[int] = []
+    for config in (getattr(model, "generation_config", None), model.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            ids.extend([value] if isinstance(value, int) else value)
+    return tuple(sorted(set(ids)))
+
+
+def _fingerprint(config: dict[str, Any], modules: Iterable[TargetModule], page: PageShape) -> str:
+    content = {
+        "config": {key: value for key, value in config.items() if key not in _VOLATILE},
+        "modules": [(m.name, m.kind.value, m.in_features, m.out_features, m.group, m.offset) for m in modules],
+        "page": [page.num_elements, page.dtype],
+    }
+    text = json.dumps(content, sort_keys=True, default=str)
+    return blake2b(text.encode(), digest_size=16).hexdigest()

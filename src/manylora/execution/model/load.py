@@ -1,0 +1,136 @@
+"""Load a Hugging Face causal language model so that it runs on flat batches with our attention."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from manylora.config import ModelConfig
+from manylora.errors import ConfigError
+from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
+from manylora.execution.model.checkpoint import check_checkpoint
+
+__all__ = ["LoadedModel", "context_limit", "load_model"]
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Rotary embeddings whose frequencies change once any position of the *batch* passes the trained length: in a
+# batch of many sequences a long one would change the others, so such models are served up to that length.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to be adapted.
+
+    Args:
+        name: What it was loaded by.
+        model: The causal language model, in evaluation mode, on its device.
+        text_config: The part of its configuration that describes the decoder.
+        dtype: Of its weights.
+        device: Where it is.
+    """
+
+    name: str
+    model: nn.Module
+    text_config: Any
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(config: ModelConfig) -> LoadedModel:
+    """Load the base model.
+
+    Args:
+        config: Which model, dtype and device.
+
+    Raises:
+        ConfigError: There is no such model, or it is none that can be served this way; says why.
+    """
+    check_checkpoint(config.model, config.revision)
+    register_attention()
+    device = _device(config.device)
+    try:
+        checkpoint = AutoConfig.from_pretrained(
+            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"Got model = {config.model!r}, which cannot be read: {error}") from error
+    if getattr(checkpoint, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"Got model = {config.model!r} of type {checkpoint.model_type!r}: encoder-decoder models are not supported"
+        )
+    dtype = _dtype(config.dtype, checkpoint, device)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.model,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"Got model = {config.model!r} of type {checkpoint.model_type!r}, which cannot be loaded: {error}"
+        ) from error
+    if not model._supports_attention_backend:
+        raise ConfigError(
+            f"Got model = {config.model!r} of type {checkpoint.model_type!r}, whose attention cannot be replaced"
+        )
+    model.requires_grad_(False)
+    return LoadedModel(
+        name=config.model,
+        model=model.eval().to(device),
+        text_config=model.config.get_text_config(),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def context_limit(text_config: Any) -> int:
+    """Return the longest context in tokens that the model was made for and that may share a batch."""
+    limit = int(text_config.max_position_embeddings)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    variants = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for variant in variants:
+        if variant.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            trained = int(
+                variant.get("original_max_position_embeddings")
+                or getattr(text_config, "original_max_position_embeddings", None)
+                or limit
+            )
+            if trained < limit:
+                logger.warning("context_limited rope_type=%s max_model_len=%d", variant["rope_type"], trained)
+                limit = trained
+    return limit
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"Got device = {name!r}, expected auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"Got device = {name!r}, but no CUDA device is available")
+    return device
+
+
+def _dtype(name: str, checkpoint: Any, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = checkpoint.get_text_config().dtype
+    return own if own in (torch.bfloat16, torch.float16) else torch.bfloat16

@@ -1,0 +1,197 @@
+"""One small forward pass at load time that finds out what a model really does.
+
+Instead of a list of architectures that we believe in, we look: does every layer ask for attention once,
+causal, with K and V of one shape, through our function, without a mask and without arguments that we do not
+know? Which linears see every token, which share one input? What does not fit is refused before anything is
+served, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from manylora.errors import ConfigError
+from manylora.execution.attention.paged import AttentionCall
+
+__all__ = ["ModelProbe", "measure_activations", "probe_model"]
+
+NUM_TOKENS = 5
+NUM_SAMPLED = 2
+
+# Keyword arguments of attention that change nothing here: positions are in q and k already, the rest is about
+# caches and outputs that we do not use.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProbe:
+    """What the pass found.
+
+    Args:
+        num_layers: Layers with attention, numbered from 0.
+        num_kv_heads: Heads of K and V, the same in every layer.
+        head_dim: Width of K and V heads.
+        inputs: Per module that was called exactly once on every token: which input it saw; equal numbers are the
+            same tensor.
+        head: Name of the output head, called once on the sampled rows.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    inputs: dict[str, int]
+    head: str | None
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """Takes the part of the paged batch and notes what it is asked."""
+
+    architecture: str
+    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Check one layer's call; the answer's values do not matter, its shape does."""
+        layer = getattr(call.module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.layers:
+            raise self.refusal(f"layer {layer!r} asks for attention more than once or has no number")
+        if call.mask is not None:
+            raise self.refusal(f"layer {layer} brings an attention mask of its own")
+        if getattr(call.module, "is_causal", True) is False or call.extra.get("is_causal") is False:
+            raise self.refusal(f"layer {layer} is not causal")
+        unknown = sorted(k for k, v in call.extra.items() if v is not None and k not in _HARMLESS)
+        if unknown:
+            raise self.refusal(f"layer {layer} passes {', '.join(unknown)} to attention, which is not implemented")
+        if call.key.shape != call.value.shape:
+            raise self.refusal(f"layer {layer} has keys {tuple(call.key.shape)} and values {tuple(call.value.shape)}")
+        self.layers[layer] = (call.key.shape[0], call.key.shape[2])
+        return torch.zeros_like(call.query).transpose(0, 1)
+
+    def refusal(self, why: str) -> ConfigError:
+        """Return the named error."""
+        return ConfigError(f"Got a model of type {self.architecture!r}, which is not supported: {why}")
+
+
+def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> ModelProbe:
+    """Run the model once on a few tokens and report what it does.
+
+    Args:
+        model: A causal language model whose attention is ours; unchanged afterwards.
+        architecture: Its ``model_type``, for messages.
+        num_layers: Decoder layers its configuration claims.
+
+    Raises:
+        ConfigError: It does something that we do not serve.
+    """
+    recorder = _Recorder(architecture)
+    seen: dict[str, list[torch.Tensor]] = {}
+    with _watching(model, seen), torch.inference_mode():
+        device = next(model.parameters()).device
+        tokens = torch.arange(NUM_TOKENS, device=device)[None]
+        keep = torch.arange(NUM_TOKENS - NUM_SAMPLED, NUM_TOKENS, device=device)
+        try:
+            logits = model(
+                input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep, paged=recorder
+            ).logits
+        except TypeError as error:
+            raise recorder.refusal(f"its forward pass does not take what paged attention needs ({error})") from error
+    missing = [layer for layer in range(num_layers) if layer not in recorder.layers]
+    if missing or len(recorder.layers) != num_layers:
+        raise recorder.refusal(
+            f"layers {missing} keep state in another way than keys and values"
+            if missing
+            else f"it has {len(recorder.layers)} attention layers where its configuration says {num_layers}"
+        )
+    if logits.shape[:2] != (1, NUM_SAMPLED):
+        raise recorder.refusal("it cannot compute logits of chosen rows only")
+    shapes = sorted(set(recorder.layers.values()))
+    if len(shapes) != 1:
+        raise recorder.refusal(f"its layers have keys of different shapes: {shapes} (heads, head size)")
+    return _summary(model, seen, num_layers, shapes[0])
+
+
+def _summary(
+    model: nn.Module, seen: dict[str, list[torch.Tensor]], num_layers: int, kv_shape: tuple[int, int]
+) -> ModelProbe:
+    head_module = model.get_output_embeddings()  # type: ignore[operator]
+    head = None
+    inputs: dict[str, int] = {}
+    numbers: dict[int, int] = {}
+    for name, tensors in seen.items():
+        if len(tensors) != 1:
+            continue
+        num_rows = tensors[0].shape[:-1].numel() if tensors[0].is_floating_point() else tensors[0].numel()
+        if model.get_submodule(name) is head_module:
+            head = name if num_rows == NUM_SAMPLED else None
+        elif num_rows == NUM_TOKENS:
+            inputs[name] = numbers.setdefault(id(tensors[0]), len(numbers))
+    return ModelProbe(num_layers=num_layers, num_kv_heads=kv_shape[0], head_dim=kv_shape[1], inputs=inputs, head=head)
+
+
+@contextmanager
+def _watching(model: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator[None]:
+    """Note the input of every linear and embedding; holding the tensors keeps their identities unique."""
+
+    def note(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], torch.Tensor):
+                seen.setdefault(name, []).append(args[0])
+
+        return hook
+
+    hooks = [
+        module.register_forward_pre_hook(note(name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Blank:
+    """Answers attention with zeros: for measuring everything else."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Return zeros of the right shape."""
+        return torch.zeros_like(call.query).transpose(0, 1)
+
+
+@torch.inference_mode()
+def measure_activations(model: nn.Module, *, num_tokens: int, num_sampled: int) -> int:
+    """Return the peak bytes that a step of ``num_tokens`` takes on a GPU beside weights and pages.
+
+    The largest step's hidden states, and the logits with the copies that sampling makes of them.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    logits = model(
+        input_ids=tokens,
+        position_ids=torch.arange(num_tokens, device=device)[None],
+        use_cache=False,
+        logits_to_keep=torch.arange(num_sampled, device=device),
+        paged=_Blank(),
+    ).logits
+    peak = torch.cuda.max_memory_allocated(device) - before
+    return int(peak + 4 * logits.numel() * torch.float32.itemsize)

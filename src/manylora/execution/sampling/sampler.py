@@ -1,0 +1,299 @@
+"""From logits to tokens: one vectorised pass for the whole batch, with no state that a seed depends on.
+
+The order is vLLM's, so that the parameters mean what people know::
+
+    raw logits -> (log-probabilities to report) -> logit bias, min_tokens, grammar -> penalties
+               -> temperature -> min-p -> top-k -> top-p -> one draw
+
+A draw needs one uniform number, and that is a pure function of ``(seed, tokens generated so far)``: a
+counter-based generator (Philox4x32-10, the one CUDA uses) instead of generator objects that would have to
+be kept, saved at pre-emption and replayed. So a seed gives the same tokens whatever shares the batch and
+however often the request is recomputed. Rows pay only for what they ask: an all-greedy batch is one
+``max``, edits are sparse scatters, and only rows with top-k or top-p are looked at in sorted order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+from manylora.adapters.shape import BaseShape
+from manylora.config import ModelConfig
+from manylora.execution.device import make_device_ops
+from manylora.execution.sampling.draw import cut_weights, draw_at
+from manylora.execution.sampling.grammar import JsonGrammar
+from manylora.execution.sampling.philox import philox_uniform
+from manylora.plan import PlannedSequence
+from manylora.types import SampledToken
+
+__all__ = ["Sampler", "TokenMasks", "make_sampler"]
+
+logger = logging.getLogger(__name__)
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them would only lose digits."""
+
+LEAST_LOGPROB = -9999.0
+"""What a token of probability zero reports: JSON has no infinity (vLLM answers the same)."""
+
+
+class TokenMasks(Protocol):
+    """What constrained decoding gives the sampler; implemented by ``execution.grammar``."""
+
+    def allowed(self, seq_id: int, schema: str, generated: Sequence[int]) -> NDArray[np.bool_]:
+        """Return which tokens may follow ``generated``, bool ``[vocab]``; never raises."""
+        ...
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Forget these sequences."""
+        ...
+
+
+class Sampler:
+    """Choose the next token of every row.
+
+    Logits a broken adapter made do not stop the others: NaN is never chosen, +inf is the largest finite
+    number, and a row where nothing is left to choose (all NaN or masked) ends with an end-of-sequence token
+    where the model has one, token 0 otherwise.
+
+    Args:
+        vocab_size: Columns of the logits.
+        eos_token_ids: The model's end-of-sequence tokens.
+        device: Where the logits live.
+        grammar: Masks for requests with ``json_schema``; without it such rows end at once, since an
+            unconstrained answer would be wrong in silence (callers refuse such requests before).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        grammar: TokenMasks | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._eos = tuple(t for t in eos_token_ids if 0 <= t < vocab_size)
+        self._ops = make_device_ops(torch.device(device))
+        # On the CPU a look saves a pass; a GPU would have to finish first, and stand still until it is told.
+        self._may_look = self._ops.device.type == "cpu"
+        self._grammar = grammar
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Forget sequences that will not come back (only grammars keep anything)."""
+        if self._grammar is not None:
+            self._grammar.release(seq_ids)
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken]:
+        """Choose one token per row.
+
+        Args:
+            logits: ``[n, vocab]``, any float type; never written to.
+            sequences: Row ``i`` is the next token of ``sequences[i]``.
+
+        Returns:
+            One token per row, with log-probabilities of the raw logits where asked for.
+        """
+        if not sequences:
+            return []
+        logits = logits.float()
+        highest, best = logits.max(dim=-1)  # the first of equals, as documented by torch
+        if not (self._may_look and bool(highest.isfinite().all())):
+            logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+            highest, best = logits.max(dim=-1)
+        raw = logits
+        edited = self._edit(logits, sequences)
+        if edited is not logits:
+            logits = edited
+            highest, best = logits.max(dim=-1)
+
+        drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_BELOW]
+        if drawn:
+            rows = self._upload(drawn, np.int64)
+            everyone = len(drawn) == len(sequences)
+            tokens = self._draw(
+                logits if everyone else logits[rows],
+                highest if everyone else highest[rows],
+                [sequences[i] for i in drawn],
+            )
+            best = tokens if everyone else best.index_copy(0, rows, tokens)
+        dead = highest == -torch.inf
+        if not (self._may_look and not bool(dead.any())):
+            best = best.masked_fill(dead, self._eos[0] if self._eos else 0)
+        chosen: list[int] = best.tolist()
+
+        reported = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
+        if not reported:
+            return [SampledToken(token_id=token) for token in chosen]
+        logprobs = self._logprobs(raw, reported, sequences, chosen)
+        return [logprobs.get(i) or SampledToken(token_id=token) for i, token in enumerate(chosen)]
+
+    def _edit(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
+        """Apply bias, min_tokens, grammar and penalties; the same tensor when no row asks for any.
+
+        All but the grammar touch few columns, so they are gathered as (row, column) lists and scattered once.
+        """
+        vocab = self._vocab_size
+        bias: list[tuple[int, int, float]] = []
+        banned: list[tuple[int, int]] = []
+        masks: list[tuple[int, NDArray[np.bool_]]] = []
+        penalties: list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]] = []
+        for row, sequence in enumerate(sequences):
+            sampling = sequence.sampling
+            for token, value in sampling.logit_bias:
+                if token < vocab:
+                    bias.append((row, token, value))
+            if sampling.min_tokens > num_generated(sequence):
+                ending = {*self._eos, *sampling.stop_token_ids}
+                banned.extend((row, token) for token in sorted(ending) if token < vocab)
+            if sampling.json_schema is not None:
+                masks.append((row, self._grammar_mask(sequence, sampling.json_schema)))
+            if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
+                penalties.append(_penalties(row, sequence, vocab))
+        if not (bias or banned or masks or penalties):
+            return logits
+
+        logits = logits.clone()
+        flat = logits.view(-1)
+        if bias:
+            at = self._upload([row * vocab + token for row, token, _ in bias], np.int64)
+            values = self._upload([value for _, _, value in bias], np.float32)
+            flat.index_put_((at,), values, accumulate=True)
+        if banned:
+            at = self._upload([row * vocab + token for row, token in banned], np.int64)
+            flat.index_fill_(0, at, -torch.inf)
+        if masks:
+            allowed = self._ops.upload(np.stack([mask for _, mask in masks]))
+            rows = self._upload([row for row, _ in masks], np.int64)
+            logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+        if penalties:
+            at, subtract, scale = (self._ops.upload(np.concatenate(parts)) for parts in zip(*penalties, strict=True))
+            values = flat[at]
+            flat[at] = torch.where(values > 0, values / scale, values * scale) - subtract
+        return logits
+
+    def _grammar_mask(self, sequence: PlannedSequence, schema: str) -> NDArray[np.bool_]:
+        if self._grammar is None:
+            logger.error("grammar_missing seq_id=%d", sequence.seq_id)
+            return np.zeros(self._vocab_size, dtype=np.bool_)
+        return self._grammar.allowed(sequence.seq_id, schema, sequence.tokens[sequence.num_prompt_tokens :])
+
+    def _draw(self, logits: Tensor, highest: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
+        """Draw a token per row by inverting its cumulative distribution at one uniform number.
+
+        Args:
+            logits: ``[n, vocab]`` float32, edited.
+            highest: ``[n]``, the largest of each row.
+            sequences: The rows.
+
+        Returns:
+            ``[n]`` int64; undefined for rows whose ``highest`` is -inf.
+        """
+        samplings = [s.sampling for s in sequences]
+        temperature = self._column([s.temperature for s in samplings])
+        cut = [i for i, s in enumerate(samplings) if s.top_p < 1.0 or 0 < s.top_k < self._vocab_size]
+        # In place where it can be: fresh buffers of this size cost more (page faults) than the arithmetic.
+        scaled = (logits - highest[:, None]).div_(temperature)  # largest is 0: no overflow however cold
+        weights = scaled.exp() if cut else scaled.exp_()  # [n, vocab], the most likely token weighs 1
+        min_p = self._column([s.min_p for s in samplings])
+        if any(s.min_p > 0.0 for s in samplings):
+            weights *= weights >= min_p
+        if cut:
+            rows = self._upload(cut, np.int64)
+            top_k = self._upload([min(samplings[i].top_k or self._vocab_size, self._vocab_size) for i in cut], np.int64)
+            top_p = self._upload([samplings[i].top_p for i in cut], np.float64)
+            everyone = len(cut) == len(sequences)
+            if everyone:
+                cut_weights(scaled, weights, min_p, top_k, top_p)
+            else:
+                some = weights[rows]
+                cut_weights(scaled[rows], some, min_p[rows], top_k, top_p)
+                weights[rows] = some
+        uniform = philox_uniform(
+            np.array([s.seed % 2**64 for s in sequences], dtype=np.uint64),
+            np.array([num_generated(s) for s in sequences], dtype=np.uint64),
+        )
+        return draw_at(weights, self._ops.upload(uniform))
+
+    def _column(self, values: list[float]) -> Tensor:
+        return self._upload(values, np.float32)[:, None]
+
+    def _upload(self, values: Sequence[float], dtype: DTypeLike) -> Tensor:
+        return self._ops.upload(np.asarray(values, dtype=dtype))
+
+    def _logprobs(
+        self, raw: Tensor, rows: list[int], sequences: Sequence[PlannedSequence], chosen: list[int]
+    ) -> dict[int, SampledToken]:
+        """Report the chosen token and the most likely ones, equals in the order of their ids."""
+        wanted = raw[self._upload(rows, np.int64)]
+        totals = wanted.logsumexp(dim=-1)
+        mine = wanted.gather(1, self._upload([chosen[i] for i in rows], np.int64)[:, None]).squeeze(1) - totals
+        counts = [min(sequences[i].sampling.logprobs or 0, self._vocab_size) for i in rows]
+        tops: list[list[tuple[int, float]]] = [[] for _ in rows]
+        if most := max(counts):
+            least = wanted.topk(most, dim=-1).values[:, -1:]
+            found = (wanted >= least).nonzero()  # at least `most` per row, more where equals straddle the cut
+            values = (wanted[found[:, 0], found[:, 1]] - totals[found[:, 0]]).cpu().numpy()
+            where = found.cpu().numpy()
+            order = np.lexsort((where[:, 1], -values, where[:, 0]))
+            for row, token, value in zip(
+                where[order, 0].tolist(), where[order, 1].tolist(), values[order].tolist(), strict=True
+            ):
+                if len(tops[row]) < counts[row]:
+                    tops[row].append((token, _reportable(value)))
+        return {
+            i: SampledToken(token_id=chosen[i], logprob=_reportable(value), top=tuple(top))
+            for i, value, top in zip(rows, mine.tolist(), tops, strict=True)
+        }
+
+
+def make_sampler(config: ModelConfig, base: BaseShape) -> Sampler:
+    """Return the sampler of a live engine, ready for requests with a JSON schema.
+
+    Args:
+        config: Where the model runs, and its tokenizer.
+        base: The model's shape.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    grammar = JsonGrammar(
+        config.tokenizer or config.model, base.vocab_size, base.eos_token_ids, revision=config.revision
+    )
+    return Sampler(base.vocab_size, base.eos_token_ids, device, grammar=grammar)
+
+
+def num_generated(sequence: PlannedSequence) -> int:
+    """Count the tokens generated so far: the position of the next draw."""
+    return sequence.start + sequence.num_tokens - sequence.num_prompt_tokens
+
+
+def _reportable(logprob: float) -> float:
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # a NaN (row without any finite logit) too
+
+
+def _penalties(
+    row: int, sequence: PlannedSequence, vocab: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    """Return flat positions in the logits, what to subtract there, and the scale, for one row's seen tokens.
+
+    Presence and frequency look at generated tokens, repetition at the prompt too (vLLM's definitions).
+    """
+    sampling = sequence.sampling
+    tokens = np.asarray(sequence.tokens[:], dtype=np.int64)
+    generated, counts = np.unique(tokens[sequence.num_prompt_tokens :], return_counts=True)
+    seen = np.unique(tokens) if sampling.repetition_penalty != 1.0 else generated
+    subtract = np.zeros(len(seen), dtype=np.float32)
+    subtract[np.searchsorted(seen, generated)] = (
+        sampling.frequency_penalty * counts.astype(np.float32) + sampling.presence_penalty
+    )
+    inside = seen < vocab
+    scale = np.full(int(inside.sum()), sampling.repetition_penalty, dtype=np.float32)
+    return row * vocab + seen[inside], subtract[inside], scale

@@ -1,0 +1,1 @@
+"""Where weights and KV lie: the page tensor, adapters on the device, the host tier, and the readers that fill it."""

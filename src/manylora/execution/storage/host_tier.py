@@ -1,0 +1,79 @@
+"""The host tier: packed adapter images in main memory, by key.
+
+Which adapters may stay is the engine's decision (it calls ``drop``); this is only the shelf, safe from the
+threads that read files, copy to the device and run the loop.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from manylora.adapters.layout import AdapterLayout
+from manylora.adapters.packed import PackedAdapter
+from manylora.execution.storage.page_tensor import image_tensor
+from manylora.execution.storage.tile_tables import GroupDirectory, TileTemplate, make_template
+from manylora.types import AdapterKey
+
+__all__ = ["HostAdapter", "HostTier"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter ready to be copied: its pages ``[num_pages, elements]`` and where what lies in them.
+
+    ``template`` says the same to kernels that find weights by table; ``None`` where no such kernel is in use.
+    """
+
+    layout: AdapterLayout
+    image: torch.Tensor
+    template: TileTemplate | None = None
+
+
+class HostTier:
+    """Packed adapters by key.
+
+    Args:
+        is_pinned: Keep them page-locked, so that copies to a GPU run beside its work.
+        directory: The base's groups, for kernels that find weights by table.
+    """
+
+    def __init__(self, *, is_pinned: bool, directory: GroupDirectory | None = None) -> None:
+        self._directory = directory
+        self._is_pinned = is_pinned
+        self._lock = threading.Lock()
+        self._adapters: dict[AdapterKey, HostAdapter] = {}
+
+    def put(self, packed: PackedAdapter) -> HostAdapter:
+        """Keep an adapter and return what is kept; the same content again changes nothing."""
+        key = packed.version.key
+        with self._lock:
+            if key in self._adapters:
+                return self._adapters[key]
+        image = image_tensor(packed.image)
+        template = make_template(packed.layout, self._directory) if self._directory is not None else None
+        adapter = HostAdapter(packed.layout, image.pin_memory() if self._is_pinned else image, template)
+        with self._lock:
+            return self._adapters.setdefault(key, adapter)
+
+    def get(self, key: AdapterKey) -> HostAdapter | None:
+        """Return the adapter, ``None`` when it is not in the host tier."""
+        with self._lock:
+            return self._adapters.get(key)
+
+    def drop(self, key: AdapterKey) -> None:
+        """Let go of an adapter; its memory returns once no copy in flight reads it."""
+        with self._lock:
+            self._adapters.pop(key, None)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._adapters)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all images."""
+        with self._lock:
+            return sum(adapter.image.nbytes for adapter in self._adapters.values())

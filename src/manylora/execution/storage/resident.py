@@ -1,0 +1,127 @@
+"""An adapter on the device: views of its tiles in the page pool, made once when it becomes resident.
+
+Tiles that lie directly behind one another in a page are seen as one matrix, so that a CPU (where a tile of
+16 rows is far too small a product) works on pieces as large as the layout left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from manylora.adapters.layout import AdapterLayout, GroupLayout, Tile
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.tile_tables import AdapterTable, TileTemplate
+
+__all__ = ["GroupWeights", "ModuleWeights", "Piece", "ResidentAdapter", "make_resident"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A contiguous part of a matrix: ``weight`` holds its rows ``[row, ...)`` and columns ``[col, ...)``."""
+
+    weight: torch.Tensor
+    row: int
+    col: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """B^T of one module.
+
+    Args:
+        row: Its first row in the group's A stack.
+        rank: Its rank.
+        offset: First column of its output in the group's output.
+        b: Pieces of B^T ``[rank, out_features]``, scale folded in.
+    """
+
+    row: int
+    rank: int
+    offset: int
+    b: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWeights:
+    """LoRA weights of one group.
+
+    Args:
+        rank: Rows of the A stack.
+        a: Pieces of the A stack ``[rank, in_features]``.
+        modules: Its modules.
+        prepared: What kernels keep with them, by the kernel's own key; as long-lived as the weights.
+    """
+
+    rank: int
+    a: tuple[Piece, ...]
+    modules: tuple[ModuleWeights, ...]
+    prepared: dict[str, object] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ResidentAdapter:
+    """The weights by group name; the views die with it, the pages belong to the pool.
+
+    Two are equal only if they are the same object: the same weights in other pages are another resident.
+
+    Args:
+        groups: The views.
+        table: The same for kernels that find weights by table, ``None`` where no such kernel is in use.
+    """
+
+    groups: dict[str, GroupWeights]
+    table: AdapterTable | None = None
+
+
+def make_resident(
+    layout: AdapterLayout, pages: Sequence[int], pool: PageTensor, template: TileTemplate | None = None
+) -> ResidentAdapter:
+    """Build the views of an adapter that lies in ``pages``, and its table if there is a ``template`` for one."""
+    table = None
+    if template is not None:
+        table = AdapterTable.put(template, pages, pool.shape.num_elements, pool.flat.device)
+    flat = pool.flat_as(layout.dtype)
+    return ResidentAdapter({name: _group(group, pages, flat) for name, group in layout.groups.items()}, table)
+
+
+def _group(group: GroupLayout, pages: Sequence[int], flat: torch.Tensor) -> GroupWeights:
+    modules = tuple(
+        ModuleWeights(part.row, part.rank, part.module.offset, _pieces(part.b, pages, flat)) for part in group.modules
+    )
+    return GroupWeights(group.rank, _pieces(group.a, pages, flat), modules)
+
+
+def _pieces(tiles: Sequence[Tile], pages: Sequence[int], flat: torch.Tensor) -> tuple[Piece, ...]:
+    # One call per view and not three: there are hundreds in an adapter, and each holds the interpreter lock that the
+    # step beside us needs.
+    page_elements = flat.shape[1]
+    return tuple(
+        Piece(
+            flat.as_strided(
+                (run.num_rows, run.num_cols), (run.num_cols, 1), pages[run.page] * page_elements + run.offset
+            ),
+            run.row,
+            run.col,
+        )
+        for run in _runs(tiles)
+    )
+
+
+def _runs(tiles: Sequence[Tile]) -> list[Tile]:
+    """Merge tiles that continue one another in rows and in memory."""
+    runs: list[Tile] = []
+    for tile in tiles:
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and (tile.page, tile.col, tile.num_cols) == (last.page, last.col, last.num_cols)
+            and tile.row == last.row + last.num_rows
+            and tile.offset == last.offset + last.num_rows * last.num_cols
+        ):
+            runs[-1] = Tile(last.page, last.offset, last.row, last.num_rows + tile.num_rows, last.col, last.num_cols)
+        else:
+            runs.append(tile)
+    return runs

@@ -1,0 +1,291 @@
+"""The API's handle on one engine: requests become streams of outputs, admin calls become awaitable answers.
+
+Lives and dies with its link. When the engine ends, every stream and every call in flight raises ``EngineDead``
+at once; ``supervisor`` then makes a new client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
+
+from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.errors import EngineDead, ManyloraError
+from manylora.hosting.link import EngineLink
+from manylora.hosting.protocol import (
+    AddRequests,
+    Cancel,
+    Command,
+    EngineInfo,
+    LoadAdapter,
+    Message,
+    Observations,
+    PinAdapter,
+    Ready,
+    Refused,
+    Reply,
+    TakeSnapshot,
+    Turn,
+    UnloadAdapter,
+    WarmAdapter,
+)
+from manylora.types import Output, Request
+
+__all__ = ["EngineClient", "OutputStream", "Rest", "Taker"]
+
+Rest: TypeAlias = Callable[[], Awaitable[None]]
+"""What a taker could not do without waiting."""
+
+Taker: TypeAlias = Callable[[list[Output]], Rest | None]
+"""Takes outputs; returns what is left to do before it can take more, if anything."""
+
+
+class OutputStream:
+    """The outputs of the requests that were submitted together, until each has finished or been cancelled.
+
+    What arrives is given to its taker at once, in the callback that brought it. To wake a task for every token costs
+    more than to write it, and all streams of a step wait for each other.
+    """
+
+    def __init__(self, request_ids: Sequence[str]) -> None:
+        self.request_ids = tuple(request_ids)
+        self._waiting: list[Output] = []
+        self._error: ManyloraError | None = None
+        self._is_closed = False
+        self._take: Taker | None = None  # there while outputs can be given as they arrive ...
+        self._interrupted: asyncio.Future[Rest | None] | None = None  # ... and the task that sleeps meanwhile
+
+    async def give(self, take: Taker) -> None:
+        """Give outputs to ``take`` as they arrive, until ``close``.
+
+        Where ``take`` returns something left to do, nothing is given until that is done, and then all that came
+        meanwhile: a slow reader gets more tokens at a time, not a longer queue.
+
+        Args:
+            take: Called with one or more outputs, on the event loop but not in this task. What it raises is raised
+                here.
+
+        Raises:
+            EngineDead: The engine is gone, and what it had not delivered is lost.
+        """
+        while not self._is_closed:
+            if self._waiting:
+                outputs, self._waiting = self._waiting, []
+                rest = take(outputs)
+            elif self._error is not None:
+                raise self._error
+            else:
+                self._interrupted = asyncio.get_running_loop().create_future()
+                self._take = take
+                try:
+                    rest = await self._interrupted
+                finally:
+                    self._take = self._interrupted = None
+            if rest is not None:
+                await rest()
+
+    def push(self, output: Output) -> None:
+        """Add an output, for the next ``wake``."""
+        self._waiting.append(output)
+
+    def wake(self) -> None:
+        """Give what was pushed, if it can be taken now."""
+        take, interrupted = self._take, self._interrupted
+        if take is None or interrupted is None or interrupted.done():
+            return
+        rest = None
+        if self._waiting:
+            outputs, self._waiting = self._waiting, []
+            try:
+                rest = take(outputs)
+            except Exception as error:  # the sleeping task's to deal with, and no other stream's
+                interrupted.set_exception(error)
+                return
+        if rest is not None or self._is_closed or self._error is not None:
+            interrupted.set_result(rest)
+
+    def close(self) -> None:
+        """End the stream: ``give`` returns; called by the taker, which has all it wants."""
+        self._is_closed = True
+
+    def fail(self, error: ManyloraError) -> None:
+        """End the stream: after what has arrived, ``give`` raises ``error``."""
+        self._error = error
+        self.wake()
+
+
+class EngineClient:
+    """One engine, seen from the event loop.
+
+    Args:
+        link: The engine's life, not yet started.
+        observe: Takes what the engine observed, message by message.
+    """
+
+    def __init__(self, link: EngineLink, *, observe: Callable[[Observations], None]) -> None:
+        self._link = link
+        self._observe = observe
+        self._streams: dict[str, OutputStream] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._call_numbers = itertools.count(1)
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._watcher: asyncio.Task[str] | None = None
+        self._dead: EngineDead | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process the engine runs in."""
+        return self._link.pid
+
+    async def start(self) -> EngineInfo:
+        """Start the engine and wait until it serves.
+
+        Raises:
+            ManyloraError: It refused its configuration, and says why.
+            EngineDead: It ended before it was ready.
+        """
+        await self._link.start(self._deliver)
+        self._watcher = asyncio.create_task(self._watch())
+        try:
+            waiting: list[asyncio.Future[Any]] = [self._ready, self._watcher]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.done():
+                raise EngineDead(f"{self._watcher.result()} before it was ready")
+            return self._ready.result()
+        finally:
+            self._ready.cancel()
+
+    async def closed(self) -> str:
+        """Wait until the engine is gone; by then everything in flight has failed. Return how it ended."""
+        assert self._watcher is not None
+        return await asyncio.shield(self._watcher)
+
+    async def stop(self) -> None:
+        """End the engine; whatever is in flight fails."""
+        self.fail_all(EngineDead("The server is shutting down."))
+        await self._link.stop()
+        if self._watcher is not None:
+            await self._watcher
+
+    def fail_all(self, error: EngineDead) -> None:
+        """Fail every stream and call in flight, and every later one."""
+        self._dead = self._dead or error
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+        self._streams.clear()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._calls.clear()
+
+    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Add requests, all or none, and return the stream of their outputs.
+
+        Raises:
+            RequestError: One of them is wrong.
+            CapacityError: No room now.
+            EngineDead: The engine is gone.
+        """
+        stream = OutputStream([request.request_id for request in requests])
+        for request_id in stream.request_ids:
+            self._streams[request_id] = stream
+        try:
+            await self._call(lambda call: AddRequests(call, list(requests)))
+        except asyncio.CancelledError:
+            self.cancel(stream.request_ids)
+            raise
+        except ManyloraError:
+            self._forget(stream.request_ids)
+            raise
+        return stream
+
+    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
+        """Stop working on requests; nothing more arrives for them.
+
+        Args:
+            request_ids: Which; those that have ended already are ignored.
+            stopped: Their text reached a stop string: a good end, not somebody who left.
+        """
+        in_flight = [request_id for request_id in request_ids if request_id in self._streams]
+        if in_flight:
+            self._forget(in_flight)
+            self._link.send(Cancel(in_flight, stopped))
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
+        """Read and register an adapter; see ``AdapterCatalog.register`` for what it raises."""
+        return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter's name."""
+        await self._call(lambda call: UnloadAdapter(call, name))
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """Keep an adapter from being evicted, or no longer."""
+        return (await self._call(lambda call: PinAdapter(call, name, pinned))).statuses[0]
+
+    async def warm_adapter(self, name: str) -> AdapterStatus:
+        """Begin to copy an adapter to the device."""
+        return (await self._call(lambda call: WarmAdapter(call, name))).statuses[0]
+
+    async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
+        """Return the engine's counters and the state of every adapter, or of the busiest ``num_adapters``."""
+        reply = await self._call(lambda call: TakeSnapshot(call, num_adapters))
+        assert reply.stats is not None
+        return reply.stats, reply.statuses
+
+    async def _call(self, make: Callable[[int], Command]) -> Reply:
+        if self._dead is not None:
+            raise self._dead
+        call = next(self._call_numbers)
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        try:
+            self._link.send(make(call))
+            reply = await answer
+        finally:
+            self._calls.pop(call, None)
+        if reply.fault is not None:
+            raise reply.fault.to_error()
+        return reply
+
+    async def _watch(self) -> str:
+        how = await self._link.closed()
+        self.fail_all(EngineDead(f"The engine died while it worked on this request ({how}); please try again."))
+        return how
+
+    def _deliver(self, messages: Sequence[Message]) -> None:
+        news: dict[OutputStream, None] = {}  # in order
+        observed: list[Observations] = []
+        for message in messages:
+            match message:
+                case Turn(outputs, observations):
+                    for output in outputs:
+                        stream = self._streams.get(output.request_id)
+                        if stream is not None:
+                            if output.finish is not None:
+                                del self._streams[output.request_id]
+                            stream.push(output)
+                            news[stream] = None
+                    observed.append(observations)
+                case Reply():
+                    answer = self._calls.get(message.call)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+                    if message.observations is not None:
+                        observed.append(message.observations)
+                case Ready(info):
+                    if not self._ready.done():
+                        self._ready.set_result(info)
+                case Refused(fault):
+                    if not self._ready.done():
+                        self._ready.set_exception(fault.to_error())
+        for stream in news:
+            stream.wake()
+        for observations in observed:  # somebody waits for tokens, nobody for statistics
+            self._observe(observations)
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)

@@ -1,0 +1,172 @@
+"""An engine in a process of its own, joined by ZeroMQ over Unix sockets in a directory only we can read.
+
+The process group is its own, so that Ctrl-C reaches the API process alone; its standard input is ours, so that it
+cannot outlive us. Each side connects the socket it sends on and binds the one it receives on: a sender that
+connects has somewhere to queue from the first moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from manylora.config import EngineConfig
+from manylora.errors import ConfigError
+from manylora.hosting.engine_process import pack_setup
+from manylora.hosting.protocol import Command, EngineSetup, Message, decode_message, encode
+
+__all__ = ["ProcessLink"]
+
+LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
+LAST_WORDS_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessLink:
+    """An ``EngineLink`` to a new engine process."""
+
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: str) -> None:
+        self._config = config
+        self._served_name = served_name
+        self._builder = builder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exit_code: asyncio.Future[int] | None = None
+        self._directory: str | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._commands: zmq.Socket[bytes] | None = None
+        self._messages: zmq.Socket[bytes] | None = None
+        self._broken: asyncio.Future[str] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Return the engine process's id; ``None`` before there is one."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
+        """Start the process and begin to receive."""
+        self._directory = tempfile.mkdtemp(prefix="manylora-")
+        if len(self._directory) > LONGEST_SOCKET_PATH - 5:
+            raise ConfigError(f"Got the temporary directory {self._directory!r}, expected a shorter path (TMPDIR)")
+        setup = EngineSetup(
+            config=self._config,
+            served_name=self._served_name,
+            builder=self._builder,
+            commands_address=f"ipc://{self._directory}/down",
+            messages_address=f"ipc://{self._directory}/up",
+            log_level=logging.getLogger().getEffectiveLevel(),
+        )
+        loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._messages = self._context.socket(zmq.PULL)
+        self._messages.set_hwm(0)
+        self._messages.bind(setup.messages_address)
+        self._commands = self._context.socket(zmq.PUSH)
+        self._commands.set_hwm(0)
+        self._commands.connect(setup.commands_address)
+        self._broken = loop.create_future()
+        loop.add_reader(self._messages.fileno(), self._receive, self._messages, self._broken, deliver)
+
+        # -P: what lies in the directory that we were started from is not for importing.
+        command = [sys.executable, "-P", "-m", "manylora.hosting.engine_process"]
+        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        exit_code = self._exit_code = loop.create_future()
+
+        def note_exit(code: int) -> None:
+            if not exit_code.done():
+                exit_code.set_result(code)
+
+        def wait_for_exit() -> None:
+            code = process.wait()
+            with contextlib.suppress(RuntimeError):  # the event loop may be gone before the engine
+                loop.call_soon_threadsafe(note_exit, code)
+
+        threading.Thread(target=wait_for_exit, name="engine-exit", daemon=True).start()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died already: `closed` will say so
+            process.stdin.write(pack_setup(setup))
+            process.stdin.flush()
+
+    def send(self, command: Command) -> None:
+        """Send a command."""
+        if self._commands is not None and not self._commands.closed:
+            self._commands.send(encode(command), zmq.NOBLOCK)
+
+    async def closed(self) -> str:
+        """Wait for the process to end, or for its messages to make no sense."""
+        assert self._exit_code is not None
+        assert self._broken is not None
+        waiting: list[asyncio.Future[Any]] = [self._exit_code, self._broken]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not self._exit_code.done():
+            return f"lost the connection to engine process {self.pid}: {self._broken.result()}"
+        code = self._exit_code.result()
+        await asyncio.sleep(LAST_WORDS_S)  # what it sent before it ended is still on its way
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"engine process {self.pid} was killed by {signal.Signals(-code).name}"
+        return f"engine process {self.pid} ended with exit code {code}"
+
+    async def stop(self) -> None:
+        """Kill the process group and remove the sockets."""
+        process = self._process
+        if process is not None:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await asyncio.get_running_loop().run_in_executor(None, process.wait)
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        if self._messages is not None:
+            self._close_messages(self._messages)
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_result("it was stopped")
+        if self._commands is not None:
+            self._commands.close(linger=0)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _receive(
+        self,
+        socket: zmq.Socket[bytes],
+        broken: asyncio.Future[str],
+        deliver: Callable[[Sequence[Message]], None],
+    ) -> None:
+        """Deliver every message there is; the event loop calls this when there are some.
+
+        To the last one, for ZeroMQ says only when it stops being empty. What an engine sends while it outruns us is
+        delivered together, so that the price of a write is paid once for several tokens.
+        """
+        messages: list[Message] = []
+        try:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    messages.append(decode_message(socket.recv(zmq.NOBLOCK)))
+            if messages:
+                deliver(messages)
+        except Exception as error:
+            self._close_messages(socket)
+            if not broken.done():
+                broken.set_result(repr(error))
+
+    def _close_messages(self, socket: zmq.Socket[bytes]) -> None:
+        if not socket.closed:
+            asyncio.get_running_loop().remove_reader(socket.fileno())
+            socket.close(linger=0)

@@ -1,0 +1,92 @@
+"""An engine in a thread of the API process: one debugger sees everything, and tests start in milliseconds.
+
+Not for serving: while Python code of the engine runs, no request is read and no token is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from manylora.clock import WallClock
+from manylora.config import EngineConfig
+from manylora.hosting.protocol import Command, Message
+from manylora.hosting.service import EngineService
+
+__all__ = ["ThreadLink"]
+
+logger = logging.getLogger(__name__)
+
+
+class ThreadLink:
+    """An ``EngineLink`` to a new engine in a thread."""
+
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: str) -> None:
+        self._config = config
+        self._served_name = served_name
+        self._builder = builder
+        self._service: EngineService | None = None
+        self._end: asyncio.Future[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
+        """Start the thread."""
+        event_loop = asyncio.get_running_loop()
+        end = self._end = event_loop.create_future()
+
+        inbox: deque[Message] = deque()  # append and popleft are atomic
+
+        def take_in() -> None:
+            messages = [inbox.popleft() for _ in range(len(inbox))]
+            if messages:  # else an earlier call took them
+                deliver(messages)
+
+        def send(message: Message) -> None:
+            inbox.append(message)
+            # An event loop that is gone has nobody left to tell.
+            with contextlib.suppress(RuntimeError):
+                event_loop.call_soon_threadsafe(take_in)
+
+        service = self._service = EngineService(
+            self._config, served_name=self._served_name, builder=self._builder, clock=WallClock(), send=send
+        )
+
+        def note_end(how: str) -> None:
+            if not end.done():
+                end.set_result(how)
+
+        def serve() -> None:
+            try:
+                how = "engine thread ended" if service.run() else "engine refused its configuration"
+            except Exception as error:
+                logger.exception("engine_broke")
+                how = f"engine thread broke: {error!r}"
+            with contextlib.suppress(RuntimeError):
+                event_loop.call_soon_threadsafe(note_end, how)
+
+        threading.Thread(target=serve, name="engine", daemon=True).start()
+
+    def send(self, command: Command) -> None:
+        """Hand a command over."""
+        if self._service is not None and self._end is not None and not self._end.done():
+            self._service.handle(command)
+
+    async def closed(self) -> str:
+        """Wait for the thread to end."""
+        assert self._end is not None
+        return await asyncio.shield(self._end)
+
+    async def stop(self) -> None:
+        """Stop the loop and wait for the thread."""
+        if self._service is not None and self._end is not None:
+            self._service.stop()
+            await asyncio.shield(self._end)

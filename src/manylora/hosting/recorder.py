@@ -1,0 +1,90 @@
+"""From the core's events to numbers for histograms, in the engine process.
+
+Events are many and small; what leaves is a handful of floats per turn, riding on the message that carries the
+tokens. Nothing here looks at the clock: every event says when it happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manylora.events import (
+    AdapterLoaded,
+    Event,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    TokensEmitted,
+)
+from manylora.hosting.protocol import FinishedRequest, Observations
+from manylora.types import FinishReason, Tier
+
+__all__ = ["Recorder"]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A request that has not ended: what its next token is measured from, and whose it is."""
+
+    last_at: float
+    adapter: str
+    has_token: bool = False
+    is_stopped: bool = False
+
+
+class Recorder:
+    """An event sink that gathers observations until somebody takes them. For the loop's thread alone."""
+
+    def __init__(self) -> None:
+        self._gathered = Observations()
+        self._in_flight: dict[str, _InFlight] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        gathered = self._gathered
+        match event:
+            case TokensEmitted(at=at, request_ids=request_ids):
+                for request_id in request_ids:
+                    request = self._in_flight[request_id]
+                    into = gathered.inter_token_s if request.has_token else gathered.ttft_s
+                    into.setdefault(request.adapter, []).append(at - request.last_at)
+                    request.last_at, request.has_token = at, True
+            case RequestArrived(at=at, request_id=request_id, name=name):
+                self._in_flight[request_id] = _InFlight(at, name)
+            case RequestAdmitted(waited_s=waited_s):
+                gathered.queue_s.append(waited_s)
+            case RequestFinished():
+                self._finish(event)
+            case AdapterLoaded(tier=tier, took_s=took_s, error=error):
+                if error is not None:
+                    gathered.num_failed_loads += 1
+                elif tier is Tier.DEVICE:
+                    gathered.device_loads_s.append(took_s)
+                else:
+                    gathered.host_loads_s.append(took_s)
+
+    def note_stopped(self, request_ids: list[str]) -> None:
+        """Count the coming cancellation of these as a good end: their text reached a stop string."""
+        for request_id in request_ids:
+            if request_id in self._in_flight:
+                self._in_flight[request_id].is_stopped = True
+
+    def take(self) -> Observations:
+        """Return what was gathered since the last call."""
+        gathered, self._gathered = self._gathered, Observations()
+        return gathered
+
+    def _finish(self, event: RequestFinished) -> None:
+        request = self._in_flight.pop(event.request_id)
+        reason = event.reason
+        if request.is_stopped and reason is FinishReason.CANCELLED:
+            reason = FinishReason.STOP
+        self._gathered.finished.append(
+            FinishedRequest(
+                request.adapter,
+                reason.value,
+                event.at - event.arrived_at,
+                event.num_prompt_tokens,
+                event.num_output_tokens,
+            )
+        )

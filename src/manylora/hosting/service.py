@@ -1,0 +1,265 @@
+"""The engine's side of the wire: commands in, messages out, around the one loop.
+
+The loop's thread alone touches the core and sends messages. Commands arrive on any thread and are posted to the
+loop; adapter files are read on a small pool of threads of their own, because a step must never wait for a disk:
+only the finished version is posted. The same service runs in an engine process and, for debugging, in a thread of
+the API process: it knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import cast
+
+from manylora.clock import Clock
+from manylora.config import EngineConfig
+from manylora.costs.step_log import LoggedExecutor, open_step_log
+from manylora.engine.core import EngineCore
+from manylora.engine.loop import EngineLoop
+from manylora.engine.status import AdapterStatus
+from manylora.errors import AdapterError, ConfigError, ManyloraError
+from manylora.events import AdapterLoaded
+from manylora.hosting.protocol import (
+    AddRequests,
+    Cancel,
+    Command,
+    EngineInfo,
+    Fault,
+    LoadAdapter,
+    Message,
+    PinAdapter,
+    Ready,
+    Refused,
+    Reply,
+    TakeSnapshot,
+    Turn,
+    UnloadAdapter,
+    WarmAdapter,
+)
+from manylora.hosting.recorder import Recorder
+from manylora.ports import EngineParts, Executor
+from manylora.scheduling.prediction import RequestLog
+from manylora.types import AdapterVersion, Output, Tier
+
+__all__ = ["BuildParts", "EngineService", "builder_for", "load_builder"]
+
+logger = logging.getLogger(__name__)
+
+BuildParts = Callable[[EngineConfig, Clock], EngineParts]
+
+TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
+SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
+
+NUM_READERS = 2
+
+
+def builder_for(config: EngineConfig) -> str:
+    """Return the name of what builds an engine: a live one, or one without a model."""
+    return TORCH_BUILDER if config.simulate is None else SIMULATED_BUILDER
+
+
+def load_builder(name: str) -> BuildParts:
+    """Return the builder called ``module:function``: a name can travel to another process, a function cannot."""
+    module, _, function = name.partition(":")
+    build = getattr(import_module(module), function)
+    assert callable(build)
+    return cast(BuildParts, build)
+
+
+class EngineService:
+    """One engine behind commands and messages.
+
+    Args:
+        config: The engine's configuration.
+        served_name: The base model's name in the API.
+        builder: What builds its parts, as ``module:function``.
+        clock: Live time.
+        send: Takes messages; called on the loop's thread alone.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        served_name: str,
+        builder: str,
+        clock: Clock,
+        send: Callable[[Message], None],
+    ) -> None:
+        self._config = config
+        self._served_name = served_name
+        self._builder = builder
+        self._clock = clock
+        self._send = send
+        self._recorder = Recorder()
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
+        self._loop: EngineLoop | None = None
+        self._parts: EngineParts | None = None
+
+    def run(self) -> bool:
+        """Build the engine and serve until ``stop``; on the calling thread, which becomes the loop's.
+
+        Returns:
+            False if the configuration was refused (a ``Refused`` message says why).
+
+        Raises:
+            Exception: The engine broke; it cannot be used again.
+        """
+        try:
+            parts = self._parts = load_builder(self._builder)(self._config, self._clock)
+        except ManyloraError as error:
+            self._send(Refused(Fault.of(error)))
+            return False
+        files = contextlib.ExitStack()
+        try:
+            core = EngineCore.from_parts(
+                parts,
+                self._config,
+                served_name=self._served_name,
+                executor=self._logged(parts, files),
+                sinks=[self._recorder, *self._request_log(files)],
+            )
+            loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
+            self._send(Ready(self._info(parts)))
+            loop.run()
+        except ManyloraError as error:
+            if self._loop is not None:
+                raise
+            self._send(Refused(Fault.of(error)))
+            return False
+        finally:
+            self._readers.shutdown(wait=False, cancel_futures=True)
+            parts.close()
+            files.close()
+        return True
+
+    def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
+        """Return the log of finished requests, if one is asked for; ``files`` will close it.
+
+        Raises:
+            ConfigError: Its file cannot be written.
+        """
+        path = self._config.request_log
+        if path is None:
+            return []
+        try:
+            return [RequestLog(files.enter_context(open(path, "a", buffering=1, encoding="utf-8")))]
+        except OSError as error:
+            raise ConfigError(f"Got request_log = {path!r}, which cannot be written: {error.strerror}") from error
+
+    def _logged(self, parts: EngineParts, files: contextlib.ExitStack) -> Executor:
+        """Return the executor, with a log of its work if one is asked for; ``files`` will close it.
+
+        Raises:
+            ConfigError: Its file cannot be written.
+        """
+        path = self._config.step_log
+        if path is None:
+            return parts.executor
+        return LoggedExecutor(parts.executor, files.enter_context(open_step_log(path, parts, self._config.model)))
+
+    def stop(self) -> None:
+        """End ``run`` soon; safe from any thread."""
+        if self._loop is not None:
+            self._loop.stop()
+
+    def handle(self, command: Command) -> None:
+        """Carry a command out, soon; safe from any thread, once ``Ready`` was sent."""
+        assert self._loop is not None, "commands come after Ready"
+        post = self._loop.post
+        match command:
+            case AddRequests():
+                post(lambda core, now: self._add(core, now, command))
+            case Cancel():
+                post(lambda core, now: self._cancel(core, now, command))
+            case LoadAdapter():
+                with contextlib.suppress(RuntimeError):  # the engine has just ended, as its link will say
+                    self._readers.submit(self._read, command)
+            case UnloadAdapter(call, name):
+                post(lambda core, now: self._reply(call, lambda: core.adapters.unregister(name, now)))
+            case PinAdapter(call, name, pinned):
+                post(lambda core, now: self._reply(call, lambda: core.adapters.pin(name, pinned, now)))
+            case WarmAdapter(call, name):
+                post(lambda core, now: self._reply(call, lambda: core.adapters.warm(name, now)))
+            case TakeSnapshot(call, num_adapters):
+                post(lambda core, now: self._snapshot(core, now, call, num_adapters))
+
+    def _info(self, parts: EngineParts) -> EngineInfo:
+        base = parts.base
+        return EngineInfo(
+            served_name=self._served_name,
+            base_name=base.name,
+            architecture=base.architecture,
+            max_model_len=base.max_model_len,
+            vocab_size=base.vocab_size,
+            num_pages=parts.num_pages,
+            block_size=base.page.block_size,
+            page_bytes=base.page.num_bytes,
+            dtype=base.page.dtype,
+        )
+
+    def _send_turn(self, outputs: list[Output], now: float) -> None:
+        self._send(Turn(outputs, self._recorder.take()))
+
+    def _reply(self, call: int, work: Callable[[], AdapterStatus | None]) -> None:
+        try:
+            status = work()
+        except ManyloraError as error:
+            self._send(Reply(call, Fault.of(error)))
+        else:
+            self._send(Reply(call, statuses=() if status is None else (status,)))
+
+    def _add(self, core: EngineCore, now: float, command: AddRequests) -> None:
+        added: list[str] = []
+        try:
+            for request in command.requests:
+                core.add_request(request, now)
+                added.append(request.request_id)
+        except ManyloraError as error:
+            for request_id in added:
+                core.cancel(request_id, now)
+            self._send(Reply(command.call, Fault.of(error)))
+        else:
+            self._send(Reply(command.call))
+
+    def _cancel(self, core: EngineCore, now: float, command: Cancel) -> None:
+        if command.stopped:
+            self._recorder.note_stopped(command.request_ids)
+        for request_id in command.request_ids:
+            core.cancel(request_id, now)
+
+    def _snapshot(self, core: EngineCore, now: float, call: int, num_adapters: int | None) -> None:
+        adapters = core.adapters
+        statuses = adapters.statuses(now) if num_adapters is None else adapters.busiest(num_adapters, now)
+        self._send(Reply(call, statuses=statuses, stats=core.stats(), observations=self._recorder.take()))
+
+    def _read(self, command: LoadAdapter) -> None:
+        """Read an adapter, on a reader's thread, then hand it to the loop. Never raises: nobody would hear."""
+        assert self._loop is not None
+        assert self._parts is not None
+        began_at = self._clock.now()
+        try:
+            version = self._parts.reader.read(command.name, command.path)
+        except ManyloraError as error:
+            fault = Fault.of(error)
+        except (OSError, ValueError, MemoryError) as error:
+            logger.warning("adapter_unreadable name=%s error=%r", command.name, error)
+            fault = Fault.of(AdapterError(command.name, f"could not be read: {error}"))
+        except Exception as error:
+            logger.exception("adapter_reader_failed name=%s", command.name)
+            fault = Fault.of(AdapterError(command.name, f"reading it failed inside the server: {error!r}"))
+        else:
+            took_s = self._clock.now() - began_at
+            self._loop.post(lambda core, now: self._register(core, now, command, version, took_s))
+            return
+        self._loop.post(lambda core, now: self._send(Reply(command.call, fault)))
+
+    def _register(
+        self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float
+    ) -> None:
+        self._recorder(AdapterLoaded(now, version.key, Tier.HOST, took_s))
+        self._reply(command.call, lambda: core.adapters.register(command.name, version, now, replace=command.replace))

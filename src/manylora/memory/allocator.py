@@ -1,0 +1,101 @@
+"""The pool: equal pages, each owned by exactly one thing.
+
+A page is one KV block across all layers, or the same bytes seen flat for adapter weights, so any free page
+serves any need: nothing is contiguous, nothing is reserved, nothing fragments.
+
+Source: unified paging of S-LoRA, section 5; here adapters and KV differ in nothing but the owner's name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from enum import IntEnum
+
+__all__ = ["Owner", "PageAllocator"]
+
+
+class Owner(IntEnum):
+    """Who holds a page."""
+
+    FREE = 0
+    KV = 1
+    PREFIX = 2
+    ADAPTER = 3
+
+
+_FREE = Owner.FREE  # looked up for every page; the way through the enumeration takes longer than all the rest
+
+
+class PageAllocator:
+    """Hands out page numbers and knows whose each one is.
+
+    Invariant: free + KV + prefix + adapter == total, always (``check_integrity``).
+
+    Args:
+        num_pages: Pages in the pool.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages > 0
+        self.num_pages = num_pages
+        self._owner = bytearray(num_pages)
+        # A stack: the page freed last is the one whose bytes are likeliest to be in a cache still.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._counts = [num_pages, 0, 0, 0]
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody owns."""
+        return len(self._free)
+
+    def count(self, owner: Owner) -> int:
+        """Return how many pages ``owner`` holds."""
+        return self._counts[owner]
+
+    def owner(self, page: int) -> Owner:
+        """Return who holds ``page``."""
+        return Owner(self._owner[page])
+
+    def allocate(self, num_pages: int, owner: Owner) -> list[int] | None:
+        """Take ``num_pages`` free pages for ``owner``; all of them, or ``None`` and nothing changes."""
+        assert owner is not _FREE
+        if num_pages > len(self._free):
+            return None
+        if num_pages == 0:
+            return []
+        pages = self._free[-num_pages:]
+        del self._free[-num_pages:]
+        pages.reverse()
+        for page in pages:
+            self._owner[page] = owner
+        self._counts[_FREE] -= num_pages
+        self._counts[owner] += num_pages
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Give pages back."""
+        counts = self._counts
+        for page in pages:
+            owner = self._owner[page]
+            assert owner != _FREE, f"page {page} freed twice"
+            self._owner[page] = _FREE
+            counts[owner] -= 1
+            counts[_FREE] += 1
+            self._free.append(page)
+
+    def transfer(self, page: int, owner: Owner) -> None:
+        """Hand an owned page to another owner, its contents untouched."""
+        old = self._owner[page]
+        assert old != _FREE and owner is not _FREE, f"page {page} is free"
+        self._owner[page] = owner
+        self._counts[old] -= 1
+        self._counts[owner] += 1
+
+    def check_integrity(self) -> None:
+        """Assert the invariant by recounting; O(pages), for tests and soak runs."""
+        counted = Counter(self._owner)
+        assert all(counted[owner] == self._counts[owner] for owner in Owner), (counted, self._counts)
+        assert sum(self._counts) == self.num_pages
+        assert len(self._free) == len(set(self._free)) == self._counts[_FREE]
+        assert all(self._owner[page] == _FREE for page in self._free)

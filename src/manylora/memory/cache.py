@@ -1,0 +1,307 @@
+"""The one store of pages: KV of running sequences, idle prefix blocks and adapters, taken from one pool.
+
+Nothing here has a size of its own. Idle prefix blocks and idle adapters fill whatever running sequences
+leave free, and a claim drops exactly as many of them as it needs, in the order of the eviction policy.
+
+A thing with pages is in one of these classes; a claim may reach down to a depth that its claimant is owed:
+
+::
+
+    free                     anybody
+    idle     prefix blocks and adapters nobody asks for            anybody           Depth.IDLE
+    wanted   adapters that waiting requests ask for                running sequences and the first in line,
+                                                                   when nothing idle is left    Depth.WANTED
+    held     KV of running sequences, adapters in use, on their way, or pinned       nobody
+
+Source: Chameleon, section 4.2 (cache in idle memory; adapters of queued requests are spared while anything
+else can go).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from collections.abc import Sequence as Seq
+from math import isfinite
+
+from manylora.memory.allocator import Owner, PageAllocator
+from manylora.memory.eviction import Depth, EvictionPolicy, IdleItem
+from manylora.memory.eviction.policy import ItemKey
+from manylora.memory.prefix import PrefixIndex
+from manylora.types import AdapterKey
+
+__all__ = ["PageCache"]
+
+
+class PageCache:
+    """Claims pages, remembers idle ones, drops them when others need the room.
+
+    Args:
+        num_pages: Pages in the pool.
+        page_bytes: Bytes in a page.
+        block_size: Tokens of KV in a page.
+        policy: Ranks what may be dropped.
+        on_adapter_dropped: Told, with the time, of each adapter dropped for room; its pages are free by then.
+        on_prefix_dropped: Told, with the time, how many prefix pages were dropped for room.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        block_size: int,
+        *,
+        policy: EvictionPolicy,
+        on_adapter_dropped: Callable[[AdapterKey, float], None],
+        on_prefix_dropped: Callable[[int, float], None],
+    ) -> None:
+        self.allocator = PageAllocator(num_pages)
+        self.prefix = PrefixIndex()
+        self._page_bytes = page_bytes
+        self._block_size = block_size
+        self._policy = policy
+        self._on_adapter_dropped = on_adapter_dropped
+        self._on_prefix_dropped = on_prefix_dropped
+        self._refs: dict[int, int] = {}  # KV page -> sequences that use it
+        self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
+        self._droppable: dict[ItemKey, tuple[IdleItem, Depth]] = {}  # an adapter that is not here is held
+        self._num_droppable = {Depth.IDLE: 0, Depth.WANTED: 0}  # pages per class
+        self._chain: list[int] = []  # idle blocks, from the one the policy named last to the last that follows it
+
+    @property
+    def keeps_idle_adapters(self) -> bool:
+        """Whether the policy leaves adapters on the device once nobody uses or waits for them."""
+        return self._policy.keeps_idle_adapters
+
+    # -- claims ------------------------------------------------------------------------------------------------------
+
+    def num_claimable(self, depth: Depth, spare: AdapterKey | None = None) -> int:
+        """Return how many pages a claim of that depth could get, ``spare`` left alone."""
+        num_pages = self.allocator.num_free + self._num_droppable[Depth.IDLE]
+        if depth is Depth.WANTED:
+            num_pages += self._num_droppable[Depth.WANTED]
+        if spare is not None and spare in self._droppable:
+            item, spared = self._droppable[spare]
+            if spared is Depth.IDLE or depth is Depth.WANTED:
+                num_pages -= item.num_pages
+        return num_pages
+
+    def claim(
+        self, num_pages: int, owner: Owner, now: float, depth: Depth, *, spare: AdapterKey | None = None
+    ) -> list[int] | None:
+        """Take pages, dropping idle (then wanted) things as needed; all, or ``None`` and nothing is dropped."""
+        if num_pages > self.num_claimable(depth, spare):
+            return None
+        num_blocks_dropped = 0
+        for level in (Depth.IDLE, Depth.WANTED):
+            while self.allocator.num_free < num_pages:
+                victim = self._victim(level, now, spare)
+                if victim is None:
+                    break
+                num_blocks_dropped += isinstance(victim.key, int)
+                self._evict(victim, now)
+        if num_blocks_dropped:
+            self._on_prefix_dropped(num_blocks_dropped, now)
+        pages = self.allocator.allocate(num_pages, owner)
+        assert pages is not None, "claimable pages were miscounted"
+        return pages
+
+    def can_displace(self, num_pages: int, price: float, now: float) -> bool:
+        """Return whether that many pages could be had from free ones and from idle things cheaper than ``price``.
+
+        Args:
+            num_pages: How many.
+            price: Seconds saved per second and page by whatever would come in, as the eviction policy has it.
+            now: Seconds.
+        """
+        missing = num_pages - self.allocator.num_free
+        taken: dict[ItemKey, IdleItem] = {}
+        while missing > 0:
+            victim = self._victim(Depth.IDLE, now, None, taken)
+            if victim is None or self._policy.price(victim, now) >= price:
+                break
+            self._policy.remove(victim.key)
+            self._left_chain(victim.key)
+            taken[victim.key] = victim
+            missing -= victim.num_pages
+        for item in taken.values():
+            self._policy.add(item, Depth.IDLE)
+        self._chain.clear()
+        return missing <= 0
+
+    def _victim(
+        self, depth: Depth, now: float, spare: AdapterKey | None, taken: Container[ItemKey] = ()
+    ) -> IdleItem | None:
+        """Return what the policy would drop; of a chain of prefix blocks, the last one.
+
+        A policy ranks blocks one by one, and a chain's blocks are used together, the first at least as often as the
+        last. Should it name one in the middle all the same, those behind it, out of reach without it, go first. They
+        go one by one, and the policy names the same one each time: so the way down to the last is remembered.
+        """
+        victim = self._policy.victim(depth, now, spare)
+        if victim is None or isinstance(victim.key, str):
+            return victim
+        chain = self._chain
+        if not chain or chain[0] != victim.key:
+            chain[:] = [victim.key]
+        self.prefix.follow(chain, lambda page: page in self._droppable and page not in taken)
+        return victim if len(chain) == 1 else self._droppable[chain[-1]][0]
+
+    def _left_chain(self, key: ItemKey) -> None:
+        if self._chain and self._chain[-1] == key:
+            self._chain.pop()
+
+    def _evict(self, item: IdleItem, now: float) -> None:
+        self._policy.evict(item.key, now)
+        _, depth = self._droppable.pop(item.key)
+        self._num_droppable[depth] -= item.num_pages
+        if isinstance(item.key, int):
+            self._left_chain(item.key)
+            self.prefix.remove(item.key)
+            self.allocator.free((item.key,))
+        else:
+            self.allocator.free(self._adapter_pages.pop(item.key))
+            self._on_adapter_dropped(item.key, now)
+
+    def _set_droppable(self, item: IdleItem, depth: Depth) -> None:
+        self._droppable[item.key] = (item, depth)
+        self._num_droppable[depth] += item.num_pages
+        self._policy.add(item, depth)
+        if isinstance(item.key, int):
+            self._chain.clear()  # it may be the first to follow a block in it
+
+    def _set_held(self, key: ItemKey) -> None:
+        item, depth = self._droppable.pop(key)
+        self._num_droppable[depth] -= item.num_pages
+        self._policy.remove(key)
+        if isinstance(key, int):
+            self._chain.clear()
+
+    # -- KV ----------------------------------------------------------------------------------------------------------
+
+    def claim_kv(
+        self, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None, shared: Seq[int] = ()
+    ) -> list[int] | None:
+        """Take pages for a sequence's KV beside ``shared`` ones; all and a reference to each, or ``None``.
+
+        Args:
+            num_pages: New pages.
+            now: Seconds.
+            depth: How far down to reach.
+            spare: An adapter to leave alone.
+            shared: Pages found in the prefix index, idle or in use.
+        """
+        num_idle = sum(page in self._droppable for page in shared)
+        if num_pages > self.num_claimable(depth, spare) - num_idle:
+            return None
+        for page in shared:
+            self._policy.used(page, now)
+            if page in self._refs:
+                self._refs[page] += 1
+            else:
+                self._set_held(page)
+                self.allocator.transfer(page, Owner.KV)
+                self._refs[page] = 1
+        pages = self.claim(num_pages, Owner.KV, now, depth, spare=spare)
+        assert pages is not None, "claimable pages were miscounted"
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def release_kv(self, pages: list[int], now: float) -> None:
+        """Drop one reference to each page; indexed ones go idle, the others free.
+
+        Last page first: of one sequence's blocks the deepest, useless without those before it, is the oldest.
+        """
+        for page in reversed(pages):
+            self._refs[page] -= 1
+            if self._refs[page]:
+                continue
+            del self._refs[page]
+            if page in self.prefix:
+                self.allocator.transfer(page, Owner.PREFIX)
+                self._set_droppable(IdleItem(page, 1, now, run_tokens=self._block_size), Depth.IDLE)
+            else:
+                self.allocator.free((page,))
+
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def claim_adapter(
+        self, key: AdapterKey, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None
+    ) -> tuple[int, ...] | None:
+        """Take pages for an adapter, which is held from here on."""
+        assert key not in self._adapter_pages
+        pages = self.claim(num_pages, Owner.ADAPTER, now, depth, spare=spare)
+        if pages is None:
+            return None
+        self._adapter_pages[key] = tuple(pages)
+        return self._adapter_pages[key]
+
+    def adapter_pages(self, key: AdapterKey) -> tuple[int, ...]:
+        """Return the pages of an adapter that has some."""
+        return self._adapter_pages[key]
+
+    def set_adapter_depth(self, key: AdapterKey, depth: Depth | None, now: float, *, read_bytes: int = 0) -> None:
+        """Say who may claim an adapter's pages: anybody, those owed wanted ones, or (``None``) nobody.
+
+        Args:
+            key: Which; it has pages.
+            depth: How far down a claim must reach.
+            now: Seconds.
+            read_bytes: What would have to be read from disk to bring it back, 0 while the host holds a copy.
+        """
+        item, old = self._droppable.get(key, (None, None))
+        if old is depth and (item is None or item.read_bytes == read_bytes):
+            return
+        if item is not None:
+            self._set_held(key)
+        if depth is not None:
+            num_pages = len(self._adapter_pages[key])
+            # Only its way back has changed: it has been idle for as long as before.
+            idle_since = item.idle_since if item is not None and old is depth else now
+            copy_bytes = num_pages * self._page_bytes
+            self._set_droppable(IdleItem(key, num_pages, idle_since, copy_bytes, read_bytes), depth)
+
+    def adapter_used(self, key: AdapterKey, now: float) -> None:
+        """Tell the policy that a request needs an adapter, wherever it is."""
+        self._policy.used(key, now)
+
+    def adapter_price(self, key: AdapterKey, now: float) -> float | None:
+        """Return what keeping an idle adapter saves, in seconds of reloading per second and page.
+
+        ``None`` if it is held or not here, or if the eviction policy reckons in something else.
+        """
+        if key not in self._droppable:
+            return None
+        price = self._policy.price(self._droppable[key][0], now)
+        return price if isfinite(price) else None
+
+    def forget_adapter(self, key: AdapterKey, now: float) -> None:
+        """Let the policy forget an adapter that is gone for good."""
+        self._policy.forget(key, now)
+
+    def release_adapter(self, key: AdapterKey) -> None:
+        """Free an adapter's pages, whatever its class."""
+        if key in self._droppable:
+            self._set_held(key)
+        self.allocator.free(self._adapter_pages.pop(key))
+
+    def check_integrity(self) -> None:
+        """Assert that pool, references, index and classes agree; O(pages), for tests and soak runs."""
+        self.allocator.check_integrity()
+        assert len(self._refs) == self.allocator.count(Owner.KV)
+        assert all(self.allocator.owner(page) is Owner.KV and count > 0 for page, count in self._refs.items())
+        idle_blocks = [page for page in self.prefix.pages() if page not in self._refs]
+        assert len(idle_blocks) == self.allocator.count(Owner.PREFIX)
+        assert all(self.allocator.owner(page) is Owner.PREFIX and page in self._droppable for page in idle_blocks)
+        way = self._chain[:1]
+        if way:
+            self.prefix.follow(way, self._droppable.__contains__)
+        assert self._chain == way[: len(self._chain)], "not the way down from its first block"
+        adapter_pages = [page for pages in self._adapter_pages.values() for page in pages]
+        assert len(adapter_pages) == len(set(adapter_pages)) == self.allocator.count(Owner.ADAPTER)
+        assert all(self.allocator.owner(page) is Owner.ADAPTER for page in adapter_pages)
+        by_depth = {Depth.IDLE: 0, Depth.WANTED: 0}
+        for key, (item, depth) in self._droppable.items():
+            by_depth[depth] += item.num_pages
+            assert item.num_pages == (len(self._adapter_pages[key]) if isinstance(key, str) else 1)
+        assert by_depth == self._num_droppable, (by_depth, self._num_droppable)

@@ -1,0 +1,153 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manylora.errors import RequestError
+from manylora.server.api.answer import LEAST_LOGPROB, NOTHING_ELSE
+from manylora.server.api.body import read_body
+from manylora.server.api.context import Context, context_of
+from manylora.server.api.generation import Piece
+from manylora.server.api.sampling import check_token_ids, sampling_params
+from manylora.server.api.schemas import CompletionBody, parse
+from manylora.server.api.submit import LONG_TEXT, respond
+from manylora.text import TokenLogprob
+
+__all__ = ["completion_routes"]
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+encode = msgspec.json.encode
+
+
+class CompletionFormat:
+    """How completions look.
+
+    Args:
+        echoes: Text of the prompt of each answer, to put before it; empty strings for none.
+        has_logprobs: Whether log-probabilities were asked for.
+    """
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, echoes: list[str], *, has_logprobs: bool) -> None:
+        self._echoes = echoes
+        self._has_logprobs = has_logprobs
+        self._is_begun: set[int] = set()
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        """Return a chunk's choice."""
+        if not (piece.text or piece.logprobs or piece.finish_reason):
+            return None
+        if piece.index in self._is_begun and piece.finish_reason is None and not self._has_logprobs:
+            return b'{"index":%d,"text":%b%b' % (piece.index, encode(piece.text), NOTHING_ELSE)
+        return encode(self._choice(piece, piece.logprobs, self._begin(piece) + piece.text))
+
+    def choice(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Return a whole answer's choice."""
+        text = "".join(self._begin(piece) + piece.text for piece in pieces)
+        logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
+        return self._choice(pieces[-1], logprobs, text)
+
+    def _begin(self, piece: Piece) -> str:
+        if piece.index in self._is_begun:
+            return ""
+        self._is_begun.add(piece.index)
+        return self._echoes[piece.index]
+
+    def _choice(self, piece: Piece, logprobs: tuple[TokenLogprob, ...], text: str) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "text": text,
+            "logprobs": _logprobs(logprobs) if self._has_logprobs else None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+
+def _token_name(token: TokenLogprob) -> str:
+    """Return a token as OpenAI names it: its text, or its bytes where they are no text by themselves."""
+    try:
+        return token.raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)
+
+
+def _logprobs(tokens: tuple[TokenLogprob, ...]) -> dict[str, Any]:
+    return {
+        "tokens": [_token_name(token) for token in tokens],
+        "token_logprobs": [max(token.logprob, LEAST_LOGPROB) for token in tokens],
+        "top_logprobs": [
+            {_token_name(other): max(other.logprob, LEAST_LOGPROB) for other in (token, *token.top)} for token in tokens
+        ],
+        "text_offset": [token.text_offset for token in tokens],
+    }
+
+
+async def _prompts(context: Context, body: CompletionBody) -> list[tuple[int, ...]]:
+    """Return the token ids of every prompt.
+
+    Raises:
+        RequestError: There is none, they are mixed, or a number is no token.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not prompt:
+        raise RequestError("Got an empty list, expected at least one prompt", param="prompt")
+    tokens: list[tuple[int, ...]] = []
+    if all(isinstance(item, int) for item in prompt):
+        tokens = [tuple(item for item in prompt if isinstance(item, int))]
+    elif all(isinstance(item, list) for item in prompt):
+        tokens = [tuple(item) for item in prompt if isinstance(item, list)]
+    if tokens:
+        for one in tokens:
+            check_token_ids(one, context.supervisor.info.vocab_size, "prompt")
+        return tokens
+    texts = [item for item in prompt if isinstance(item, str)]
+    if len(texts) != len(prompt):
+        raise RequestError(
+            "Got a list of different kinds, expected texts, token ids, or lists of token ids", param="prompt"
+        )
+    tokenize = context.tokenizer.encode
+    if sum(map(len, texts)) > LONG_TEXT:
+        return await asyncio.to_thread(lambda: [tuple(tokenize(text)) for text in texts])
+    return [tuple(tokenize(text)) for text in texts]
+
+
+def _echoes(context: Context, body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[str]:
+    num_answers = body.n or 1
+    if not body.echo:
+        return [""] * (len(prompts) * num_answers)
+    if body.logprobs is not None:
+        raise RequestError("echo with logprobs is not supported: prompts have no log-probabilities here", param="echo")
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    texts = [item for item in given if isinstance(item, str)] or [context.tokenizer.decode(ids) for ids in prompts]
+    return [text for text in texts for _ in range(num_answers)]
+
+
+async def create_completion(request: Request) -> Response:
+    """Complete prompts."""
+    context = context_of(request)
+    tenant = context.gate.check_inference(request)
+    body = parse(await read_body(request, context.config.max_body_bytes), CompletionBody)
+    sampling = sampling_params(
+        body,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        vocab_size=context.supervisor.info.vocab_size,
+    )
+    prompts = await _prompts(context, body)
+    form = CompletionFormat(_echoes(context, body, prompts), has_logprobs=body.logprobs is not None)
+    return await respond(context, body, prompts, sampling, form, tenant=tenant, id_prefix="cmpl-")
+
+
+completion_routes = [Route("/v1/completions", create_completion, methods=["POST"])]

@@ -1,0 +1,207 @@
+"""One HTTP request's answers, from the engine's tokens to pieces of text.
+
+A request of several prompts and ``n`` answers each becomes as many engine requests, submitted together: all are
+accepted or none. Their outputs arrive on one stream; whatever came since the last look is taken at once, so that a
+busy server sends larger pieces and not more of them. Stop strings end an answer here, and the engine is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from starlette.types import Receive
+
+from manylora.errors import EngineDead, ManyloraError
+from manylora.hosting.client import OutputStream, Rest
+from manylora.hosting.engine_keeper import EngineKeeper
+from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
+from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
+
+__all__ = ["ClientGone", "Generation", "Piece", "Usage"]
+
+
+class ClientGone(ManyloraError):
+    """The client left; nobody is there to hear of it."""
+
+    status = 499
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new in one answer.
+
+    Args:
+        index: Which answer: prompts in order, ``n`` answers each.
+        text: New text.
+        logprobs: Of its tokens, when asked for.
+        finish_reason: ``stop`` or ``length`` on the last piece.
+        stop_reason: The stop string or token that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one HTTP request; a prompt with several answers counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    index: int
+    detokenizer: Detokenizer
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    is_finished: bool = False
+
+
+class Generation:
+    """The answers to one HTTP request.
+
+    Args:
+        supervisor: The engine.
+        tokenizer: The base model's.
+        requests: What to submit, prompts in order, ``num_answers`` in a row for each.
+        num_answers: Answers per prompt.
+    """
+
+    def __init__(
+        self, supervisor: EngineKeeper, tokenizer: Tokenizer, requests: Sequence[Request], *, num_answers: int
+    ) -> None:
+        self._supervisor = supervisor
+        self._engine = supervisor.engine
+        self._requests = requests
+        self._num_answers = num_answers
+        self._answers = {
+            request.request_id: _Answer(index, Detokenizer(tokenizer, request.prompt, request.sampling))
+            for index, request in enumerate(requests)
+        }
+        self._num_unfinished = len(requests)
+        self._stream: OutputStream | None = None
+        self.adapter: AdapterKey | None = None
+
+    async def start(self) -> None:
+        """Submit the requests; returns once the engine has accepted them.
+
+        Raises:
+            RequestError: One of them is wrong.
+            CapacityError: No room now.
+            EngineDead: The engine is gone.
+        """
+        self._stream = await self._engine.submit(self._requests)
+
+    async def give(self, take: Callable[[list[Piece]], Rest | None]) -> None:
+        """Give ``take`` what is new as it arrives, until every answer has finished.
+
+        Args:
+            take: Called on the event loop but not in this task; returns what is left to do before it can take more, if
+                anything. What it raises is raised here.
+
+        Raises:
+            EngineDead: The engine is gone.
+            ClientGone: The client left.
+            ManyloraError: The engine gave one of the requests up; the others are cancelled.
+        """
+        assert self._stream is not None, "start first"
+        stream = self._stream
+
+        def take_outputs(outputs: Sequence[Output]) -> Rest | None:
+            pieces = self._take(outputs)
+            if not self._num_unfinished:
+                stream.close()
+            return take(pieces)
+
+        await stream.give(take_outputs)
+
+    @contextlib.asynccontextmanager
+    async def while_connected(self, receive: Receive) -> AsyncIterator[None]:
+        """Watch for the client leaving while inside, and cancel what is unfinished on the way out."""
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._cancel_unfinished()
+            if self._stream is not None:
+                self._stream.fail(ClientGone("the client left"))
+
+        with self._supervisor.in_flight():
+            watcher = asyncio.create_task(watch())
+            try:
+                yield
+            finally:
+                watcher.cancel()
+                self._cancel_unfinished()
+
+    def usage(self) -> Usage:
+        """Return the tokens so far."""
+        answers = list(self._answers.values())
+        first_answers = answers[:: self._num_answers]
+        return Usage(
+            prompt_tokens=sum(len(request.prompt) for request in self._requests[:: self._num_answers]),
+            completion_tokens=sum(answer.num_tokens for answer in answers),
+            cached_tokens=sum(answer.num_cached_tokens for answer in first_answers),
+        )
+
+    def _cancel_unfinished(self) -> None:
+        self._engine.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
+
+    def _take(self, outputs: Sequence[Output]) -> list[Piece]:
+        """Turn outputs into pieces, one per answer however many steps they come from."""
+        if len(outputs) == 1:  # one answer, one step: nearly always
+            piece = self._advance(outputs[0], outputs[0].tokens)
+            return [] if piece is None else [piece]
+        arrived: dict[str, list[SampledToken]] = {}
+        last: dict[str, Output] = {}
+        for output in outputs:
+            arrived.setdefault(output.request_id, []).extend(output.tokens)
+            last[output.request_id] = output
+        pieces = [self._advance(output, arrived[request_id]) for request_id, output in last.items()]
+        return [piece for piece in pieces if piece is not None]
+
+    def _advance(self, output: Output, tokens: Sequence[SampledToken]) -> Piece | None:
+        """Turn tokens into text; ``output`` is the last one they came with. ``None``: the answer was over already."""
+        answer = self._answers[output.request_id]
+        if answer.is_finished:
+            return None
+        if output.finish is FinishReason.ERROR:
+            raise ManyloraError(output.error or "The engine gave this request up without a reason.")
+        if output.finish is FinishReason.CANCELLED:
+            raise EngineDead("The engine cancelled this request.")
+        self.adapter = output.adapter
+        if output.num_cached_tokens > answer.num_cached_tokens:
+            answer.num_cached_tokens = output.num_cached_tokens
+        delta = answer.detokenizer.push(tokens, stop_token=output.stop_token)
+        answer.num_tokens += delta.num_tokens
+        if output.finish is None and not delta.finished:
+            return Piece(index=answer.index, text=delta.text, logprobs=delta.logprobs)
+        answer.is_finished = True
+        self._num_unfinished -= 1
+        return self._last_piece(answer, output, delta)
+
+    def _last_piece(self, answer: _Answer, output: Output, delta: TextDelta) -> Piece:
+        text, stop_reason, finish_reason = delta.text, delta.stop_reason, "stop"
+        if not delta.finished:
+            assert output.finish is not None
+            rest = answer.detokenizer.finish()
+            text, stop_reason = text + rest.text, rest.stop_reason
+            finish_reason = "stop" if stop_reason is not None else output.finish.value
+        elif output.finish is None:
+            self._engine.cancel([output.request_id], stopped=True)
+        return Piece(
+            index=answer.index,
+            text=text,
+            logprobs=delta.logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )

@@ -1,0 +1,151 @@
+"""Routes that say what is served and how it is: models, tokens, health, version, metrics."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manylora.errors import CapacityError, ManyloraError, ModelNotFound, RequestError
+from manylora.hosting.engine_keeper import LoadedAdapter, State
+from manylora.server.api.body import read_body
+from manylora.server.api.chat import flatten
+from manylora.server.api.context import Context, context_of
+from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, parse
+from manylora.server.errors import error_response
+
+__all__ = ["json_response", "model_routes"]
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    """Return a JSON response."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _base_card(context: Context) -> dict[str, Any]:
+    supervisor = context.supervisor
+    return {
+        "id": supervisor.served_name,
+        "object": "model",
+        "created": context.started_at,
+        "owned_by": "manylora",
+        "root": context.engine_config.model.model,
+        "parent": None,
+        "max_model_len": supervisor.info.max_model_len,
+    }
+
+
+def _adapter_card(context: Context, name: str, adapter: LoadedAdapter) -> dict[str, Any]:
+    supervisor = context.supervisor
+    return {
+        "id": name,
+        "object": "model",
+        "created": adapter.loaded_at,
+        "owned_by": "manylora",
+        "root": adapter.path,
+        "parent": supervisor.served_name,
+        "max_model_len": supervisor.info.max_model_len,
+    }
+
+
+async def list_models(request: Request) -> Response:
+    """``GET /v1/models``: the base first, then adapters by name."""
+    context = context_of(request)
+    context.gate.check_inference(request)
+    _ = context.supervisor.engine  # 503 unless something serves
+    cards = [_base_card(context)]
+    cards += [_adapter_card(context, name, adapter) for name, adapter in sorted(context.supervisor.adapters.items())]
+    return json_response({"object": "list", "data": cards})
+
+
+async def get_model(request: Request) -> Response:
+    """``GET /v1/models/{id}``."""
+    context = context_of(request)
+    context.gate.check_inference(request)
+    _ = context.supervisor.engine
+    name = request.path_params["name"]
+    if name == context.supervisor.served_name:
+        return json_response(_base_card(context))
+    if name in context.supervisor.adapters:
+        return json_response(_adapter_card(context, name, context.supervisor.adapters[name]))
+    raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
+
+
+async def tokenize(request: Request) -> Response:
+    """``POST /tokenize``: how many tokens a prompt or a conversation has, and which."""
+    context = context_of(request)
+    context.gate.check_inference(request)
+    body = parse(await read_body(request, context.config.max_body_bytes), TokenizeBody)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("Expected exactly one of prompt and messages", param="prompt")
+    tokenizer = context.tokenizer
+    if body.prompt is not None:
+        tokens = tokenizer.encode(body.prompt)
+    else:
+        add_generation_prompt = body.add_generation_prompt is not False
+        tokens = tokenizer.chat(flatten(body.messages or []), add_generation_prompt=add_generation_prompt)
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": context.supervisor.info.max_model_len,
+        "tokens": tokens,
+        "token_strs": [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+    }
+    return json_response(answer)
+
+
+async def detokenize(request: Request) -> Response:
+    """``POST /detokenize``: the text of tokens."""
+    context = context_of(request)
+    context.gate.check_inference(request)
+    body = parse(await read_body(request, context.config.max_body_bytes), DetokenizeBody)
+    vocab_size = context.tokenizer.vocab_size
+    for token in body.tokens:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"Got the token id {token}, expected 0 to {vocab_size - 1}", param="tokens")
+    return json_response({"prompt": context.tokenizer.decode(body.tokens)})
+
+
+async def health(request: Request) -> Response:
+    """``GET /health``, ``/ping``: 200 only when a request would be taken now."""
+    supervisor = context_of(request).supervisor
+    if supervisor.state is State.SERVING:
+        return json_response({"status": supervisor.state.value})
+    try:
+        _ = supervisor.engine
+    except CapacityError as error:
+        return error_response(error)
+    raise AssertionError("an engine that serves without the state saying so")
+
+
+async def version(request: Request) -> Response:
+    """``GET /version``."""
+    return json_response({"version": metadata.version("manylora")})
+
+
+async def metrics(request: Request) -> Response:
+    """``GET /metrics``: Prometheus text, with whatever the engine says just now."""
+    context = context_of(request)
+    try:
+        stats, statuses = await context.supervisor.engine.snapshot()
+    except ManyloraError:  # no engine: what the API process knows is all there is
+        text = context.metrics.render(context.supervisor, None, ())
+    else:
+        text = context.metrics.render(context.supervisor, stats, statuses)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+model_routes = [
+    Route("/v1/models", list_models, methods=["GET"]),
+    Route("/v1/models/{name:path}", get_model, methods=["GET"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/health", health, methods=["GET"]),
+    Route("/ping", health, methods=["GET", "POST"]),
+    Route("/version", version, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+]

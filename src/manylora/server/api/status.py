@@ -1,0 +1,73 @@
+"""``GET /status``: the engine and the last minute in one call, for ``manylora top`` and for whoever watches.
+
+It names adapters and shows how they are used, so it is behind the admin's gate. What it costs the engine does not grow
+with the number of adapters shown beyond the caller's limit, because a live view asks every second.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manylora.errors import ManyloraError, RequestError
+from manylora.server.api.context import Context, context_of
+from manylora.server.api.models import json_response
+from manylora.server.metrics.status_report import StatusReport, adapter_row
+
+__all__ = ["status_routes"]
+
+NUM_ADAPTERS = 100
+"""Adapters in a report when the caller does not say how many."""
+
+
+async def status(request: Request) -> Response:
+    """``GET /status?adapters=100``; answers in every state, with ``engine`` null while there is none to ask."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    num_adapters = _num_adapters(request.query_params.get("adapters"))
+    report = _report(context)
+    try:
+        stats, statuses = await context.supervisor.engine.snapshot(num_adapters)
+    except ManyloraError:  # no engine: what the API process knows is all there is
+        return json_response(report)
+    now = context.monotonic_s()
+    report = msgspec.structs.replace(
+        report,
+        time=context.epoch_s(),
+        page_bytes=context.supervisor.info.page_bytes,
+        engine=stats,
+        adapters=tuple(adapter_row(one, context.latency.of_adapter(one.name, now)) for one in statuses),
+    )
+    return json_response(report)
+
+
+def _report(context: Context) -> StatusReport:
+    """Report what is known without an engine."""
+    supervisor, latency, now = context.supervisor, context.latency, context.monotonic_s()
+    return StatusReport(
+        state=supervisor.state.value,
+        model=supervisor.served_name,
+        version=metadata.version("manylora"),
+        time=context.epoch_s(),
+        started_at=context.started_at,
+        num_restarts=supervisor.num_restarts,
+        num_in_flight=supervisor.num_in_flight,
+        window_s=latency.window_s,
+        latency=latency.total(now),
+        base=latency.of_adapter("", now),
+    )
+
+
+def _num_adapters(text: str | None) -> int:
+    if text is None:
+        return NUM_ADAPTERS
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+        raise RequestError(f"Got adapters = {text[:20]!r}, expected a number of adapters", param="adapters")
+    return int(text)
+
+
+status_routes = [Route("/status", status, methods=["GET"])]

@@ -1,0 +1,126 @@
+"""The simulated executor: work completes when the cost model says so, and tokens are made up.
+
+On the virtual clock this turns the engine into a simulator; on the wall clock into a server that needs no
+model. Loads share one link per tier, first in first out, and run beside steps, which they may slow down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from zlib import crc32
+
+from manylora.costs.model import CostModel
+from manylora.costs.speed import MachineSpeed
+from manylora.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
+from manylora.types import AdapterKey, SampledToken, Tier
+
+__all__ = ["SimulatedExecutor", "SimulatedWork", "synthetic_token"]
+
+
+@dataclass(slots=True)
+class SimulatedWork:
+    """Work whose result is known and whose time has not come.
+
+    Args:
+        ready_at: When it completes, in seconds.
+        result: What ``poll`` returns from then on.
+        begins_at: When the device turns to it, in seconds.
+    """
+
+    ready_at: float
+    result: StepResult | LoadResult
+    begins_at: float = 0.0
+
+    def poll(self, now: float) -> StepResult | LoadResult | None:
+        """Return the result from ``ready_at`` on."""
+        return self.result if now >= self.ready_at else None
+
+
+def synthetic_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ...] = ()) -> SampledToken:
+    """Return a token that depends on the adapter, the seed and the position alone: as recomputable as a real one."""
+    position = part.start + part.num_tokens
+    draw = crc32(f"{part.adapter}/{part.seed if part.sampling.temperature else 0}/{position}".encode())
+    token_id = draw % vocab_size
+    while token_id in avoid:
+        token_id = (token_id + 1) % vocab_size
+    if part.sampling.logprobs is None:
+        return SampledToken(token_id=token_id)
+    others = [(token_id + step) % vocab_size for step in range(part.sampling.logprobs)]
+    top = tuple((other, -0.1 - rank) for rank, other in enumerate(others))
+    return SampledToken(token_id=token_id, logprob=-0.1, top=top)
+
+
+class SimulatedExecutor:
+    """Carries plans out in no time, and reports them done at the modelled time.
+
+    Args:
+        cost: Step and load times.
+        vocab_size: Tokens are drawn below this.
+        avoid: Tokens never made up (those that would end a sequence early).
+        choose: Makes the token of a sequence; by default ``synthetic_token``.
+        scheduler_time_s: What deciding a step takes, in seconds: a constant, so that a run does not depend on the
+            machine that simulates it. Behind a step in flight it costs nothing that the step outlasts.
+        drag: How much a load to each tier slows down the step beside it: seconds of delay per second of the load,
+            below 1; none where nothing is said.
+        speed: How slow the machine is over time; steady without it.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        *,
+        vocab_size: int,
+        avoid: tuple[int, ...] = (),
+        choose: Callable[[PlannedSequence], SampledToken] | None = None,
+        scheduler_time_s: float = 0.0,
+        interference: Mapping[Tier, float] | None = None,
+        speed: MachineSpeed | None = None,
+    ) -> None:
+        self._cost = cost
+        self._interference = {tier: one for tier, one in (interference or {}).items() if one}
+        self._speed = speed
+        self._steps: list[SimulatedWork] = []  # the last two, for loads to slow down
+        self._scheduler_time_s = scheduler_time_s
+        self._choose = choose or (lambda part: synthetic_token(part, vocab_size, avoid))
+        self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
+
+    def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
+        """Start a step."""
+        tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
+        begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
+        step_s = self._cost.step_time_s(plan)
+        if self._speed is not None:
+            step_s *= self._speed.factor(begins_at)
+        ready_at = begins_at + step_s
+        for tier in self._interference:
+            ready_at = self._dragged(ready_at, tier, begins_at, self._link_free_at[tier])
+        self._steps = [*self._steps[-1:], SimulatedWork(ready_at, StepResult(tokens=tokens), begins_at)]
+        return self._steps[-1]
+
+    def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
+        """Start a load behind those already on its link."""
+        tier = load.tier
+        begins_at = max(now, self._link_free_at[tier])
+        self._link_free_at[tier] = ready_at = begins_at + self._cost.load_time_s(load)
+        if tier in self._interference:
+            self._drag_steps(tier, begins_at, ready_at)
+        return SimulatedWork(ready_at, LoadResult(), begins_at)
+
+    def _drag_steps(self, tier: Tier, begins_at: float, ends_at: float) -> None:
+        """Slow down the steps in flight beside which a load runs, and move the second by what the first is late."""
+        late_s = 0.0
+        for step in self._steps:
+            step.begins_at += late_s
+            step.ready_at += late_s
+            ready_at = self._dragged(step.ready_at, tier, max(begins_at, step.begins_at), ends_at)
+            late_s, step.ready_at = late_s + ready_at - step.ready_at, ready_at
+
+    def _dragged(self, step_ends_at: float, tier: Tier, begins_at: float, ends_at: float) -> float:
+        """Return when a step ends beside which a load runs from ``begins_at`` to ``ends_at``."""
+        interference = self._interference[tier]
+        together_s = min(ends_at - begins_at, (step_ends_at - begins_at) / (1.0 - interference))
+        return step_ends_at + interference * max(0.0, together_s)
+
+    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
+        """Nothing is kept, so nothing is dropped."""

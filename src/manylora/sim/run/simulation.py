@@ -1,0 +1,285 @@
+"""A simulated run: a workload, one or more replicas of the engine that serves, and a clock that jumps.
+
+Nothing here schedules, caches or evicts: the core, the loop and the cache are those of the server, and only the device
+is made up. A run is a function of its workload and its configuration, to the byte, on any machine.
+
+::
+
+    Workload --requests--> Dispatcher --+--> EngineCore 0 --> SimulatedExecutor (cost model)
+                                        +--> EngineCore 1 --> ...          all on one VirtualClock
+                                                 |
+                                                 +--events--> Recorder --> records, timeline --> Summary
+
+The length of an answer belongs to the device: it ends a sequence with a token when its time has come. The engine sees
+the cap alone, as in life; only the ``oracle`` and ``noisy`` predictors are told more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from manylora.adapters.shape import BaseShape
+from manylora.clock import VirtualClock
+from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.costs.model import CostModel
+from manylora.costs.speed import MachineSpeed
+from manylora.engine.core import EngineCore
+from manylora.engine.loop import EngineLoop
+from manylora.engine.status import EngineStats
+from manylora.errors import ConfigError, ManyloraError
+from manylora.events import EventSink
+from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
+from manylora.plan import PlannedSequence
+from manylora.plugins import is_own
+from manylora.routing import Dispatcher, Router, RouterContext, make_router
+from manylora.routing.step_model import step_model
+from manylora.scheduling import LengthPredictor, Sequence
+from manylora.scheduling.prediction import NoisyPredictor, OraclePredictor
+from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.run.executor import SimulatedExecutor
+from manylora.sim.run.prompts import PromptMaker
+from manylora.types import Output, Request, SampledToken, SamplingParams, Tier
+from manylora.workloads import RequestSpec, Workload
+
+__all__ = ["Progress", "Run", "SimulationConfig", "simulate"]
+
+BASE_NAME = "base"
+TOKEN, END = SampledToken(token_id=3), SampledToken(token_id=4)
+
+Progress = Callable[[int, float], None]
+"""Told how many requests have ended, and the virtual time in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """What serves the workload.
+
+    Args:
+        base: The base model's shape; its page is one replica's, whatever devices share it.
+        cost: What steps and loads take.
+        num_pages: Pages in each replica's pool.
+        scheduler: What a step may hold, who goes first, and who guesses lengths.
+        memory: Block size and prefix caching; its sizes are not looked at, ``num_pages`` is.
+        adapters: The adapter cache.
+        num_replicas: Engines that share the workload.
+        router: Which of them serves a request, by name in ``routing.ROUTERS``; or somebody's own.
+        router_tbt_s: Time between tokens that the ``rank-aware`` router keeps to, in seconds; ``None`` for none.
+        scheduler_time_s: What deciding a step takes, in seconds.
+        drag: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
+        speed: Makes the speed of the replica with this number; all are steady without it.
+        max_tokens: Cap that requests come with; as many as fit when ``None``.
+        exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask; for engines
+            that reserve it.
+        sample_every_s: Virtual seconds between two samples of the timeline.
+        seed: Of the router's draws and of the noisy predictor.
+    """
+
+    base: BaseShape
+    cost: CostModel
+    num_pages: int
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(prefix_caching=False))
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    num_replicas: int = 1
+    router: str = "affinity"
+    router_tbt_s: float | None = None
+    scheduler_time_s: float = 0.0
+    interference: Mapping[Tier, float] = field(default_factory=dict)
+    speed: Callable[[int], MachineSpeed | None] | None = None
+    max_tokens: int | None = None
+    exact_caps: bool = False
+    sample_every_s: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise ConfigError(f"Got {name} = {getattr(self, name)!r}, expected {expected}")
+
+        check(self.num_pages >= 2, "num_pages", "at least 2")
+        check(self.num_replicas >= 1, "num_replicas", "at least 1")
+        check(self.scheduler_time_s >= 0, "scheduler_time_s", "0 or more")
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(self.sample_every_s > 0, "sample_every_s", "above 0")
+        if self.memory.block_size != self.base.page.block_size:
+            raise ConfigError(f"Got block_size = {self.memory.block_size}, and a base with {self.base.page.block_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What came of it.
+
+    Args:
+        workload: Its name.
+        records: Every request, in order of arrival; refused ones have an ``error``.
+        timelines: Each replica over time.
+        stats: Each replica's counters at the end.
+        duration_s: Virtual time of the last event, in seconds.
+    """
+
+    workload: str
+    records: list[RequestRecord]
+    timelines: list[Timeline]
+    stats: list[EngineStats]
+    duration_s: float
+
+    def summary(
+        self,
+        *,
+        slo: Slo | None = None,
+        warm_up_s: float = 0.0,
+        group: Callable[[RequestRecord], str] | None = None,
+    ) -> Summary:
+        """Return the run in figures; see ``measure.summarise``."""
+        return summarise(self.records, slo=slo, warm_up_s=warm_up_s, group=group)
+
+
+def simulate(
+    workload: Workload,
+    config: SimulationConfig,
+    *,
+    on_progress: Progress | None = None,
+    sinks: tuple[EventSink, ...] = (),
+) -> Run:
+    """Serve a workload to its end, in virtual time.
+
+    Args:
+        workload: Who asks for what, when.
+        config: What serves it.
+        on_progress: Called each time requests have ended.
+        sinks: Take every event of every replica, beside the recorders.
+
+    Raises:
+        ConfigError: The configuration names a policy, predictor or router that does not exist.
+        AdapterError: An adapter applies to no module of the base.
+        Stalled: Liveness is broken: a bug in a policy.
+    """
+    clock = VirtualClock()
+    ranks = {spec.name: spec.rank for spec in workload.adapters}
+    recorders = [
+        Recorder(replica=index, ranks=ranks, sample_every_s=config.sample_every_s)
+        for index in range(config.num_replicas)
+    ]
+    cores = [_make_core(workload, config, index, (recorder, *sinks)) for index, recorder in enumerate(recorders)]
+    for core, recorder in zip(cores, recorders, strict=True):
+        recorder.watch(core.stats)
+    dispatcher = Dispatcher(_make_router(workload, config, ranks), config.num_replicas, ranks)
+    num_ended = 0
+
+    def take(outputs: list[Output], now: float) -> None:
+        nonlocal num_ended
+        ended = [output.request_id for output in outputs if output.finish is not None]
+        for request_id in ended:
+            dispatcher.ended(request_id)
+        num_ended += len(ended)
+        if ended and on_progress is not None:
+            on_progress(num_ended, now)
+
+    def refuse(request: Request, error: ManyloraError, now: float) -> None:
+        nonlocal num_ended
+        num_ended += 1
+        recorders[dispatcher.ended(request.request_id)].refuse(request, error, now)
+
+    EngineLoop(
+        cores[0],
+        clock,
+        others=cores[1:],
+        route=lambda request, now: dispatcher.dispatch(request),
+        on_outputs=take,
+        on_rejected=refuse,
+        arrivals=_arrivals(workload, config),
+    ).run()
+    records = [record for recorder in recorders for record in recorder.records]
+    return Run(
+        workload=workload.name,
+        records=sorted(records, key=lambda record: int(record.request_id)),
+        timelines=[recorder.timeline for recorder in recorders],
+        stats=[core.stats() for core in cores],
+        duration_s=clock.now(),
+    )
+
+
+def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[str, int]) -> Router:
+    num_tokens = sum(request.num_output_tokens for request in workload.requests)
+    context = RouterContext(
+        rng=Random(f"router/{config.seed}"),
+        base_name=BASE_NAME,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        ranks=ranks,
+        # Only for one that may ask: a profile with jitter would draw for it.
+        steps=step_model(config.cost) if config.router == "rank-aware" or is_own(config.router) else None,
+        mean_answer_tokens=max(1.0, num_tokens / max(1, len(workload.requests))),
+        tbt_s=config.router_tbt_s,
+    )
+    return make_router(config.router, context)
+
+
+def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks: tuple[EventSink, ...]) -> EngineCore:
+    lengths = [request.num_output_tokens for request in workload.requests]
+
+    def choose(part: PlannedSequence) -> SampledToken:
+        # A request's seed is its number in the workload: the one thing about it that the device is told.
+        num_output = part.start + part.num_tokens - part.num_prompt_tokens + 1
+        return END if num_output >= lengths[part.seed] else TOKEN
+
+    def truth(sequence: Sequence) -> int:
+        return lengths[sequence.seed]
+
+    predictor: LengthPredictor | None = None  # the one that the configuration names
+    if config.scheduler.predictor == "oracle":
+        predictor = OraclePredictor(truth)
+    elif config.scheduler.predictor == "noisy":
+        predictor = NoisyPredictor(config.scheduler.predictor_accuracy, config.seed, truth)
+    core = EngineCore(
+        base=config.base,
+        num_pages=config.num_pages,
+        executor=SimulatedExecutor(
+            config.cost,
+            vocab_size=config.base.vocab_size,
+            choose=choose,
+            scheduler_time_s=config.scheduler_time_s,
+            interference=config.interference,
+            speed=config.speed(replica) if config.speed is not None else None,
+        ),
+        scheduler=config.scheduler,
+        memory=config.memory,
+        adapters=config.adapters,
+        served_name=BASE_NAME,
+        seed=config.seed,
+        sinks=sinks,
+        predictor=predictor,
+    )
+    for name, version in adapter_versions(workload.adapters, config.base).items():
+        core.adapters.register(name, version, 0.0)
+    return core
+
+
+def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[float, Request]]:
+    """Yield requests as they are asked for; made one by one, so that a long trace takes no memory."""
+    prompts = PromptMaker(config.base.vocab_size, max((r.num_prompt_tokens for r in workload.requests), default=0))
+    for index, spec in enumerate(workload.requests):
+        yield (
+            spec.arrival_s,
+            Request(
+                request_id=str(index),
+                prompt=prompts.prompt(index, spec),
+                sampling=SamplingParams(
+                    max_tokens=_cap(spec, config),
+                    seed=index,
+                    stop_token_ids=(END.token_id,),
+                    ignore_eos=True,
+                ),
+                model=spec.adapter or BASE_NAME,
+            ),
+        )
+
+
+def _cap(spec: RequestSpec, config: SimulationConfig) -> int | None:
+    """Return the cap a request comes with: what was chosen, less what the context leaves no room for."""
+    if config.exact_caps:
+        return spec.num_output_tokens
+    if config.max_tokens is None:
+        return None
+    return max(1, min(config.max_tokens, config.base.max_model_len - spec.num_prompt_tokens))

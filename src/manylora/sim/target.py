@@ -1,0 +1,124 @@
+"""What a simulated engine stands in for: a machine that was measured, or one that is known by its data sheet.
+
+Its vocabulary is that of the checkpoint folder it is given, for the tokenizer is that folder's too; costs do not depend
+on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from zlib import crc32
+
+from manylora.adapters.shape import BaseShape
+from manylora.config import EngineConfig
+from manylora.costs.model import CostModel
+from manylora.costs.profile import read_profile
+from manylora.costs.speed import MachineSpeed
+from manylora.errors import ConfigError
+from manylora.plan import PlannedSequence
+from manylora.sim.run.executor import synthetic_token
+from manylora.sim.setup import Setup, make_config
+from manylora.types import SampledToken, Tier
+
+__all__ = ["MEAN_ANSWER_TOKENS", "SimulatedTarget", "find_target", "make_teller"]
+
+MEAN_ANSWER_TOKENS = 200
+"""Mean length of made-up answers that nothing else ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedTarget:
+    """What an engine without a model pretends to be.
+
+    Args:
+        base: The base model's shape.
+        num_pages: Pages in its pool.
+        cost: What its steps and loads take.
+        machine: What it would run on, in words.
+        drag: How much loads slow down the step beside them, by tier.
+        speed: How slow the machine is over time; steady when ``None``.
+    """
+
+    base: BaseShape
+    num_pages: int
+    cost: CostModel
+    machine: str
+    interference: Mapping[Tier, float] = field(default_factory=dict)
+    speed: MachineSpeed | None = None
+
+
+def find_target(name: str, config: EngineConfig) -> SimulatedTarget:
+    """Return what ``--simulate NAME`` names.
+
+    Args:
+        name: The file of a cost profile, or ``hardware:model``, each a known name or a file (``a40:llama-7b``).
+        config: Its memory's sizes and its model's folder are looked at.
+
+    Raises:
+        ConfigError: It is neither; says what was looked for.
+    """
+    memory = config.memory
+    hardware, colon, model = name.rpartition(":")
+    if Path(name).is_file():
+        setup, machine = Setup(profile=name), read_profile(name).machine
+    elif colon:
+        setup, machine = Setup(hardware=hardware, model=model), hardware
+    else:
+        raise ConfigError(
+            f"Got simulate = {name!r}, expected the file of a profile that `manylora calibrate` wrote, "
+            "or hardware:model, such as a40:llama-7b"
+        )
+    setup = replace(setup, utilization=memory.gpu_memory_utilization, scheduler=config.scheduler)
+    made = make_config(setup, seed=config.seed)
+    base = replace(made.base, page=replace(made.base.page, block_size=memory.block_size))
+    num_bytes = memory.memory_bytes or made.num_pages * made.base.page.num_bytes
+    return SimulatedTarget(
+        base=_in_words_of(base, config),
+        num_pages=memory.num_pages or max(2, num_bytes // base.page.num_bytes),
+        cost=made.cost,
+        machine=machine,
+        interference=made.interference,
+        speed=made.speed(0) if made.speed is not None else None,
+    )
+
+
+def _in_words_of(base: BaseShape, config: EngineConfig) -> BaseShape:
+    """Return the base with the vocabulary of the configuration's model folder, and the context asked for."""
+    path = Path(config.model.model) / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = settings.get("text_config", settings)
+        vocab_size, eos = settings["vocab_size"], settings.get("eos_token_id")
+    except (OSError, ValueError, KeyError):
+        return base  # no folder, or one with a tokenizer alone
+    limit = config.model.max_model_len
+    return replace(
+        base,
+        vocab_size=int(vocab_size),
+        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        max_model_len=base.max_model_len if limit is None else min(limit, base.max_model_len),
+    )
+
+
+def make_teller(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
+    """Return what makes up the tokens of answers that people or clients will read.
+
+    An answer goes on to its ``max_tokens``; without one it ends by itself, after a length that its seed draws and that
+    is exponential about a mean, so that a chat without a cap does not run to the end of the context.
+    """
+    avoid = base.eos_token_ids
+
+    def tell(part: PlannedSequence) -> SampledToken:
+        sampling = part.sampling
+        if sampling.max_tokens is None and not sampling.ignore_eos and avoid:
+            share = (crc32(f"{part.seed}/{part.num_prompt_tokens}".encode()) + 1) / 2**32
+            length = max(1 + sampling.min_tokens, round(-MEAN_ANSWER_TOKENS * math.log(share)))
+            if part.start + part.num_tokens - part.num_prompt_tokens >= length - 1:
+                return SampledToken(token_id=avoid[0])
+        return synthetic_token(part, base.vocab_size, avoid)
+
+    return tell
