@@ -21,7 +21,7 @@ import manylora
 import manylora.cli
 import manylora.server
 from manylora.cli.app import app, main
-from manylora.cli.demo_report import Answer, print_answers
+from manylora.cli.views.demo_report import Answer, print_answers
 from manylora.config import EngineConfig, ServerConfig
 from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.offline import Generation
@@ -314,7 +314,7 @@ def test_generate_without_a_prompt(engine: type[FakeEngine], tmp_path: Path) -> 
 
 def test_inspect_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     base = tiny_base()
-    monkeypatch.setattr("manylora.cli.adapters._describe", lambda model: base)
+    monkeypatch.setattr("manylora.cli.commands.adapters._describe", lambda model: base)
     good = write_good_adapter(tmp_path / "good", base, rank=4, targets=("q_proj", "v_proj"))
     result = CliRunner().invoke(app, ["adapters", "inspect", str(good)])
     assert result.exit_code == 0, result.output
@@ -329,7 +329,7 @@ def test_inspect_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytes
     assert report["version"]["num_modules"] == len(report["modules"]) == 2 * base.num_layers
 
     other = tiny_base(hidden=64, fingerprint="other")
-    monkeypatch.setattr("manylora.cli.adapters._describe", lambda model: other)
+    monkeypatch.setattr("manylora.cli.commands.adapters._describe", lambda model: other)
     result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "other"])
     assert result.exit_code == 1
     assert "no: " in result.stdout
@@ -344,7 +344,7 @@ def test_inspect_refuses_what_is_no_adapter(
 
 def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
-    monkeypatch.setattr("manylora.cli.demo_report.out", Console(file=written, width=120))
+    monkeypatch.setattr("manylora.cli.views.demo_report.out", Console(file=written, width=120))
     prompt = "tiny llama"
     good, bad = list(TASKS)[:2]
     answers = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from manylora.cli.demo import PROMPTS
+from manylora.cli.commands.demo import PROMPTS
 from manylora.demo import TASKS, is_held_out
 
 

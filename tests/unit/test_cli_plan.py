@@ -137,7 +137,7 @@ def test_what_is_wrong_is_named(file: Path, words: list[str], message: str) -> N
 
 def test_every_variant_is_looked_at_before_the_first_is_simulated(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[object] = []
-    monkeypatch.setattr("manylora.cli.plan.make_plan", lambda *args, **kwargs: planned.append(args))
+    monkeypatch.setattr("manylora.cli.commands.plan.make_plan", lambda *args, **kwargs: planned.append(args))
     with pytest.raises(ConfigError, match="Got hardware = 'abacus'"):
         CliRunner().invoke(app, ["plan", str(file), "--compare", "gpu=a40,abacus", *QUICK], catch_exceptions=False)
     assert not planned

@@ -16,10 +16,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from manylora.cli import top as command
 from manylora.cli.app import main
-from manylora.cli.status_source import Away, StatusSource
-from manylora.cli.top_view import Rates, frame, rates_between
+from manylora.cli.commands import top as command
+from manylora.cli.views.status_source import Away, StatusSource
+from manylora.cli.views.top_view import Rates, frame, rates_between
 from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError
 from manylora.scheduling import QueueStatus

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from manylora.cli.config_file import read_config_file
-from manylora.cli.values import collect_adapters, parse_adapter, parse_size
-from manylora.cli.vllm_flags import VLLM_FLAGS, spread_lists, take_out
+from manylora.cli.options.config_file import read_config_file
+from manylora.cli.options.values import collect_adapters, parse_adapter, parse_size
+from manylora.cli.options.vllm_flags import VLLM_FLAGS, spread_lists, take_out
 from manylora.errors import ConfigError
 
 

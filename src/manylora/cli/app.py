@@ -10,18 +10,18 @@ from typing import Annotated
 
 import typer
 
-from manylora.cli.adapters import adapters_app
-from manylora.cli.bench import bench_app
-from manylora.cli.calibrate import calibrate
-from manylora.cli.demo import demo
-from manylora.cli.experiment import experiment_app
-from manylora.cli.generate import generate
-from manylora.cli.plan import plan_command
-from manylora.cli.predictor import predictor_app
-from manylora.cli.serve import ServeCommand, serve
-from manylora.cli.simulate import simulate_command
-from manylora.cli.terminal import fail
-from manylora.cli.top import top
+from manylora.cli.commands.adapters import adapters_app
+from manylora.cli.commands.bench import bench_app
+from manylora.cli.commands.calibrate import calibrate
+from manylora.cli.commands.demo import demo
+from manylora.cli.commands.experiment import experiment_app
+from manylora.cli.commands.generate import generate
+from manylora.cli.commands.plan import plan_command
+from manylora.cli.commands.predictor import predictor_app
+from manylora.cli.commands.serve import ServeCommand, serve
+from manylora.cli.commands.simulate import simulate_command
+from manylora.cli.commands.top import top
+from manylora.cli.views.terminal import fail
 from manylora.errors import ManyloraError
 
 __all__ = ["app", "main"]

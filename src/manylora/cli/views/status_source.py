@@ -10,7 +10,7 @@ import urllib.request
 
 import msgspec
 
-from manylora.cli.values import parse_address
+from manylora.cli.options.values import parse_address
 from manylora.errors import ConfigError, ManyloraError
 from manylora.server.metrics.status_report import StatusReport
 

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from manylora.cli.panels import panel
-from manylora.cli.values import parse_size
+from manylora.cli.options.panels import panel
+from manylora.cli.options.values import parse_size
 from manylora.config import AdapterConfig, MemoryConfig, ModelConfig
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.errors import ConfigError

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from manylora.cli.status_source import Away, StatusSource
-from manylora.cli.terminal import out
-from manylora.cli.top_view import Rates, frame, rates_between
+from manylora.cli.views.status_source import Away, StatusSource
+from manylora.cli.views.terminal import out
+from manylora.cli.views.top_view import Rates, frame, rates_between
 from manylora.config import ServerConfig
 from manylora.server.metrics.status_report import StatusReport
 

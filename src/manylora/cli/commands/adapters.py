@@ -18,8 +18,8 @@ from manylora.adapters.read import SAFETENSORS
 from manylora.adapters.report import AdapterReport, inspect_adapter
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import StoredTensor
-from manylora.cli.options import resolve_model
-from manylora.cli.terminal import note, out
+from manylora.cli.options.shared import resolve_model
+from manylora.cli.views.terminal import note, out
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 

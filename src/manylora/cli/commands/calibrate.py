@@ -13,10 +13,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from manylora.bench.calibration import sweep_live
-from manylora.cli import options
-from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
-from manylora.cli.panels import panel
-from manylora.cli.terminal import note, notes, out
+from manylora.cli.options import shared as options
+from manylora.cli.options.panels import panel
+from manylora.cli.options.shared import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.views.terminal import note, notes, out
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.costs.calibrate import fit_profile, step_shares
 from manylora.costs.profile import TERMS, CostProfile

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manylora.catalog.hardware import HARDWARE
 from manylora.catalog.models import MODELS
-from manylora.cli.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
-from manylora.cli.simulate_report import Report, print_report, write_report
-from manylora.cli.terminal import note, notes, out
+from manylora.cli.options.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
+from manylora.cli.views.simulate_report import Report, print_report, write_report
+from manylora.cli.views.terminal import note, notes, out
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.routing import ROUTERS

@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from manylora.cli.terminal import note, notes, out
+from manylora.cli.views.terminal import note, notes, out
 from manylora.errors import ConfigError
 from manylora.experiments import (
     WORDS,

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from rich.markdown import Markdown
 
-from manylora.cli import options
-from manylora.cli.bench_serve import BenchServeCommand, bench_serve
-from manylora.cli.options import MODEL_DEFAULTS, parse_memory, resolve_model
-from manylora.cli.terminal import note, notes, out
-from manylora.cli.values import collect_adapters
+from manylora.cli.commands.bench_serve import BenchServeCommand, bench_serve
+from manylora.cli.options import shared as options
+from manylora.cli.options.shared import MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.options.values import collect_adapters
+from manylora.cli.views.terminal import note, notes, out
 from manylora.config import AdapterConfig
 from manylora.measure.tables import FigureTable
 from manylora.plugins import find_factory

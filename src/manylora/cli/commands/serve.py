@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from manylora.cli import options
-from manylora.cli.config_file import read_config_file
-from manylora.cli.options import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
-from manylora.cli.panels import panel
-from manylora.cli.terminal import note
-from manylora.cli.values import collect_adapters, parse_adapter, parse_size
-from manylora.cli.vllm_flags import spread_lists, take_out
+from manylora.cli.options import shared as options
+from manylora.cli.options.config_file import read_config_file
+from manylora.cli.options.panels import panel
+from manylora.cli.options.shared import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.options.values import collect_adapters, parse_adapter, parse_size
+from manylora.cli.options.vllm_flags import spread_lists, take_out
+from manylora.cli.views.terminal import note
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES

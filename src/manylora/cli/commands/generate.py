@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from manylora.cli import options
-from manylora.cli.options import ADAPTER_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
-from manylora.cli.panels import panel
-from manylora.cli.terminal import fail, note, out
-from manylora.cli.values import collect_adapters
+from manylora.cli.options import shared as options
+from manylora.cli.options.panels import panel
+from manylora.cli.options.shared import ADAPTER_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.options.values import collect_adapters
+from manylora.cli.views.terminal import fail, note, out
 from manylora.errors import AdapterNotFound
 from manylora.types import SamplingParams
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from manylora.cli.demo_report import Answer, print_adapters, print_answers, print_how_to
-from manylora.cli.options import DEMO
-from manylora.cli.terminal import fail, is_interactive, note, notes, out
+from manylora.cli.options.shared import DEMO
+from manylora.cli.views.demo_report import Answer, print_adapters, print_answers, print_how_to
+from manylora.cli.views.terminal import fail, is_interactive, note, notes, out
 from manylora.config import EngineConfig, ModelConfig, ServerConfig
 from manylora.demo import EXAMPLE_PROMPTS, demo_adapters, demo_model_path
 

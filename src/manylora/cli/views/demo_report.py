@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manylora.cli.terminal import out
+from manylora.cli.views.terminal import out
 from manylora.demo import TASKS, check
 
 __all__ = ["Answer", "print_adapters", "print_answers", "print_how_to"]

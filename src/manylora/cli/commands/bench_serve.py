@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
-from manylora.cli.panels import panel
-from manylora.cli.terminal import note, notes, out
-from manylora.cli.values import parse_address
+from manylora.cli.options.panels import panel
+from manylora.cli.options.values import parse_address
+from manylora.cli.views.terminal import note, notes, out
 from manylora.errors import ConfigError
 from manylora.measure import Slo
 from manylora.measure.plots import can_plot, plot_latencies, plot_rates

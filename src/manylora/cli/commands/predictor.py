@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from manylora.cli.terminal import note, out
+from manylora.cli.views.terminal import note, out
 from manylora.scheduling.prediction.request_log import read_request_log
 from manylora.scheduling.prediction.training import Accuracy, train
 

@@ -12,9 +12,9 @@ import typer
 
 from manylora.catalog.hardware import HARDWARE
 from manylora.catalog.models import MODELS
-from manylora.cli.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
-from manylora.cli.simulate import MADE_UP
-from manylora.cli.terminal import note, notes, out
+from manylora.cli.commands.simulate import MADE_UP
+from manylora.cli.options.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
+from manylora.cli.views.terminal import note, notes, out
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.planning import Objective, Plan, make_plan

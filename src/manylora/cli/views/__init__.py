@@ -1,0 +1,1 @@
+"""What commands print: tables, reports and live screens, and where these get their figures."""
