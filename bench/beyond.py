@@ -28,7 +28,12 @@ from manylora.measure import interval_of_runs
 RESULTS = Path(__file__).parent / "results"
 SCALE, SLO_S, TARGET_S = 0.173, 5.0, 0.16
 DEVICE: Table = {"model": "llama-7b", "hardware": "a40", "lora_kernel": "s-lora-mbgmm", "copies": "s-lora"}
-SCHEDULER: Table = {"max_num_seqs": 256, "max_waiting": 1_000_000, "predictor": "noisy", "slo_s": SLO_S}
+SCHEDULER: Table = {
+    "max_num_seqs": 256,
+    "max_waiting": 1_000_000,
+    "predictor": "noisy",
+    "policy_options": {"slo_s": SLO_S},
+}
 OURS: Table = {"policy": "boost", "step_target_s": TARGET_S, "max_num_batched_tokens": 1024}
 S_LORA: Table = {
     "policy": "chameleon",

@@ -201,16 +201,16 @@ POLICY_ROWS: dict[str, dict[str, object]] = {
 VARIANTS: dict[str, dict[str, object]] = {
     "chameleon, accuracy 100 %": {"policy": "chameleon", "predictor": "oracle"},
     "chameleon, accuracy 80 %": {"policy": "chameleon"},
-    "chameleon, accuracy 60 %": {"policy": "chameleon", "predictor_accuracy": 0.6},
+    "chameleon, accuracy 60 %": {"policy": "chameleon", "predictor_options": {"accuracy": 0.6}},
     "chameleon, quantile predictor": {"policy": "chameleon", "predictor": "quantile"},
-    "chameleon, degree-1": {"policy": "chameleon", "request_size": "degree-1"},
-    "chameleon, output only": {"policy": "chameleon", "request_size": "output"},
+    "chameleon, degree-1": {"policy": "chameleon", "policy_options": {"request_size": "degree-1"}},
+    "chameleon, output only": {"policy": "chameleon", "policy_options": {"request_size": "output"}},
     "chameleon, output only, accuracy 60 %": {
         "policy": "chameleon",
-        "request_size": "output",
-        "predictor_accuracy": 0.6,
+        "policy_options": {"request_size": "output"},
+        "predictor_options": {"accuracy": 0.6},
     },
-    "chameleon, least WCSS": {"policy": "chameleon", "queue_criterion": "wcss"},
+    "chameleon, least WCSS": {"policy": "chameleon", "policy_options": {"queue_criterion": "wcss"}},
     "sjf, accuracy 100 %": {"policy": "sjf", "predictor": "oracle"},
     "sjf, quantile predictor": {"policy": "sjf", "predictor": "quantile"},
 }
@@ -284,7 +284,8 @@ def main() -> None:
     num_runs, began = len(combinations) + len(variants) + len(bare), perf_counter()
 
     def one(load: str, name: str, eviction: str, settings: dict[str, object], look_ahead: int = LOOK_AHEAD) -> Row:
-        config = {"predictor": "noisy", "predictor_accuracy": 0.8, "slo_s": slo_s, **settings}
+        config = {"predictor": "noisy", "predictor_options": {"accuracy": 0.8}, **settings}
+        config["policy_options"] = {"slo_s": slo_s, **settings.get("policy_options", {})}  # type: ignore[dict-item]
         scheduler = SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,

@@ -75,7 +75,7 @@ def measure(kernel: str, router: str, workload: Workload, num_replicas: int) -> 
         lora_kernel=kernel,
         num_replicas=num_replicas,
         router=router,
-        router_tbt_s=TPOT_S,
+        router_options={"tbt_s": TPOT_S},
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512, max_waiting=1_000_000),
         adapters=AdapterConfig(host_bytes=1 << 50),
     )

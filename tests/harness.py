@@ -98,6 +98,7 @@ def policy_context(
     nearness: Callable[[Sequence], Nearness] = lambda one: Nearness.DEVICE,
     num_claimable_pages: Callable[[bool], int] = lambda is_first: 0,
     prompt_s: Callable[[Sequence], float] = lambda one: 0.001 * one.num_to_run,
+    options: object = None,
     **scheduler: object,
 ) -> PolicyContext:
     """Return what a policy may know, without an engine: lengths are the caps."""
@@ -109,6 +110,7 @@ def policy_context(
         nearness=nearness,
         num_claimable_pages=num_claimable_pages,
         prompt_s=prompt_s,
+        options=options,
     )
 
 

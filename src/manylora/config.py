@@ -1,14 +1,17 @@
 """Configuration: frozen dataclasses, composed, checked on construction.
 
-Only what a person chooses is here. Sizes that follow from it (pages, bytes per page, largest context)
-are computed where they are needed, and the environment is read in ``cli`` alone.
+Only what a person chooses is here, each option once (``options.py``). Sizes that follow from it (pages, bytes per page,
+largest context) are computed where they are needed, and the environment is read in ``cli`` alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from manylora.errors import ConfigError
+from manylora.options import check_options, option
 
 __all__ = [
     "GIB",
@@ -24,10 +27,7 @@ __all__ = [
 MIB = 1024 * 1024
 GIB = 1024 * MIB
 
-
-def _check(ok: bool, name: str, value: object, expected: str) -> None:
-    if not ok:
-        raise ConfigError(f"Got {name} = {value!r}, expected {expected}")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,184 +36,228 @@ class ModelConfig:
 
     Args:
         model: A Hugging Face checkpoint directory (or hub name where a network is at hand), or ``demo``.
-        tokenizer: Directory or name of the tokenizer; the model's own when ``None``.
-        served_model_name: Name in the API; the model's own when ``None``.
-        dtype: ``auto`` is float32 on CPU, the checkpoint's 16-bit type on GPU.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        max_model_len: Longest prompt plus answer in tokens; the model's own limit when ``None``.
-        lora_kernel: LoRA implementation: ``auto`` is ``ragged`` on a GPU and ``grouped`` elsewhere; ``naive``,
-            ``padded`` and ``reference`` are for comparison.
-        attention_kernel: ``auto`` is ``triton`` on a GPU and ``torch`` elsewhere.
-        decode_graphs: Replay captured graphs for steps that only decode: ``auto`` is on a GPU; they need ``triton``.
-        revision: Hub revision.
-        trust_remote_code: Never by default: a checkpoint must not run code.
     """
 
     model: str
-    tokenizer: str | None = None
-    served_model_name: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    lora_kernel: str = "auto"
-    attention_kernel: str = "auto"
-    decode_graphs: str = "auto"
-    revision: str | None = None
-    trust_remote_code: bool = False
+    served_model_name: str | None = option(
+        None, panel="Model", help="The base's name in the API; by default the model's own."
+    )
+    tokenizer: str | None = option(
+        None, panel="Model", help="Folder or name of the tokenizer, if it is not the model's own."
+    )
+    revision: str | None = option(None, panel="Model", help="Revision on the hub.")
+    dtype: str = option(
+        "auto",
+        panel="Model",
+        choices=_DTYPES,
+        help="Type of the weights: auto is float32 on CPU, the checkpoint's 16-bit type on GPU.",
+    )
+    device: str = option(
+        "auto",
+        panel="Model",
+        metavar="auto|cpu|cuda",
+        help="Where the model runs; auto is the GPU if there is one.",
+    )
+    max_model_len: int | None = option(
+        None, panel="Model", unit="tokens", at_least=1, help="Longest prompt plus answer; by default the model's limit."
+    )
+    lora_kernel: str = option(
+        "auto",
+        panel="Model",
+        choices=("auto", "grouped", "naive", "padded", "ragged", "reference"),
+        help="Implementation of the adapters' arithmetic: auto is ragged on a GPU and grouped elsewhere; padded and "
+        "ragged need a GPU; naive, padded and reference are for comparison.",
+    )
+    attention_kernel: str = option(
+        "auto",
+        choices=("auto", "torch", "triton"),
+        help="Implementation of attention: auto is triton on a GPU and torch elsewhere.",
+    )
+    decode_graphs: str = option(
+        "auto",
+        choices=("auto", "off", "on"),
+        help="Replay captured graphs for steps that only decode: auto is on a GPU. They need triton attention.",
+    )
+    trust_remote_code: bool = option(False, panel="Model", help="Let the checkpoint run code of its own.")
 
     def __post_init__(self) -> None:
-        _check(bool(self.model), "model", self.model, "a checkpoint directory, a hub name or 'demo'")
-        _check(
-            self.dtype in ("auto", "float32", "bfloat16", "float16"),
-            "dtype",
-            self.dtype,
-            "one of auto, float32, bfloat16, float16",
-        )
-        _check(self.max_model_len is None or self.max_model_len >= 1, "max_model_len", self.max_model_len, "at least 1")
-        kernels = ("auto", "grouped", "naive", "padded", "ragged", "reference")
-        _check(self.lora_kernel in kernels, "lora_kernel", self.lora_kernel, f"one of {', '.join(kernels)}")
-        attention = ("auto", "torch", "triton")
-        _check(self.attention_kernel in attention, "attention_kernel", self.attention_kernel, "auto, torch or triton")
-        _check(self.decode_graphs in ("auto", "off", "on"), "decode_graphs", self.decode_graphs, "auto, off or on")
+        if not self.model:
+            raise ConfigError(f"Got model = {self.model!r}, expected a checkpoint directory, a hub name or 'demo'")
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """The one pool of pages that KV, prefix blocks and adapters share.
+    """The one pool of pages that KV, prefix blocks and adapters share."""
 
-    Args:
-        block_size: Tokens of KV in a page.
-        num_pages: Size of the pool in pages; overrides the two below.
-        memory_bytes: Size of the pool in bytes (CPU default: 1 GiB).
-        gpu_memory_utilization: Share of the device the process may take, when ``memory_bytes`` is not given on a GPU.
-        prefix_caching: Keep the KV of finished prompts in idle pages.
-    """
-
-    block_size: int = 16
-    num_pages: int | None = None
-    memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    prefix_caching: bool = True
+    memory_bytes: int | None = option(
+        None,
+        panel="Memory",
+        flag="--memory",
+        unit="bytes",
+        above=0,
+        help="Memory for KV, prefixes and adapters together, as 2GiB. By default 1GiB on CPU, what is left on GPU.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, panel="Memory", above=0, at_most=1, help="Share of the GPU this process may take, without --memory."
+    )
+    block_size: int = option(
+        16, panel="Memory", unit="tokens", at_least=1, at_most=1024, help="Tokens of KV in a page."
+    )
+    num_pages: int | None = option(
+        None, panel="Memory", unit="pages", at_least=2, help="Size of the pool in pages, in place of its bytes."
+    )
+    prefix_caching: bool = option(
+        True,
+        panel="Memory",
+        help="Keep the KV of finished prompts in idle pages.",
+        without="Forget the KV of finished prompts.",
+    )
 
     def __post_init__(self) -> None:
-        _check(1 <= self.block_size <= 1024, "block_size", self.block_size, "1 to 1024 tokens")
-        _check(self.num_pages is None or self.num_pages >= 2, "num_pages", self.num_pages, "at least 2")
-        _check(self.memory_bytes is None or self.memory_bytes > 0, "memory_bytes", self.memory_bytes, "above 0")
-        _check(
-            0.0 < self.gpu_memory_utilization <= 1.0,
-            "gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            "a share in (0, 1]",
-        )
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What a step may hold and who goes first.
+    """What a step may hold and who goes first."""
 
-    Args:
-        policy: Order of waiting requests, by name in ``scheduling.POLICIES``; or somebody's own (``plugins.py``).
-        max_num_seqs: Most sequences running at once.
-        max_num_batched_tokens: Most tokens in one step: what chunks long prompts.
-        step_target_s: Seconds a step should take at most: prompts are cut to it, and shorter where pages run short.
-            ``None`` cuts them by tokens alone; with a target, tokens bound a step as well.
-        max_loras: Most distinct adapters in one step; ``None`` is no limit (there is no slot to run out of).
-        max_waiting: Most requests waiting; more are refused with 429.
-        chunked_prefill: Cut prompts to the step; otherwise each runs whole, and a step is as long as it makes it.
-        mixed_steps: Let prompts share steps with decoding; otherwise decoding waits while prompts run.
-        overlap_loads: Copy adapters beside running steps; otherwise a step waits for those its requests were offered
-            with (prefetches stay beside).
-        reserve_output: Claim pages for the longest answer on admission: nobody is pre-empted, and fewer run.
-        steps_between_admissions: Steps that run before anybody else is let in, while anybody runs.
-        plan_ahead: Plan the next step while one is in flight, so that the device need not wait for it; ``None`` does so
-            where steps run on a GPU.
-        predictor: What guesses answer lengths, by name in ``scheduling.PREDICTORS``; or somebody's own.
-        predictor_accuracy: 1 less the mean relative error of the ``noisy`` one; for experiments.
-        predictor_file: What ``manylora predictor train`` wrote, for the ``trained`` one.
-        ageing_tokens_per_s: Under ``sjf``, predicted tokens that a second of waiting makes up for.
-        request_size: Under ``chameleon``, what a request's size is: ``degree-2`` (prompt and answer, times the
-            adapter), ``degree-1`` (their sum) or ``output`` (the answer alone).
-        queue_criterion: Under ``chameleon``, how the number of queues is chosen: ``elbow`` stops where another
-            queue explains little more, ``wcss`` takes the least sum of squares (in practice always the most).
-        refresh_s: Under ``chameleon``, seconds between two settings of queues and quotas.
-        slo_s: Under ``chameleon``, seconds a request may take in all; five times the mean seen when ``None``.
-    """
-
-    policy: str = "fifo"
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 2048
-    step_target_s: float | None = None
-    max_loras: int | None = None
-    max_waiting: int = 2048
-    chunked_prefill: bool = True
-    mixed_steps: bool = True
-    overlap_loads: bool = True
-    reserve_output: bool = False
-    steps_between_admissions: int = 0
-    plan_ahead: bool | None = None
-    predictor: str = "quantile"
-    predictor_accuracy: float = 0.8
-    predictor_file: str | None = None
-    ageing_tokens_per_s: float = 50.0
-    request_size: str = "degree-2"
-    queue_criterion: str = "elbow"
-    refresh_s: float = 300.0
-    slo_s: float | None = None
+    policy: str = option("fifo", panel="Scheduling", plugin="policy", help="Which waiting request goes first.")
+    policy_options: Mapping[str, Any] = option(
+        factory=dict,
+        panel="Scheduling",
+        flag="--policy-option",
+        metavar="KEY=VALUE",
+        help="An option of the policy, one of your own as well. Repeatable.",
+    )
+    max_num_seqs: int = option(
+        128, panel="Scheduling", unit="requests", at_least=1, help="Most requests running at once."
+    )
+    max_num_batched_tokens: int = option(
+        2048,
+        panel="Scheduling",
+        unit="tokens",
+        at_least=1,
+        help="Most tokens in one step; longer prompts are cut to it.",
+    )
+    step_target_s: float | None = option(
+        None,
+        panel="Scheduling",
+        unit="s",
+        above=0,
+        help="Cut prompts so that a step takes no longer, by costs learnt while serving; and shorter where memory runs "
+        "short. By default tokens alone cut them.",
+    )
+    max_loras: int | None = option(
+        None,
+        panel="Adapters",
+        unit="adapters",
+        at_least=1,
+        help="Most distinct adapters in one step; by default no limit.",
+    )
+    max_waiting: int = option(
+        2048, panel="Scheduling", unit="requests", at_least=1, help="Most requests waiting; more get a 429."
+    )
+    chunked_prefill: bool = option(
+        True,
+        panel="Scheduling",
+        help="Cut prompts to the step.",
+        without="Run each prompt whole, however long the step becomes.",
+    )
+    mixed_steps: bool = option(
+        True,
+        panel="Scheduling",
+        help="Let prompts share steps with decoding.",
+        without="Let decoding wait while prompts run, as S-LoRA does.",
+    )
+    overlap_loads: bool = option(
+        True,
+        panel="Scheduling",
+        help="Copy adapters beside running steps.",
+        without="Let steps wait for the adapters of the requests they admit, as S-LoRA does.",
+    )
+    reserve_output: bool = option(
+        False,
+        panel="Scheduling",
+        help="Reserve pages for the longest answer on admission: no request is pre-empted, and fewer run.",
+    )
+    steps_between_admissions: int = option(
+        0,
+        panel="Scheduling",
+        unit="steps",
+        at_least=0,
+        help="Steps that run before the next requests are admitted, while any request runs.",
+    )
+    plan_ahead: bool | None = option(
+        None,
+        panel="Scheduling",
+        help="Plan each step while the one before it runs, so that the device does not wait for it; by default "
+        "on a GPU.",
+    )
+    predictor: str = option(
+        "quantile", panel="Scheduling", plugin="predictor", help="Guesses the length of answers, for policies that ask."
+    )
+    predictor_options: Mapping[str, Any] = option(
+        factory=dict,
+        panel="Scheduling",
+        flag="--predictor-option",
+        metavar="KEY=VALUE",
+        help="An option of the predictor. Repeatable.",
+    )
 
     def __post_init__(self) -> None:
-        _check(
-            0.5 < self.predictor_accuracy <= 1.0, "predictor_accuracy", self.predictor_accuracy, "a number in (0.5, 1]"
-        )
-        _check(self.ageing_tokens_per_s > 0, "ageing_tokens_per_s", self.ageing_tokens_per_s, "above 0: nobody starves")
-        sizes = ("degree-2", "degree-1", "output")
-        _check(self.request_size in sizes, "request_size", self.request_size, f"one of {', '.join(sizes)}")
-        criteria = ("elbow", "wcss")
-        _check(self.queue_criterion in criteria, "queue_criterion", self.queue_criterion, "elbow or wcss")
-        _check(self.refresh_s > 0, "refresh_s", self.refresh_s, "above 0")
-        _check(self.slo_s is None or self.slo_s > 0, "slo_s", self.slo_s, "above 0")
-        _check(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
-        _check(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1")
-        _check(self.step_target_s is None or self.step_target_s > 0, "step_target_s", self.step_target_s, "above 0")
-        _check(self.max_loras is None or self.max_loras >= 1, "max_loras", self.max_loras, "at least 1")
-        _check(self.max_waiting >= 1, "max_waiting", self.max_waiting, "at least 1")
-        gap = self.steps_between_admissions
-        _check(gap >= 0, "steps_between_admissions", gap, "0 or more")
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """How adapters are cached.
+    """How adapters are cached."""
 
-    Args:
-        eviction: Which idle thing goes first when pages run short, by name in ``memory.EVICTION_POLICIES``; or
-            somebody's own (``plugins.py``).
-        host_bytes: Limit of the host tier; adapters beyond it are read from disk again when asked for.
-        max_cpu_loras: Limit of the host tier in adapters.
-        max_registered: Most adapters registered at once.
-        max_adapter_bytes: Largest weight file accepted.
-        adapter_dtype: Type adapters are kept in. On a CPU ``auto`` is, for each, the narrowest that holds its weights
-            exactly, and ``bfloat16`` or ``float16`` round where they must; elsewhere it is the base's own type.
-        look_ahead: Waiting requests whose adapters are brought to the device before their turn; 0 for none.
-        forecast: Bring adapters as well that nobody waits for but whose usual gap between requests is over.
-    """
-
-    eviction: str = "price"
-    host_bytes: int = 4 * GIB
-    max_cpu_loras: int | None = None
-    max_registered: int = 100_000
-    max_adapter_bytes: int = 16 * GIB
-    adapter_dtype: str = "auto"
-    look_ahead: int = 10
-    forecast: bool = False
+    max_cpu_loras: int | None = option(
+        None, panel="Adapters", unit="adapters", at_least=1, help="Most adapters kept in host memory."
+    )
+    host_bytes: int = option(
+        4 * GIB,
+        panel="Adapters",
+        flag="--host-memory",
+        unit="bytes",
+        above=0,
+        help="Host memory for adapters; those beyond it are read from disk again when asked for.",
+    )
+    max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
+    max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
+    adapter_dtype: str = option(
+        "auto",
+        panel="Adapters",
+        choices=_DTYPES,
+        help="Type adapters are kept in on a CPU: auto is the narrowest that holds each exactly, 16-bit types round. "
+        "Elsewhere it is the base's type.",
+    )
+    eviction: str = option(
+        "price", panel="Adapters", plugin="eviction", help="Which idle adapter or prefix makes room first."
+    )
+    eviction_options: Mapping[str, Any] = option(
+        factory=dict,
+        panel="Adapters",
+        flag="--eviction-option",
+        metavar="KEY=VALUE",
+        help="An option of the eviction policy. Repeatable.",
+    )
+    look_ahead: int = option(
+        10,
+        panel="Adapters",
+        unit="requests",
+        at_least=0,
+        help="Waiting requests whose adapters are brought to the device before their turn; 0 is none.",
+    )
+    forecast: bool = option(
+        False,
+        panel="Adapters",
+        help="Bring adapters as well that no request waits for, but whose usual gap between requests is over.",
+    )
 
     def __post_init__(self) -> None:
-        _check(self.host_bytes > 0, "host_bytes", self.host_bytes, "above 0")
-        _check(self.max_cpu_loras is None or self.max_cpu_loras >= 1, "max_cpu_loras", self.max_cpu_loras, "at least 1")
-        _check(self.max_registered >= 1, "max_registered", self.max_registered, "at least 1")
-        _check(self.max_adapter_bytes > 0, "max_adapter_bytes", self.max_adapter_bytes, "above 0")
-        dtypes = ("auto", "float32", "bfloat16", "float16")
-        _check(self.adapter_dtype in dtypes, "adapter_dtype", self.adapter_dtype, f"one of {', '.join(dtypes)}")
-        _check(self.look_ahead >= 0, "look_ahead", self.look_ahead, "0 (none) or more requests")
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,57 +269,81 @@ class EngineConfig:
         memory: The pool.
         scheduler: The step.
         adapters: The adapter cache.
-        seed: Seed of whatever the engine draws itself (seeds of requests that bring none).
-        request_log: File that gets one JSON line per finished request (sizes, no text): what ``manylora predictor
-            train`` learns from.
-        step_log: File that gets one JSON line per step and per load: what ``manylora calibrate`` learns from.
-        simulate: What to simulate in place of a model: the file of a cost profile, or ``hardware:model``.
     """
 
     model: ModelConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    seed: int = 0
-    request_log: str | None = None
-    step_log: str | None = None
-    simulate: str | None = None
+    seed: int = option(0, panel="Model", help="Seed of requests that bring none.")
+    request_log: str | None = option(
+        None,
+        panel="Scheduling",
+        metavar="FILE",
+        help="Append a line per finished request (sizes, no text), for [bold]manylora predictor train[/bold].",
+    )
+    simulate: str | None = option(
+        None,
+        panel="Simulation",
+        metavar="PROFILE",
+        help="Answer with made-up tokens at the speed of a cost profile (the file that [bold]manylora calibrate[/bold] "
+        "wrote, or hardware:model, as a40:llama-7b); of MODEL only the tokenizer is read.",
+    )
+    step_log: str | None = option(
+        None,
+        panel="Simulation",
+        metavar="FILE",
+        help="Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP face.
+    """The HTTP face."""
 
-    Args:
-        host: Address to listen on.
-        port: Port; 0 picks a free one.
-        api_keys: Keys for the inference routes; none means open.
-        admin_key: Key for the adapter routes; ``None`` means they take ``api_keys`` where set, else only callers
-            from loopback.
-        lora_dirs: Directories adapters may be loaded from; a path outside them is refused.
-        in_process: Run the engine in a thread of the API process, for debugging.
-        drain_timeout_s: How long SIGTERM waits for requests in flight, in seconds.
-        hang_timeout_s: Seconds for which an engine may hang, its loop making no turn or no step ending, before it is
-            killed and the next one started; 0 for ever. Longer than the longest step. Not for ``in_process``.
-        max_body_bytes: Largest request body.
-        adapter_histograms: Show latencies by adapter in the metrics: some sixty series for each.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
-    lora_dirs: tuple[str, ...] = ()
-    in_process: bool = False
-    drain_timeout_s: float = 30.0
-    hang_timeout_s: float = 300.0
-    max_body_bytes: int = 32 * MIB
-    adapter_histograms: bool = False
+    host: str = option("127.0.0.1", panel="HTTP", help="Address to listen on.")
+    port: int = option(8000, panel="HTTP", at_least=0, at_most=65535, help="Port; 0 picks a free one.")
+    api_keys: tuple[str, ...] = option(
+        (),
+        panel="HTTP",
+        flag="--api-key",
+        envvar="MANYLORA_API_KEY",
+        help="A key that clients must send. Repeatable; none leaves the API open.",
+    )
+    admin_key: str | None = option(
+        None,
+        panel="HTTP",
+        envvar="MANYLORA_ADMIN_KEY",
+        help="The key for loading and unloading adapters; without it an API key, or a caller on this machine.",
+    )
+    lora_dirs: tuple[str, ...] = option(
+        (),
+        panel="Adapters",
+        flag="--lora-dir",
+        metavar="DIR",
+        help="Load every adapter folder below DIR, named after itself (a broken one is left out, and the log says "
+        "why), and let the API load others from there; from elsewhere it does not. Repeatable.",
+    )
+    drain_timeout_s: float = option(
+        30.0, panel="HTTP", unit="s", at_least=0, help="How long SIGTERM waits for requests in flight."
+    )
+    hang_timeout_s: float = option(
+        300.0,
+        panel="HTTP",
+        unit="s",
+        at_least=0,
+        help="Time without a step or a turn after which the engine is killed and the next one started; 0 is never. "
+        "Longer than the longest step. Not with --in-process.",
+    )
+    max_body_bytes: int = option(32 * MIB, unit="bytes", at_least=1024, help="Largest request body.")
+    adapter_histograms: bool = option(
+        False, panel="HTTP", help="Latencies by adapter in the metrics: some sixty series for each."
+    )
+    in_process: bool = option(False, panel="Debugging", help="One process instead of two, for a debugger.")
 
     def __post_init__(self) -> None:
-        _check(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
-        _check(self.drain_timeout_s >= 0, "drain_timeout_s", self.drain_timeout_s, "0 or more")
-        _check(self.hang_timeout_s >= 0, "hang_timeout_s", self.hang_timeout_s, "0 or more")
-        _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
-        _check(all(self.api_keys), "api_keys", self.api_keys, "keys that are not empty")
-        _check(self.admin_key != "", "admin_key", self.admin_key, "a key that is not empty")
+        check_options(self)
+        if not all(self.api_keys):
+            raise ConfigError(f"Got api_keys = {self.api_keys!r}, expected keys that are not empty")
+        if self.admin_key == "":
+            raise ConfigError("Got admin_key = '', expected a key that is not empty")

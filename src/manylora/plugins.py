@@ -6,6 +6,10 @@ Policies and the like have names of ours (``fifo``). A name with a colon says wh
     ideas/deadline.py:Deadline        in a file: beside the TOML file that says so, or from the current directory
 
 It is run as it is found: a name on a command line or in a configuration file is code of whoever wrote it there.
+
+One that has options says so: a class by an inner class ``Options``, a function by ``@takes(Options)``; either is a
+frozen dataclass of fields made by ``options.option``. Those of a policy and of a router come in the context that it is
+made from, those of a predictor and of an eviction policy as its last argument.
 """
 
 from __future__ import annotations
@@ -13,16 +17,19 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields
 from importlib import util
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from manylora.errors import ConfigError, ManyloraError
+from manylora.options import option_of
 
-__all__ = ["find_factory", "is_own", "made_by", "source_of", "with_files_found"]
+__all__ = ["find_factory", "is_own", "made_by", "options_for", "options_of", "source_of", "takes", "with_files_found"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_own(name: str) -> bool:
@@ -82,6 +89,62 @@ def made_by(what: str, name: str, factory: Callable[..., T], *arguments: object,
             f"Got {what} = {name!r}, which lacks {', '.join(missing)} of {seam.__module__}.{seam.__name__}"
         )
     return made
+
+
+def takes(options: type) -> Callable[[F], F]:
+    """Say of a function that makes something which options it takes."""
+
+    def mark(factory: F) -> F:
+        factory.Options = options  # type: ignore[attr-defined]
+        return factory
+
+    return mark
+
+
+def options_of(ours: Mapping[str, Callable[..., Any]]) -> dict[str, type]:
+    """Return the ``Options`` of those of ours that have some, by name."""
+    return {name: one.Options for name, one in ours.items() if hasattr(one, "Options")}
+
+
+def options_for(what: str, name: str, ours: Mapping[str, Callable[..., Any]], given: Mapping[str, object]) -> Any:
+    """Return the options of the one of that name, ``None`` where it has none.
+
+    Args:
+        what: What is chosen, as messages call it.
+        name: Its name.
+        ours: By name.
+        given: Values by key, as TOML or a command line has them (there all are text). Those of another one of ours are
+            not used: they may wait for a run that is changed by its name alone.
+
+    Raises:
+        ConfigError: A key is unknown or missing, or a value wrong.
+    """
+    options = getattr(find_factory(what, name, ours), "Options", None)
+    known = {field.name: field for field in fields(options)} if options is not None else {}
+    of_others = {field.name for other in options_of(ours).values() for field in fields(other)}
+    hints = get_type_hints(options) if options is not None else {}
+    values: dict[str, object] = {}
+    for key, value in given.items():
+        field = key.replace("-", "_")
+        if field in known:
+            values[field] = _read_option(what, field, value, hints[field])
+        elif field not in of_others:
+            its = f"expected one of {', '.join(known)}" if known else "which has none"
+            raise ConfigError(f"Got {what} option {key!r} for {what} {name!r}, {its}")
+    for field, one in known.items():
+        if field not in values and one.default is MISSING and one.default_factory is MISSING:
+            help = getattr(option_of(one), "help", field)
+            raise ConfigError(f"Got {what} = {name!r} and no {what} option {field!r}, expected it: {help}")
+    return options(**values) if options is not None else None
+
+
+def _read_option(what: str, key: str, value: object, hint: Any) -> object:
+    import msgspec  # wanted only where there are options
+
+    try:
+        return msgspec.convert(value, hint, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"Got {what} option {key} = {value!r}: {str(error)[0].lower()}{str(error)[1:]}") from None
 
 
 def source_of(name: str) -> Path | None:

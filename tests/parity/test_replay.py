@@ -58,7 +58,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(folder), device="cpu"),
         memory=MemoryConfig(num_pages=70),
-        scheduler=SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64, queue_criterion="wcss", refresh_s=0.2),
+        scheduler=SchedulerConfig(
+            max_num_seqs=12,
+            max_num_batched_tokens=64,
+            policy_options={"queue_criterion": "wcss", "refresh_s": 0.2},
+        ),
         adapters=AdapterConfig(max_cpu_loras=6),
     )
 

@@ -87,7 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
             policy=policy,
             predictor=predictor,
             chunked_prefill=chunked_prefill,
-            refresh_s=8.0,
+            policy_options={"refresh_s": 8.0},
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,

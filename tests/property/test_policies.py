@@ -20,7 +20,16 @@ from manylora.costs.model import FixedCost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished, RequestPreempted
-from manylora.scheduling import POLICIES, ChameleonPolicy, KeyedPolicy, Outcome, Policy, PolicyContext, queue_plan
+from manylora.scheduling import (
+    POLICIES,
+    ChameleonPolicy,
+    KeyedPolicy,
+    Outcome,
+    Policy,
+    PolicyContext,
+    make_policy,
+    queue_plan,
+)
 from manylora.scheduling.bypass import MAX_BYPASS
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import Request, SamplingParams
@@ -60,8 +69,8 @@ def run(
             max_loras=max_loras,
             max_waiting=10_000,
             predictor="noisy",
-            predictor_accuracy=0.6,
-            refresh_s=1.0,
+            predictor_options={"accuracy": 0.6},
+            policy_options={"refresh_s": 1.0},
             **(discipline or {}),  # type: ignore[arg-type]
         ),
         memory=MemoryConfig(block_size=4, prefix_caching=False),
@@ -195,7 +204,7 @@ def test_a_key_alone_lets_nobody_wait_for_ever():
 @settings(max_examples=150)
 def test_a_queue_with_work_and_quota_is_never_skipped(demands, refusals, num_pages, policy):
     """After a step, whoever heads a queue was offered, or needs more than its queue has free; and quotas add up."""
-    made = POLICIES[policy](policy_context(num_pages=num_pages, refresh_s=3.0))
+    made = make_policy(policy, policy_context(num_pages=num_pages, policy_options={"refresh_s": 3.0}))
     assert isinstance(made, ChameleonPolicy)
     outcomes = iter(refusals)
     running = []

@@ -124,7 +124,7 @@ def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
         (["--adapters", "nowhere"], "Got --adapters 'nowhere'"),
         (["--gpu", "abacus"], "Got hardware = 'abacus'"),
         (["--percentile", "100"], "percentile = 100"),
-        (["--set", "place.x=1"], "Got 'place', which nothing reads"),
+        (["--set", "place.x=1"], "Got scenario.place, which nothing reads"),
         (["--compare", "gpu=a40,"], "at least one value"),
         (["--price", "abacus=1"], "Got a price for 'abacus'"),
         (["--json", "nowhere/plan.json"], "there is no folder nowhere"),

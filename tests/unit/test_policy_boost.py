@@ -10,7 +10,7 @@ from manylora.scheduling.bypass import MAX_BYPASS
 
 def boost(prompt_s: float = 0.001) -> BoostPolicy:
     """Return a policy on a device that takes so long for a token of a prompt."""
-    return BoostPolicy(policy_context(prompt_s=lambda one: prompt_s * one.num_to_run))
+    return BoostPolicy(policy_context(options=BoostPolicy.Options(), prompt_s=lambda one: prompt_s * one.num_to_run))
 
 
 def line_up(policy: BoostPolicy, *prompts: int, first_id: int = 0, gap_s: float = 0.1) -> list[Sequence]:

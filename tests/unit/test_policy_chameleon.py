@@ -21,7 +21,7 @@ class Planned(ChameleonPolicy):
     """Chameleon with queues set by hand."""
 
     def __init__(self, quotas: tuple[int, ...], **context: object) -> None:
-        super().__init__(policy_context(request_size="output", **context))  # type: ignore[arg-type]
+        super().__init__(policy_context(options=ChameleonPolicy.Options(request_size="output"), **context))  # type: ignore[arg-type]
         self.fixed = QueuePlan((0.2, 0.6)[: len(quotas) - 1], quotas)
         self._sizer._max_output = 100
         self._plan = self.fixed
@@ -113,7 +113,9 @@ def test_a_request_larger_than_its_queues_quota_runs_once_the_queue_holds_nothin
 
 
 def test_the_first_plan_comes_with_the_hundredth_request_and_then_when_their_number_doubles():
-    policy = ChameleonPolicy(policy_context(request_size="output", refresh_s=300.0, num_pages=100_000))
+    policy = ChameleonPolicy(
+        policy_context(options=ChameleonPolicy.Options(request_size="output", refresh_s=300.0), num_pages=100_000)
+    )
     plans = []
     for index in range(450):
         one = sequence(index, max_tokens=(2, 50)[index % 2], arrived_at=index / 10)
@@ -147,6 +149,7 @@ class Bypassing:
         self.big = version("big", num_pages=10)
         self.policy = ChameleonPolicy(
             policy_context(
+                options=ChameleonPolicy.Options(),
                 num_pages=1000,
                 nearness=lambda one: Nearness.HOST if one.adapter == "big" else Nearness.DEVICE,
                 num_claimable_pages=lambda is_first: self.free_pages,
@@ -242,7 +245,7 @@ def test_tokens_are_kept_for_one_whose_adapter_is_on_its_way():
 
 
 def test_an_adapter_in_use_is_charged_once():
-    policy = ChameleonPolicy(policy_context(num_pages=100))
+    policy = ChameleonPolicy(policy_context(options=ChameleonPolicy.Options(), num_pages=100))
     adapter = version("a", num_pages=10)
     for seq_id in range(2):
         policy.add(sequence(seq_id, num_prompt=10, max_tokens=5, adapter=adapter), 0.0)

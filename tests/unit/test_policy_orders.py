@@ -30,7 +30,7 @@ def admit(one: Sequence) -> Outcome:
 
 
 def shortest(*lengths_and_times: tuple[int, float], ageing: float = 10.0) -> ShortestFirstPolicy:
-    policy = ShortestFirstPolicy(policy_context(ageing_tokens_per_s=ageing))
+    policy = ShortestFirstPolicy(policy_context(options=ShortestFirstPolicy.Options(ageing_tokens_per_s=ageing)))
     for seq_id, (max_tokens, at) in enumerate(lengths_and_times):
         policy.add(sequence(seq_id, max_tokens=max_tokens, arrived_at=at), at)
     return policy

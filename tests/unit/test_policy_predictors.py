@@ -134,10 +134,10 @@ def test_predictors_by_name():
     assert isinstance(make_predictor(SchedulerConfig(), 0), QuantilePredictor)
     with pytest.raises(ConfigError, match="predictor = 'psychic'"):
         make_predictor(SchedulerConfig(predictor="psychic"), 0)
-    with pytest.raises(ConfigError, match="no predictor_file"):
+    with pytest.raises(ConfigError, match="no predictor option 'file'"):
         make_predictor(SchedulerConfig(predictor="trained"), 0)
     with pytest.raises(ConfigError, match="Cannot read"):
-        make_predictor(SchedulerConfig(predictor="trained", predictor_file="nowhere.json"), 0)
+        make_predictor(SchedulerConfig(predictor="trained", predictor_options={"file": "nowhere.json"}), 0)
 
 
 def test_the_engine_tells_the_predictor_how_answers_ended_but_not_those_cancelled():
@@ -238,7 +238,9 @@ def test_trees_in_plain_python_say_what_scikit_learn_says(tmp_path):
 def test_past_its_estimates_the_trained_predictor_asks_the_default(tmp_path):
     pytest.importorskip("sklearn")
     train(records(400), tmp_path / "p.json")
-    predictor = make_predictor(SchedulerConfig(predictor="trained", predictor_file=str(tmp_path / "p.json")), 0)
+    predictor = make_predictor(
+        SchedulerConfig(predictor="trained", predictor_options={"file": str(tmp_path / "p.json")}), 0
+    )
     first = predictor.predict(asking("a0", cap=4096))
     later = predictor.predict(asking("a0", cap=4096, so_far=first.p50))
     beyond = predictor.predict(asking("a0", cap=4096, so_far=first.p90 + 1))

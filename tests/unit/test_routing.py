@@ -23,9 +23,9 @@ STEPS = StepModel(
 )
 
 
-def make_router(name: str, rng: Random, **context: object) -> Router:
+def make_router(name: str, rng: Random, options: dict[str, object] | None = None, **context: object) -> Router:
     settings = {"steps": STEPS, "max_num_seqs": 30} | context
-    return make_router_of(name, RouterContext(rng=rng, **settings))  # type: ignore[arg-type]
+    return make_router_of(name, RouterContext(rng=rng, **settings), options)  # type: ignore[arg-type]
 
 
 def request(index: int, model: str = "") -> Request:
@@ -122,7 +122,7 @@ def test_a_large_rank_goes_where_it_slows_others_down_least(is_padded: bool, rep
 
 
 def test_a_promise_about_to_break_comes_last():
-    router = make_router("rank-aware", Random(0), ranks={"large": 64}, tbt_s=0.03)
+    router = make_router("rank-aware", Random(0), {"tbt_s": 0.03}, ranks={"large": 64})
     # Padded, 20 requests beside rank 64 take 0.02 + 0.0021 + 21 x 64 x 0.00001 = 0.036 s a step; 8 take 0.027 s.
     assert router.choose(request(0, "large"), [loaded(*[64] * 20), loaded(*[8] * 8)]) == 1
 

@@ -100,7 +100,7 @@ def test_a_config_json_is_a_model(tmp_path: Path):
     ("table", "message"),
     [
         ({"stup": {}}, "did you mean 'setup'"),
-        ({}, "no .workload."),
+        ({}, "no workload, which it needs"),
         ({"seed": "one"}, "seed = 'one'"),
         ({"setup": {"modle": "x"}}, r"setup.modle.*did you mean 'model'"),
         ({"setup": {"scheduler": {"max_num_seqs": "many"}}}, r"setup.scheduler.max_num_seqs = 'many'"),

@@ -83,7 +83,6 @@ def test_what_cannot_serve_is_named(setup: Setup, message: str) -> None:
         ("block_size", 0),
         ("weight_bits", 0),
         ("link_share", 0.0),
-        ("router_tbt_s", -1.0),
     ],
 )
 def test_a_value_that_makes_no_sense_is_named(name: str, value: float) -> None:

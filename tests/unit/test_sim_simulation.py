@@ -205,7 +205,9 @@ def test_a_line_through_a_cost_model_says_what_kernels_pay_for(kernel: str, is_p
 def test_a_model_without_ranks_routes_by_requests():
     line = step_model(COST)
     assert (line.step_s, line.request_s, line.rank_s) == pytest.approx((0.01, 0.001, 0.0))
-    run = simulate(workload(rate=80.0), config(num_replicas=3, router="rank-aware", num_pages=60, router_tbt_s=0.05))
+    run = simulate(
+        workload(rate=80.0), config(num_replicas=3, router="rank-aware", num_pages=60, router_options={"tbt_s": 0.05})
+    )
     assert {record.replica for record in run.records} == {0, 1, 2}
 
 

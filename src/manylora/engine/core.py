@@ -137,7 +137,7 @@ class EngineCore:
             num_pages,
             base.page.num_bytes,
             memory.block_size,
-            policy=make_eviction_policy(adapters.eviction, self._costs),
+            policy=make_eviction_policy(adapters.eviction, self._costs, adapters.eviction_options),
             on_adapter_dropped=lambda key, now: self._cache.on_dropped(key, now),
             on_prefix_dropped=self._on_prefix_dropped,
         )

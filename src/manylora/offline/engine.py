@@ -347,18 +347,16 @@ def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     def pick(part: type[Any]) -> dict[str, Any]:
         return {f.name: left.pop(f.name) for f in dataclasses.fields(part) if f.name in left}
 
-    seed = left.pop("seed", 0)
-    memory, scheduler, cache = pick(MemoryConfig), pick(SchedulerConfig), pick(AdapterConfig)
-    base = pick(ModelConfig)
+    made = EngineConfig(
+        model=ModelConfig(model=model, **pick(ModelConfig)),
+        memory=MemoryConfig(**pick(MemoryConfig)),
+        scheduler=SchedulerConfig(**pick(SchedulerConfig)),
+        adapters=AdapterConfig(**pick(AdapterConfig)),
+        seed=left.pop("seed", 0),
+    )
     if left:
         raise ConfigError(f"Got unknown option {next(iter(left))!r}, expected a field of EngineConfig or its parts")
-    return EngineConfig(
-        model=ModelConfig(model=model, **base),
-        memory=MemoryConfig(**memory),
-        scheduler=SchedulerConfig(**scheduler),
-        adapters=AdapterConfig(**cache),
-        seed=seed,
-    )
+    return made
 
 
 def _as_prompts(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from random import Random
+from typing import Any
 
 from manylora.errors import ConfigError
-from manylora.plugins import find_factory, made_by
+from manylora.plugins import find_factory, made_by, options_for, takes
 from manylora.routing.rank_aware import RankAwareRouter, StepModel
 from manylora.routing.router import ReplicaLoad, Router
 from manylora.types import Request
@@ -148,7 +149,7 @@ class RouterContext:
         ranks: Rank of each adapter by name.
         steps: What steps take, where it is known.
         mean_answer_tokens: Usual length of an answer.
-        tbt_s: Longest time between tokens that was promised, in seconds.
+        options: The router's own ``Options``, checked; ``None`` where it has none.
     """
 
     rng: Random
@@ -157,14 +158,15 @@ class RouterContext:
     ranks: Mapping[str, int] = field(default_factory=dict)
     steps: StepModel | None = None
     mean_answer_tokens: float = 200.0
-    tbt_s: float | None = None
+    options: Any = None
 
 
+@takes(RankAwareRouter.Options)
 def _rank_aware(context: RouterContext) -> Router:
     if context.steps is None:
         raise ConfigError("Router 'rank-aware' needs to know what steps take")
     return RankAwareRouter(
-        context.steps, context.ranks, mean_answer_tokens=context.mean_answer_tokens, tbt_s=context.tbt_s
+        context.steps, context.ranks, mean_answer_tokens=context.mean_answer_tokens, tbt_s=context.options.tbt_s
     )
 
 
@@ -178,17 +180,21 @@ ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
 }
 
 
-def make_router(name: str, context: RouterContext) -> Router:
+def make_router(name: str, context: RouterContext, given: Mapping[str, object] | None = None) -> Router:
     """Make a router by its name.
 
     Args:
         name: In ``ROUTERS``, or somebody's own (``plugins.py``).
-        context: What it may know.
+        context: What it may know, beside its options.
+        given: Its options, by key.
 
     Raises:
-        ConfigError: There is none of that name, or it needs to know what steps take and nobody does.
+        ConfigError: There is none of that name, an option is wrong, or it needs the times of steps and there are none.
     """
-    return made_by("router", name, find_factory("router", name, ROUTERS), context, seam=Router)
+    options = options_for("router", name, ROUTERS, given or {})
+    return made_by(
+        "router", name, find_factory("router", name, ROUTERS), replace(context, options=options), seam=Router
+    )
 
 
 def _load(replicas: Seq[ReplicaLoad], index: int) -> tuple[int, int, int]:

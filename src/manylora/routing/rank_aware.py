@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from manylora.errors import ConfigError
+from manylora.options import check_options, option
 from manylora.routing.router import ReplicaLoad
 from manylora.types import Request
 
@@ -69,6 +70,17 @@ class RankAwareRouter:
         mean_answer_tokens: Usual length of an answer.
         tbt_s: Longest time between tokens that was promised, in seconds; ``None`` for no promise.
     """
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options:
+        """The promise that it keeps to."""
+
+        tbt_s: float | None = option(
+            None, unit="s", above=0, help="Under rank-aware: longest time between tokens that was promised."
+        )
+
+        def __post_init__(self) -> None:
+            check_options(self)
 
     def __init__(
         self, steps: StepModel, ranks: Mapping[str, int], *, mean_answer_tokens: float, tbt_s: float | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from manylora.plugins import find_factory, made_by
+from manylora.plugins import find_factory, made_by, options_for
 from manylora.scheduling.adapter_aware import AdapterAwarePolicy
 from manylora.scheduling.boost import BoostPolicy
 from manylora.scheduling.chameleon import ChameleonPolicy, StaticQueuesPolicy
@@ -56,9 +57,11 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
 
     Args:
         name: In ``POLICIES``, or somebody's own (``plugins.py``).
-        context: What it may know of the engine it decides for.
+        context: What it may know of the engine it decides for; its options are read from what people chose.
 
     Raises:
-        ConfigError: No policy has that name, or it is none.
+        ConfigError: No policy has that name, it is none, or an option of it is wrong.
     """
-    return made_by("policy", name, find_factory("policy", name, POLICIES), context, seam=Policy)
+    factory = find_factory("policy", name, POLICIES)
+    options = options_for("policy", name, POLICIES, context.config.policy_options)
+    return made_by("policy", name, factory, replace(context, options=options), seam=Policy)

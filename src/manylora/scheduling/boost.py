@@ -30,7 +30,7 @@ from math import log
 
 from manylora.scheduling.keyed_policy import KeyedPolicy
 from manylora.scheduling.policy import Outcome, PolicyContext
-from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["BoostPolicy"]
@@ -48,10 +48,12 @@ FIRST_FIT_AFTER, WINDOW = 16, 2048
 class BoostPolicy(KeyedPolicy):
     """Offers the first in line, then sequences by key; a pre-empted one comes back measured by what is left of it."""
 
+    Options = SizeOptions
+
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(self._measured)
         self._context = context
-        self._sizer = RequestSizer(context.config.request_size)
+        self._sizer = RequestSizer(context.options.request_size)
         self._demands: deque[Demand] = deque(maxlen=WINDOW)
         self._num_arrivals = 0
         self._fit_after = FIRST_FIT_AFTER

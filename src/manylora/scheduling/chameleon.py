@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from manylora.options import option
 from manylora.scheduling import queue_plan
 from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
 from manylora.scheduling.line import Line
@@ -37,7 +38,7 @@ from manylora.scheduling.opportunity import Opportunity, Running, steps_to_end
 from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.scheduling.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
 from manylora.scheduling.quota import QuotaLedger
-from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["ChameleonPolicy", "StaticQueuesPolicy"]
@@ -61,16 +62,44 @@ class _Entry:
 class ChameleonPolicy:
     """Queues, cut-offs and quotas that follow the load."""
 
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options(SizeOptions):
+        """How queues and quotas are set."""
+
+        queue_criterion: str = option(
+            "elbow",
+            panel="Scheduling",
+            choices=("elbow", "wcss"),
+            help="Under chameleon: the number of queues; elbow stops where another explains little more, wcss takes "
+            "the least sum of squares (in practice always the most).",
+        )
+        refresh_s: float = option(
+            300.0,
+            panel="Scheduling",
+            flag="--queue-refresh",
+            unit="s",
+            above=0,
+            help="Under chameleon: time between two settings of queues and quotas.",
+        )
+        slo_s: float | None = option(
+            None,
+            panel="Scheduling",
+            unit="s",
+            above=0,
+            help="Under chameleon: time a request may take in all, for quotas; by default five times the mean.",
+        )
+
     def __init__(self, context: PolicyContext) -> None:
         self._context = context
         self._config = context.config
+        self._options: ChameleonPolicy.Options = context.options
         self._total = context.num_pages * context.block_size
         # Seats are shared out with the tokens: a request is charged a seat's worth at least, so that small ones
         # cannot take all seats within their quota.
         num_seats = min(context.config.max_num_seqs, context.config.max_num_batched_tokens)
         self._least = max(1, self._total // num_seats)
         self._history = RequestHistory()
-        self._sizer = RequestSizer(context.config.request_size)
+        self._sizer = RequestSizer(self._options.request_size)
         self._plan = QueuePlan((), (self._total,))
         self._plan_after: float = queue_plan.FIRST_PLAN_AFTER  # arrivals
         self._plan_again_at = inf  # seconds
@@ -272,7 +301,7 @@ class ChameleonPolicy:
     def _settle(self, now: float) -> None:
         """Plan the queues by recent requests, and move everybody to where they belong now."""
         if now >= self._plan_again_at or self._plan_again_at == inf:
-            self._plan_again_at = now + self._config.refresh_s
+            self._plan_again_at = now + self._options.refresh_s
         self._plan_after = 2 * self._history.num_arrivals
         self._sizer.fit(demand for _, demand in self._history.arrivals)
         self._plan = self._make_plan(now)
@@ -287,14 +316,13 @@ class ChameleonPolicy:
             self._ledger.carry_over(seq_id, old.held_by(seq_id), entry.queue)
 
     def _make_plan(self, now: float) -> QueuePlan:
-        config = self._config
         return plan_queues(
             self._history,
             self._sizer,
-            criterion=config.queue_criterion,
+            criterion=self._options.queue_criterion,
             total=self._total,
             least=self._least,
-            slo_s=config.slo_s,
+            slo_s=self._options.slo_s,
             now=now,
         )
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from manylora.config import SchedulerConfig
 from manylora.scheduling.prediction.port import LengthPredictor
@@ -88,6 +88,7 @@ class PolicyContext:
         nearness: Where a sequence's adapter is.
         num_claimable_pages: Pages an admission could get now; with ``True``, that of the first in line.
         prompt_s: What a sequence's prompt takes of the device, in seconds, as learnt so far.
+        options: The policy's own ``Options``, checked; ``None`` where it has none.
     """
 
     config: SchedulerConfig
@@ -97,6 +98,7 @@ class PolicyContext:
     nearness: Callable[[Sequence], Nearness]
     num_claimable_pages: Callable[[bool], int]
     prompt_s: Callable[[Sequence], float]
+    options: Any = None
 
 
 class Policy(Protocol):

@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Demand", "RequestSizer"]
+from manylora.options import check_options, option
+
+__all__ = ["Demand", "RequestSizer", "SizeOptions"]
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 0.4, 0.6
 
@@ -42,6 +44,22 @@ class Demand:
     def tokens(self) -> int:
         """All of it: what a quota counts."""
         return self.prompt + self.output + self.adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeOptions:
+    """How large a request is."""
+
+    request_size: str = option(
+        "degree-2",
+        panel="Scheduling",
+        choices=("degree-2", "degree-1", "output"),
+        help="Under boost and chameleon: the size of a request, as prompt and answer times the adapter, as their sum, "
+        "or as the answer alone.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 class RequestSizer:

@@ -14,6 +14,9 @@ gives a rate of ageing; ours is what one request decodes in a second.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from manylora.options import check_options, option
 from manylora.scheduling.keyed_policy import KeyedPolicy
 from manylora.scheduling.policy import PolicyContext
 from manylora.scheduling.sequence import Sequence
@@ -24,9 +27,28 @@ __all__ = ["ShortestFirstPolicy"]
 class ShortestFirstPolicy(KeyedPolicy):
     """Offers the first in line, then the shortest; a pre-empted one comes back with the length that is left of it."""
 
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options:
+        """How fast waiting counts."""
+
+        ageing_tokens_per_s: float = option(
+            50.0,
+            panel="Scheduling",
+            flag="--ageing",
+            metavar="TOKENS",
+            unit="tokens per second",
+            above=0,
+            help="Under sjf: predicted tokens that a second of waiting makes up for.",
+        )
+
+        def __post_init__(self) -> None:
+            check_options(self)
+
     def __init__(self, context: PolicyContext) -> None:
+        ageing: float = context.options.ageing_tokens_per_s
+
         def key(sequence: Sequence, now: float) -> float:
             tokens = context.predictor.predict(sequence).p50 - sequence.num_output_tokens
-            return tokens + context.config.ageing_tokens_per_s * sequence.arrived_at
+            return tokens + ageing * sequence.arrived_at
 
         super().__init__(key, ages=True)

@@ -12,21 +12,21 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.measure import Slo
+from manylora.options import check_options, option
 from manylora.plugins import with_files_found
 from manylora.sim.run.simulation import SimulationConfig
 from manylora.sim.setup import Setup, make_config
 from manylora.workloads import Workload, WorkloadSpec, make_workload
 from manylora.workloads.spec import KINDS
-from manylora.workloads.tables import TableReader, nearest
+from manylora.workloads.tables import TableReader
 
 __all__ = ["Scenario", "read_scenario", "read_setting", "read_table", "with_setting"]
 
@@ -39,21 +39,20 @@ class Scenario:
         workload: Who asks for what, when.
         setup: What serves it.
         slo: What was promised.
-        seed: Of the workload, the router and the noisy predictor.
-        warm_up_s: Requests of these first seconds are served and not counted.
     """
 
     workload: WorkloadSpec
     setup: Setup = field(default_factory=Setup)
     slo: Slo = field(default_factory=Slo)
-    seed: int = 0
-    warm_up_s: float = 0.0
+    seed: int = option(
+        0, panel="Workload", at_least=0, help="Seed of the workload, the router and the noisy predictor."
+    )
+    warm_up_s: float = option(
+        0.0, panel="Objective", unit="s", at_least=0, help="Requests of this first time are served and not counted."
+    )
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"Got seed = {self.seed!r}, expected 0 or more")
-        if not 0 <= self.warm_up_s < math.inf:
-            raise ConfigError(f"Got warm_up_s = {self.warm_up_s!r}, expected 0 or more seconds")
+        check_options(self)
 
     def make_workload(self) -> Workload:
         """Make the workload.
@@ -96,23 +95,7 @@ def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -
     Raises:
         ConfigError: A key is unknown or a value wrong; the message says where it stands.
     """
-    reader = TableReader(KINDS, folders)
-    table = with_files_found(table, folders)
-    sections: dict[str, type] = {"workload": WorkloadSpec, "setup": Setup, "slo": Slo}
-    known = [one.name for one in fields(Scenario)]
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in known:
-            raise ConfigError(f"Got {key!r}, which nothing reads: {nearest(key, known)}")
-        if key in sections:
-            values[key] = reader.read(sections[key], value, key)
-        elif isinstance(value, bool) or not isinstance(value, int if key == "seed" else int | float):
-            raise ConfigError(f"Got {key} = {value!r}, expected a {'whole ' if key == 'seed' else ''}number")
-        else:
-            values[key] = value
-    if "workload" not in values:
-        raise ConfigError("There is no [workload]: who asks for what?")
-    return Scenario(**values)
+    return TableReader(KINDS, folders).read(Scenario, with_files_found(table, folders), "scenario")
 
 
 def read_setting(text: str) -> tuple[str, Any]:

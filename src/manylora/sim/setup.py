@@ -17,14 +17,16 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from manylora.adapters.shape import BaseShape
 from manylora.catalog.dims import ATTENTION_TARGETS, ModelDims
-from manylora.catalog.models import base_shape, dims_from_config, find_dims
+from manylora.catalog.hardware import HARDWARE
+from manylora.catalog.models import MODELS, base_shape, dims_from_config, find_dims
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.copies import CopyPath, copies_of_kernel, find_copy_path
 from manylora.costs.fitted import FittedCost
@@ -32,6 +34,7 @@ from manylora.costs.model import CostModel
 from manylora.costs.profile import read_profile
 from manylora.costs.roofline import make_cost, memory_for_pool
 from manylora.errors import ConfigError
+from manylora.options import check_options, option
 from manylora.sim.run.simulation import SimulationConfig
 
 __all__ = ["Setup", "make_config", "read_dims"]
@@ -42,68 +45,70 @@ class Setup:
     """What serves.
 
     Args:
-        model: Base model: a known name, a ``config.json``, or the folder that holds one.
-        hardware: Each device: a known name, or a TOML file of its figures.
-        profile: A fitted cost profile; takes the place of ``model`` and ``hardware``.
-        num_pages: Size of the pool in pages; as many as fit beside the weights when ``None``.
-        lora_kernel: Family of kernels that compute adapters.
-        copies: How adapters are copied; by default as goes with the kernels.
-        link_share: Part of the link that copies reach, instead of what ``copies`` says: to ask what if.
-        tensor_parallel: Devices of a replica.
-        num_replicas: Engines that share the workload.
-        router: Which of them serves a request.
-        router_tbt_s: Time between tokens that the ``rank-aware`` router keeps to, in seconds.
-        utilization: Share of a device's memory that the engine may take.
-        host_s: Time that the device waits for the host between two steps, in seconds.
-        scheduler_time_s: What deciding a step takes, in seconds.
-        block_size: Tokens of KV in a page.
-        prefix_caching: Keep the KV of finished prompts in idle pages.
-        weight_bits: Bits per weight of a quantised base; as the model has them when ``None``.
-        max_model_len: Longest context in tokens; the model's own when ``None``.
-        max_tokens: Cap that requests come with; as many as fit when ``None``.
-        exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask.
-        scheduler: What a step may hold, and who goes first.
+        scheduler: What a step may hold, and which request goes first.
         adapters: The adapter cache.
     """
 
-    model: str = "llama-3-8b"
-    hardware: str = "a40"
-    profile: str | None = None
-    num_pages: int | None = None
-    lora_kernel: str = "ragged"
-    copies: str | None = None
-    link_share: float | None = None
-    tensor_parallel: int = 1
-    num_replicas: int = 1
-    router: str = "affinity"
-    router_tbt_s: float | None = None
-    utilization: float = 0.9
-    host_s: float = 1e-3
-    scheduler_time_s: float = 0.0
-    block_size: int = 16
-    prefix_caching: bool = False
-    weight_bits: int | None = None
-    max_model_len: int | None = None
-    max_tokens: int | None = None
-    exact_caps: bool = False
+    model: str = option(
+        "llama-3-8b",
+        panel="Setup",
+        metavar="NAME",
+        help=f"Base model: {', '.join(sorted(MODELS))}; or a config.json, or the folder that holds one.",
+    )
+    hardware: str = option(
+        "a40",
+        panel="Setup",
+        metavar="NAME",
+        help=f"Each device: {', '.join(sorted(HARDWARE))}; or a data sheet in TOML.",
+    )
+    profile: str | None = option(
+        None, panel="Setup", metavar="FILE", help="A measured cost profile, in place of model and hardware."
+    )
+    num_pages: int | None = option(
+        None, unit="pages", help="Size of the pool; by default as many as fit beside the weights."
+    )
+    lora_kernel: str = option("ragged", help="Family of kernels that compute adapters.")
+    copies: str | None = option(None, help="How adapters are copied; by default as goes with the kernels.")
+    link_share: float | None = option(
+        None,
+        above=0,
+        at_most=1,
+        help="Part of the link that copies reach, in place of that of `copies`: to ask what if.",
+    )
+    tensor_parallel: int = option(1, panel="Setup", unit="devices", help="Devices that share each layer of a replica.")
+    num_replicas: int = option(
+        1, panel="Setup", flag="--replicas", unit="replicas", help="Replicas that share the requests."
+    )
+    router: str = option("affinity", panel="Setup", plugin="router", help="Which replica gets a request.")
+    router_options: Mapping[str, Any] = option(
+        factory=dict,
+        panel="Setup",
+        flag="--router-option",
+        metavar="KEY=VALUE",
+        help="An option of the router. Repeatable.",
+    )
+    utilization: float = option(0.9, above=0, at_most=1, help="Share of a device's memory that the engine may take.")
+    host_s: float = option(
+        1e-3, unit="s", at_least=0, help="Time that the device waits for the host between two steps."
+    )
+    scheduler_time_s: float = option(0.0, unit="s", help="Time that deciding a step takes.")
+    block_size: int = option(16, unit="tokens", at_least=1, help="Tokens of KV in a page.")
+    prefix_caching: bool = option(False, help="Keep the KV of finished prompts in idle pages.")
+    weight_bits: int | None = option(
+        None, unit="bits", at_least=1, help="Bits per weight of a quantised base; by default as the model has them."
+    )
+    max_model_len: int | None = option(
+        None, unit="tokens", at_least=2, help="Longest context; by default the model's own."
+    )
+    max_tokens: int | None = option(None, unit="tokens", help="Cap that requests come with; by default as many as fit.")
+    exact_caps: bool = option(
+        False, help="Let requests come with the length of their answer as cap, as clients of benchmarks ask."
+    )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
-        if not 0 < self.utilization <= 1:
-            raise ConfigError(f"Got utilization = {self.utilization!r}, expected a share in (0, 1]")
-        if not 0 <= self.host_s < math.inf:
-            raise ConfigError(f"Got host_s = {self.host_s!r}, expected 0 or more seconds")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"Got max_model_len = {self.max_model_len!r}, expected at least 2 tokens")
-        if self.block_size < 1:
-            raise ConfigError(f"Got block_size = {self.block_size!r}, expected at least 1 token")
-        if self.weight_bits is not None and self.weight_bits < 1:
-            raise ConfigError(f"Got weight_bits = {self.weight_bits!r}, expected at least 1")
-        if self.link_share is not None and not 0 < self.link_share <= 1:
-            raise ConfigError(f"Got link_share = {self.link_share!r}, expected a share in (0, 1]")
-        if self.router_tbt_s is not None and not self.router_tbt_s > 0:
-            raise ConfigError(f"Got router_tbt_s = {self.router_tbt_s!r}, expected above 0 seconds")
+        check_options(self)
 
 
 def read_dims(model: str) -> ModelDims:
@@ -151,7 +156,7 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         adapters=setup.adapters,
         num_replicas=setup.num_replicas,
         router=setup.router,
-        router_tbt_s=setup.router_tbt_s,
+        router_options=setup.router_options,
         scheduler_time_s=setup.scheduler_time_s,
         interference=cost.interference if isinstance(cost, FittedCost) else {},
         speed=cost.speed if isinstance(cost, FittedCost) else None,

@@ -93,6 +93,10 @@ class TableReader:
             if not isinstance(value, list):
                 raise ConfigError(f"Got {where} = {value!r}, expected a list")
             return tuple(self._value(arguments[0], one, f"{where}[{index}]") for index, one in enumerate(value))
+        if origin is Mapping:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"Got {where} = {value!r}, expected a table")
+            return dict(value)
         if hint is Path:
             return self._path(value, where)
         if hint is float and isinstance(value, int | float) and not isinstance(value, bool):

@@ -11,11 +11,11 @@ import typer
 from rich.markdown import Markdown
 
 from manylora.cli.commands.bench_serve import BenchServeCommand, bench_serve
-from manylora.cli.options import shared as options
-from manylora.cli.options.shared import MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, resolve_model
 from manylora.cli.options.values import collect_adapters
 from manylora.cli.views.terminal import note, notes, out
-from manylora.config import AdapterConfig
+from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.measure.tables import FigureTable
 from manylora.plugins import find_factory
 from manylora.scheduling import POLICIES
@@ -93,10 +93,12 @@ def bench_core(
 
 
 @bench_app.command("offline")
+@with_flags(flags_of(ModelConfig, EngineConfig, MemoryConfig, only=("seed", "dtype", "device", "memory_bytes")))
 def bench_offline(
-    model: options.ModelArgument,
-    lora_modules: options.LoraModules = None,
-    lora_dir: options.LoraDirs = None,
+    model: ModelArgument,
+    chosen: Chosen,
+    lora_modules: LoraModules = None,
+    lora_dir: LoraDirs = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests a round.")] = 32,
     random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
     random_output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
@@ -104,10 +106,6 @@ def bench_offline(
     against_peers: Annotated[
         bool, typer.Option("--against-peers", help="Take turns with transformers and PEFT.")
     ] = False,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = MODEL_DEFAULTS.dtype,
-    device: options.Device = MODEL_DEFAULTS.device,
-    memory: options.Memory = None,
     save_to: SaveTo = None,
 ) -> None:
     """Measure tokens per second in this process, without a server: the base, and all adapters mixed.
@@ -121,14 +119,14 @@ def bench_offline(
     from manylora.offline import Engine
 
     checkpoint, _, adapters = resolve_model(model, None, collect_adapters(lora_modules or (), lora_dir or ()))
+    settings = chosen.all()
+    device, seed = settings["device"], settings.pop("seed")  # the seed is of the requests alone
     place = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with Engine(
         checkpoint,
         adapters=adapters,
-        dtype=dtype,
-        device=device,
-        memory_bytes=parse_memory(memory),
         prefix_caching=False,
+        **settings,
     ) as engine:
         asked = draw_requests(
             num_prompts, random_input_len, random_output_len, vocab_size=engine.tokenizer.vocab_size, seed=seed

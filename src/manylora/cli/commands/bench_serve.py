@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
-from manylora.cli.options.panels import panel
+from manylora.cli.options.shared import panel
 from manylora.cli.options.values import parse_address
 from manylora.cli.views.terminal import note, notes, out
 from manylora.errors import ConfigError

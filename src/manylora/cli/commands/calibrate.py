@@ -13,9 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from manylora.bench.calibration import sweep_live
-from manylora.cli.options import shared as options
-from manylora.cli.options.panels import panel
-from manylora.cli.options.shared import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.shared import panel, resolve_model
 from manylora.cli.views.terminal import note, notes, out
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.costs.calibrate import fit_profile, step_shares
@@ -25,10 +24,17 @@ from manylora.errors import ConfigError
 
 __all__ = ["calibrate"]
 
-_SCHEDULER = SchedulerConfig()
 _RUN = "With --run"
 
 
+_FLAGS = (
+    *flags_of(SchedulerConfig, only=("max_num_seqs", "max_num_batched_tokens"), panel=_RUN),
+    *flags_of(MemoryConfig, only=("memory_bytes", "num_pages", "block_size")),
+    *flags_of(ModelConfig, only=("dtype", "device", "max_model_len", "lora_kernel")),
+)
+
+
+@with_flags(_FLAGS)
 def calibrate(
     logs: Annotated[
         list[Path] | None,
@@ -49,17 +55,10 @@ def calibrate(
     seconds: Annotated[float, panel(_RUN, "How long to sweep.", min=1.0)] = 120.0,
     num_adapters: Annotated[int, panel(_RUN, "How many adapters.", "--adapters")] = 24,
     ranks: Annotated[str, panel(_RUN, "Their ranks, in turn.", metavar="R,R...")] = "8,16,32,64",
-    max_num_seqs: Annotated[int, panel(_RUN, "Most requests running at once.")] = _SCHEDULER.max_num_seqs,
-    max_num_batched_tokens: Annotated[int, panel(_RUN, "Most tokens in one step.")] = _SCHEDULER.max_num_batched_tokens,
     step_log: Annotated[Path | None, panel(_RUN, "Keep the sweep's log.", metavar="FILE")] = None,
     seed: Annotated[int, panel(_RUN, "Another seed, other bursts.")] = 0,
-    memory: options.Memory = None,
-    num_pages: options.NumPages = None,
-    block_size: Annotated[int, panel("Memory", "Tokens of KV in a page.")] = MEMORY_DEFAULTS.block_size,
-    dtype: options.Dtype = MODEL_DEFAULTS.dtype,
-    device: options.Device = MODEL_DEFAULTS.device,
-    max_model_len: options.MaxModelLen = None,
-    lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
+    *,
+    chosen: Chosen,
 ) -> None:
     """Fit a cost profile to what steps and loads took, and say how well it foretells steps it has not seen.
 
@@ -73,15 +72,9 @@ def calibrate(
     lines: list[LogLine]
     if model is not None:
         engine = EngineConfig(
-            model=ModelConfig(
-                model=resolve_model(model, None, {})[0],
-                dtype=dtype,
-                device=device,
-                max_model_len=max_model_len,
-                lora_kernel=lora_kernel,
-            ),
-            memory=MemoryConfig(block_size=block_size, num_pages=num_pages, memory_bytes=parse_memory(memory)),
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            model=chosen.make(ModelConfig, model=resolve_model(model, None, {})[0]),
+            memory=chosen.make(MemoryConfig),
+            scheduler=chosen.make(SchedulerConfig),
         )
         lines = _sweep(engine, _parse_ranks(ranks), num_adapters, seconds, seed, step_log)
     else:

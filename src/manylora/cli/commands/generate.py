@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from manylora.cli.options import shared as options
-from manylora.cli.options.panels import panel
-from manylora.cli.options.shared import ADAPTER_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, panel, resolve_model
 from manylora.cli.options.values import collect_adapters
 from manylora.cli.views.terminal import fail, note, out
+from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.errors import AdapterNotFound
 from manylora.types import SamplingParams
 
@@ -24,9 +24,19 @@ __all__ = ["generate"]
 
 BASE = "base"
 
+_FLAGS = flags_of(
+    *(ModelConfig, EngineConfig, AdapterConfig, MemoryConfig),
+    only=(
+        *("tokenizer", "revision", "dtype", "device", "max_model_len", "lora_kernel", "trust_remote_code"),
+        *("seed", "adapter_dtype", "memory_bytes"),
+    ),
+)
 
+
+@with_flags(_FLAGS)
 def generate(
-    model: options.ModelArgument,
+    model: ModelArgument,
+    chosen: Chosen,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="By default one per line of standard input.", show_default=False),
@@ -37,8 +47,8 @@ def generate(
             "Adapters", "Who answers: an adapter, [bold]base[/bold] or [bold]all[/bold]. Repeatable.", metavar="NAME"
         ),
     ] = None,
-    lora_modules: options.LoraModules = None,
-    lora_dir: options.LoraDirs = None,
+    lora_modules: LoraModules = None,
+    lora_dir: LoraDirs = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Each prompt is a user's turn: apply the chat template.")
     ] = False,
@@ -50,16 +60,6 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End the answer at this text. Repeatable.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="JSON schema that answers must match.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
-    seed: options.Seed = 0,
-    tokenizer: options.Tokenizer = None,
-    revision: options.Revision = None,
-    dtype: options.Dtype = MODEL_DEFAULTS.dtype,
-    device: options.Device = MODEL_DEFAULTS.device,
-    max_model_len: options.MaxModelLen = None,
-    lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
-    adapter_dtype: options.AdapterDtype = ADAPTER_DEFAULTS.adapter_dtype,
-    memory: options.Memory = None,
-    trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Answer prompts and leave.
 
@@ -87,16 +87,7 @@ def generate(
         checkpoint,
         adapters={name: adapters[name] for name in names if name is not None},
         served_model_name=served_name,
-        tokenizer=tokenizer,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        lora_kernel=lora_kernel,
-        adapter_dtype=adapter_dtype,
-        memory_bytes=parse_memory(memory),
-        seed=seed,
-        trust_remote_code=trust_remote_code,
+        **chosen.all(),
     ) as engine:
         who = [name for _, name in jobs]
         if chat or system is not None:

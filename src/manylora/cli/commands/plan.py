@@ -11,19 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from manylora.catalog.hardware import HARDWARE
-from manylora.catalog.models import MODELS
-from manylora.cli.commands.simulate import MADE_UP
-from manylora.cli.options.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
+from manylora.cli.options.shared import panel
 from manylora.cli.views.terminal import note, notes, out
+from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.planning import Objective, Plan, make_plan
 from manylora.planning.report import as_json, comparison_table, plan_tables
 from manylora.planning.settings import PlanSettings, read_plan_settings
 from manylora.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
-from manylora.plugins import find_factory
+from manylora.plugins import options_for
 from manylora.scheduling import POLICIES
-from manylora.sim.scenario import read_scenario, read_setting, read_table, with_setting
+from manylora.sim.scenario import read_scenario, with_setting
+from manylora.sim.setup import Setup
 from manylora.workloads.traces import read_requests
 
 __all__ = ["plan_command"]
@@ -31,21 +33,41 @@ __all__ = ["plan_command"]
 _WORKLOAD, _SERVICE, _OBJECTIVE, _SEARCH = "Workload", "Service", "Objective and cost", "Search"
 
 
+_FLAGS = flags_of(
+    *(Setup, SchedulerConfig, AdapterConfig),
+    only=(
+        "model",
+        "hardware",
+        "profile",
+        "tensor_parallel",
+        "policy",
+        "policy_options",
+        "eviction",
+        "eviction_options",
+    ),
+    spelled={"hardware": "--gpu"},
+    panel=_SERVICE,
+    may_be_unset=True,
+)
+
+
+@with_flags(_FLAGS, panels=(_WORKLOAD, _SERVICE, _OBJECTIVE, _SEARCH))
 def plan_command(
+    chosen: Chosen,
     file: Annotated[
         Path | None,
         typer.Argument(
             metavar="FILE", help="A scenario in TOML, as simulate takes it; without one, a made-up service."
         ),
     ] = None,
-    traces: Annotated[Path | None, SCENARIO_TRACES] = None,
-    sets: Annotated[list[str] | None, SCENARIO_SETS] = None,
+    traces: Annotated[Path | None, TRACES] = None,
+    sets: Annotated[list[str] | None, SETS] = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE,VALUE",
             help="Plan for each value, such as gpu=a40,l40s; several give each with each. "
-            f"{names(SHORT)}, or any setting.",
+            f"{', '.join(sorted(SHORT))}, or any setting.",
         ),
     ] = None,
     json_file: Annotated[
@@ -61,18 +83,6 @@ def plan_command(
     adapters: Annotated[
         str | None, panel(_WORKLOAD, "How many adapters, or a folder of them as PEFT saves them.", metavar="N or DIR")
     ] = None,
-    model: Annotated[
-        str | None, panel(_SERVICE, f"{names(MODELS)}; or the path of a config.json.", metavar="NAME")
-    ] = None,
-    gpu: Annotated[
-        str | None, panel(_SERVICE, f"{names(HARDWARE)}; or a file of figures in TOML.", metavar="NAME")
-    ] = None,
-    profile: Annotated[
-        str | None, panel(_SERVICE, "A measured cost profile, in place of model and gpu.", metavar="FILE")
-    ] = None,
-    tensor_parallel: Annotated[int | None, panel(_SERVICE, "Devices that share each layer.")] = None,
-    policy: Annotated[str | None, panel(_SERVICE, f"{names_or_own(POLICIES)}.", metavar="NAME")] = None,
-    eviction: Annotated[str | None, panel(_SERVICE, f"{names_or_own(EVICTION_POLICIES)}.", metavar="NAME")] = None,
     slo_ttft: Annotated[float | None, panel(_OBJECTIVE, "Longest time to first token, in seconds.")] = None,
     slo_tbt: Annotated[float | None, panel(_OBJECTIVE, "Longest time between two tokens, in seconds.")] = None,
     percentile: Annotated[float | None, panel(_OBJECTIVE, "How many of a hundred get that; 99 by default.")] = None,
@@ -99,7 +109,7 @@ def plan_command(
 
     [bold]manylora plan --compare gpu=a40,l40s,h100 --compare policy=fifo,chameleon --slo-ttft 1[/bold]
     """
-    table = read_table(file) if file is not None else dict(MADE_UP)
+    table = scenario_table(file)
     settings = read_plan_settings(table.pop("plan", {}))
     if trace is not None:
         replay = {"kind": "replay", "file": str(trace.resolve())}
@@ -115,24 +125,11 @@ def plan_command(
     }
     asked |= _read_prices(price or [])
     settings = replace(settings, **{name: value for name, value in asked.items() if value is not None})
-    given: dict[str, Any] = {
-        "setup.model": model,
-        "setup.hardware": gpu,
-        "setup.profile": profile,
-        "setup.tensor_parallel": tensor_parallel,
-        "setup.scheduler.policy": policy,
-        "setup.adapters.eviction": eviction,
-        "slo.ttft_s": slo_ttft,
-        "slo.tbt_s": slo_tbt,
-    }
     if (slo_ttft is not None or slo_tbt is not None) and file is None:
         table.pop("slo", None)  # what was promised replaces what was made up
-    changes = {key: value for key, value in given.items() if value is not None}
-    changes |= _adapters(adapters)
-    changes |= dict(read_setting(text) for text in sets or ())
-    for key, value in changes.items():
-        table = with_setting(table, key, value)
-    folders = tuple(([file.parent] if file is not None else []) + ([traces] if traces is not None else []))
+    given = {"slo.ttft_s": slo_ttft, "slo.tbt_s": slo_tbt} | chosen.settings(PLACES) | _adapters(adapters)
+    table = change(table, given, sets)
+    folders = folders_of(file, traces)
 
     def plan(variant: Variant, on_run: Callable[[str], None]) -> Plan:
         scenario = read_scenario(variant.table, folders=folders)
@@ -158,8 +155,8 @@ def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, .
     scenarios = [read_scenario(variant.table, folders=folders) for variant in wanted]
     for scenario in scenarios:
         config = scenario.make_config()
-        find_factory("policy", config.scheduler.policy, POLICIES)
-        find_factory("eviction", config.adapters.eviction, EVICTION_POLICIES)
+        options_for("policy", config.scheduler.policy, POLICIES, config.scheduler.policy_options)
+        options_for("eviction", config.adapters.eviction, EVICTION_POLICIES, config.adapters.eviction_options)
         Objective(slo=scenario.slo, percentile=settings.percentile)
     kinds = dict.fromkeys([*(scenario.setup.hardware for scenario in scenarios), *HARDWARE])
     for name in settings.prices:

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from manylora.cli.options import shared as options
 from manylora.cli.options.config_file import read_config_file
-from manylora.cli.options.panels import panel
-from manylora.cli.options.shared import MEMORY_DEFAULTS, MODEL_DEFAULTS, parse_memory, resolve_model
-from manylora.cli.options.values import collect_adapters, parse_adapter, parse_size
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.shared import LoraModules, ModelArgument, panel, resolve_model
+from manylora.cli.options.values import collect_adapters, parse_adapter
 from manylora.cli.options.vllm_flags import spread_lists, take_out
 from manylora.cli.views.terminal import note
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
-from manylora.plugins import find_factory
+from manylora.plugins import options_for, options_of
 from manylora.scheduling import POLICIES, PREDICTORS, make_predictor
 
 __all__ = ["ServeCommand", "serve"]
 
-_SCHEDULER = SchedulerConfig()
-_ADAPTERS = AdapterConfig()
-_SERVER = ServerConfig()
-_LISTS = ("api_key", "lora_dir", "lora_modules")
+_FLAGS = flags_of(
+    *(ModelConfig, AdapterConfig, MemoryConfig, SchedulerConfig),
+    *options_of(POLICIES).values(),
+    *options_of(PREDICTORS).values(),
+    *options_of(EVICTION_POLICIES).values(),
+    *(EngineConfig, ServerConfig),
+)
+_PANELS = ("Model", "Adapters", "Scheduling", "Memory", "HTTP", "Debugging", "Simulation")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -46,13 +50,20 @@ class ServeCommand(TyperCommand):
 def _use_config_file(context: typer.Context, path: str | None) -> str | None:
     """Make the file's values the defaults of this command, before any other option is looked at."""
     if path is not None:
-        names = [param.name for param in context.command.params if param.name not in (None, "config", "help")]
-        context.default_map = read_config_file(path, options=names, lists=_LISTS)
+        params = [param for param in context.command.params if param.name not in (None, "config", "help")]
+        context.default_map = read_config_file(
+            path,
+            options=[str(param.name) for param in params],
+            lists=[str(param.name) for param in params if getattr(param, "multiple", False)],
+            flags=_FLAGS,
+        )
     return path
 
 
+@with_flags(_FLAGS, panels=_PANELS)
 def serve(
-    model: options.ModelArgument,
+    model: ModelArgument,
+    chosen: Chosen,
     config: Annotated[
         str | None,
         typer.Option(
@@ -62,219 +73,10 @@ def serve(
             callback=_use_config_file,
         ),
     ] = None,
-    served_model_name: Annotated[str | None, panel("Model", "The base's name in the API.")] = None,
-    tokenizer: options.Tokenizer = None,
-    revision: options.Revision = None,
-    dtype: options.Dtype = MODEL_DEFAULTS.dtype,
-    device: options.Device = MODEL_DEFAULTS.device,
-    max_model_len: options.MaxModelLen = None,
-    seed: options.Seed = 0,
-    trust_remote_code: options.TrustRemoteCode = False,
-    lora_modules: options.LoraModules = None,
-    lora_dir: Annotated[
-        list[str] | None,
-        panel(
-            "Adapters",
-            "Load every adapter folder below DIR, named after itself (a broken one is left out, and the log says "
-            "why), and let the API load others from there. Repeatable.",
-            metavar="DIR",
-        ),
-    ] = None,
-    max_loras: Annotated[
-        int | None,
-        panel("Adapters", "Most distinct adapters in one step; by default no limit."),
-    ] = None,
-    max_cpu_loras: Annotated[int | None, panel("Adapters", "Most adapters kept in host memory.")] = None,
-    host_memory: Annotated[
-        str, panel("Adapters", "Host memory for adapters.", metavar="SIZE")
-    ] = f"{_ADAPTERS.host_bytes // 2**30}GiB",
-    adapter_dtype: options.AdapterDtype = _ADAPTERS.adapter_dtype,
-    eviction: Annotated[
-        str,
-        panel(
-            "Adapters",
-            "Which idle adapter or prefix makes room first; or one of your own, as module:Name or file.py:Name.",
-            metavar="|".join(sorted(EVICTION_POLICIES)),
-        ),
-    ] = _ADAPTERS.eviction,
-    look_ahead: Annotated[
-        int,
-        panel("Adapters", "Waiting requests whose adapters are brought to the device before their turn."),
-    ] = _ADAPTERS.look_ahead,
-    forecast: Annotated[
-        bool,
-        panel(
-            "Adapters",
-            "Bring adapters that are due by their past as well, before anybody waits for them.",
-            "--forecast",
-        ),
-    ] = _ADAPTERS.forecast,
-    lora_kernel: options.LoraKernel = MODEL_DEFAULTS.lora_kernel,
-    policy: Annotated[
-        str,
-        panel(
-            "Scheduling",
-            "Which waiting request goes first; or one of your own, as module:Name or file.py:Name.",
-            metavar="|".join(sorted(POLICIES)),
-        ),
-    ] = _SCHEDULER.policy,
-    max_num_seqs: Annotated[int, panel("Scheduling", "Most requests running at once.")] = _SCHEDULER.max_num_seqs,
-    max_num_batched_tokens: Annotated[
-        int,
-        panel("Scheduling", "Most tokens in one step; longer prompts are cut to it."),
-    ] = _SCHEDULER.max_num_batched_tokens,
-    step_target: Annotated[
-        float | None,
-        panel(
-            "Scheduling",
-            "Cut prompts so that a step takes no longer, by costs learnt while serving; and shorter where memory "
-            "runs short.",
-            metavar="SECONDS",
-        ),
-    ] = _SCHEDULER.step_target_s,
-    max_waiting: Annotated[int, panel("Scheduling", "Most requests waiting; more get a 429.")] = _SCHEDULER.max_waiting,
-    no_chunked_prefill: Annotated[
-        bool,
-        panel("Scheduling", "Run each prompt whole, however long the step becomes.", "--no-chunked-prefill"),
-    ] = False,
-    no_mixed_steps: Annotated[
-        bool,
-        panel("Scheduling", "Let decoding wait while prompts run, as S-LoRA does.", "--no-mixed-steps"),
-    ] = False,
-    no_overlap_loads: Annotated[
-        bool,
-        panel(
-            "Scheduling", "Let steps wait for the adapters of those they admit, as S-LoRA does.", "--no-overlap-loads"
-        ),
-    ] = False,
-    reserve_output: Annotated[
-        bool,
-        panel(
-            "Scheduling",
-            "Reserve pages for the longest answer on admission: nobody is pre-empted, and fewer run.",
-            "--reserve-output",
-        ),
-    ] = _SCHEDULER.reserve_output,
-    steps_between_admissions: Annotated[
-        int,
-        panel("Scheduling", "Steps that run before anybody else is admitted, while anybody runs."),
-    ] = _SCHEDULER.steps_between_admissions,
-    plan_ahead: Annotated[
-        bool | None,
-        panel(
-            "Scheduling",
-            "Plan each step while the one before it runs, so that the device does not wait for it; by default "
-            "on a GPU.",
-            "--plan-ahead/--no-plan-ahead",
-            show_default=False,
-        ),
-    ] = _SCHEDULER.plan_ahead,
-    predictor: Annotated[
-        str,
-        panel("Scheduling", "What guesses the length of answers, for policies that ask.", metavar="|".join(PREDICTORS)),
-    ] = _SCHEDULER.predictor,
-    predictor_file: Annotated[
-        str | None,
-        panel("Scheduling", "The trained one, from [bold]manylora predictor train[/bold].", metavar="FILE"),
-    ] = None,
-    request_log: Annotated[
-        str | None,
-        panel(
-            "Scheduling",
-            "Append a line per finished request (sizes, no text), for [bold]manylora predictor train[/bold].",
-            metavar="FILE",
-        ),
-    ] = None,
-    ageing: Annotated[
-        float,
-        panel("Scheduling", "Under sjf: predicted tokens that a second of waiting makes up for.", metavar="TOKENS"),
-    ] = _SCHEDULER.ageing_tokens_per_s,
-    request_size: Annotated[
-        str,
-        panel("Scheduling", "Under chameleon: what the size of a request is.", metavar="degree-2|degree-1|output"),
-    ] = _SCHEDULER.request_size,
-    queue_criterion: Annotated[
-        str,
-        panel("Scheduling", "Under chameleon: how the number of queues is chosen.", metavar="elbow|wcss"),
-    ] = _SCHEDULER.queue_criterion,
-    queue_refresh: Annotated[
-        float,
-        panel("Scheduling", "Under chameleon: how often queues and quotas are set anew.", metavar="SECONDS"),
-    ] = _SCHEDULER.refresh_s,
-    slo: Annotated[
-        float | None,
-        panel(
-            "Scheduling",
-            "What a request may take, for chameleon's quotas; by default five times the mean.",
-            metavar="SECONDS",
-        ),
-    ] = None,
-    memory: options.Memory = None,
-    gpu_memory_utilization: Annotated[
-        float,
-        panel("Memory", "Share of the GPU this process may take, without --memory."),
-    ] = MEMORY_DEFAULTS.gpu_memory_utilization,
-    block_size: Annotated[int, panel("Memory", "Tokens of KV in a page.")] = MEMORY_DEFAULTS.block_size,
-    num_pages: options.NumPages = None,
-    no_prefix_caching: Annotated[
-        bool,
-        panel("Memory", "Forget the KV of finished prompts.", "--no-prefix-caching"),
-    ] = False,
-    host: Annotated[str, panel("HTTP", "Address to listen on.")] = _SERVER.host,
-    port: Annotated[int, panel("HTTP", "0 picks a free one.")] = _SERVER.port,
-    api_key: Annotated[
-        list[str] | None,
-        panel(
-            "HTTP",
-            "A key that clients must send. Repeatable; none leaves the API open.",
-            envvar="MANYLORA_API_KEY",
-            show_envvar=True,
-        ),
-    ] = None,
-    admin_key: Annotated[
-        str | None,
-        panel(
-            "HTTP",
-            "The key for loading and unloading adapters; without it an API key, or a caller on this machine.",
-            envvar="MANYLORA_ADMIN_KEY",
-        ),
-    ] = None,
-    drain_timeout: Annotated[
-        float,
-        panel("HTTP", "Seconds that SIGTERM waits for requests in flight."),
-    ] = _SERVER.drain_timeout_s,
-    hang_timeout: Annotated[
-        float,
-        panel("HTTP", "Seconds without a step or a turn after which the engine is restarted; 0 is never."),
-    ] = _SERVER.hang_timeout_s,
-    adapter_histograms: Annotated[
-        bool,
-        panel("HTTP", "Latencies by adapter in the metrics: some sixty series for each.", "--adapter-histograms"),
-    ] = False,
-    in_process: Annotated[
-        bool,
-        panel("Debugging", "One process instead of two, for a debugger.", "--in-process"),
-    ] = False,
+    lora_modules: LoraModules = None,
     log_level: Annotated[
         str, panel("Debugging", "The least serious messages to write.", metavar="|".join(_LOG_LEVELS))
     ] = "info",
-    simulate: Annotated[
-        str | None,
-        panel(
-            "Simulation",
-            "Answer with made-up tokens at the pace of a cost profile (the file that [bold]manylora "
-            "calibrate[/bold] wrote, or hardware:model, as a40:llama-7b); of MODEL only the tokenizer is read.",
-            metavar="PROFILE",
-        ),
-    ] = None,
-    step_log: Annotated[
-        str | None,
-        panel(
-            "Simulation",
-            "Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
-            metavar="FILE",
-        ),
-    ] = None,
     builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, by OpenAI's API.
@@ -285,71 +87,17 @@ def serve(
 
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
-    typed = collect_adapters(lora_modules or (), lora_dir or ())
-    checkpoint, served_name, adapters = resolve_model(model, served_model_name, typed)
-    engine = EngineConfig(
-        model=ModelConfig(
-            model=checkpoint,
-            tokenizer=tokenizer,
-            served_model_name=served_name,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            lora_kernel=lora_kernel,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-        ),
-        memory=MemoryConfig(
-            block_size=block_size,
-            num_pages=num_pages,
-            memory_bytes=parse_memory(memory),
-            gpu_memory_utilization=gpu_memory_utilization,
-            prefix_caching=not no_prefix_caching,
-        ),
-        scheduler=SchedulerConfig(
-            policy=policy,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            step_target_s=step_target,
-            max_loras=max_loras,
-            max_waiting=max_waiting,
-            chunked_prefill=not no_chunked_prefill,
-            mixed_steps=not no_mixed_steps,
-            overlap_loads=not no_overlap_loads,
-            reserve_output=reserve_output,
-            steps_between_admissions=steps_between_admissions,
-            plan_ahead=plan_ahead,
-            predictor=predictor,
-            predictor_file=predictor_file,
-            slo_s=slo,
-            ageing_tokens_per_s=ageing,
-            request_size=request_size,
-            queue_criterion=queue_criterion,
-            refresh_s=queue_refresh,
-        ),
-        adapters=AdapterConfig(
-            eviction=eviction,
-            host_bytes=parse_size(host_memory),
-            max_cpu_loras=max_cpu_loras,
-            adapter_dtype=adapter_dtype,
-            look_ahead=look_ahead,
-            forecast=forecast,
-        ),
-        seed=seed,
-        request_log=request_log,
-        step_log=step_log,
-        simulate=simulate,
-    )
-    server = ServerConfig(
-        host=host,
-        port=port,
-        api_keys=tuple(api_key or ()),
-        admin_key=admin_key,
-        lora_dirs=tuple(str(Path(folder).expanduser()) for folder in lora_dir or ()),
-        in_process=in_process,
-        drain_timeout_s=drain_timeout,
-        hang_timeout_s=hang_timeout,
-        adapter_histograms=adapter_histograms,
+    server = chosen.make(ServerConfig)
+    server = replace(server, lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs))
+    base = chosen.of(ModelConfig)
+    typed = collect_adapters(lora_modules or (), server.lora_dirs)
+    checkpoint, base["served_model_name"], adapters = resolve_model(model, base["served_model_name"], typed)
+    engine = chosen.make(
+        EngineConfig,
+        model=ModelConfig(model=checkpoint, **base),
+        memory=chosen.make(MemoryConfig),
+        scheduler=chosen.make(SchedulerConfig),
+        adapters=chosen.make(AdapterConfig),
     )
     _log_to_stderr(log_level)
     _check_early(engine)
@@ -371,8 +119,8 @@ def _check_early(engine: EngineConfig) -> None:
     # Of a model that is simulated nothing but the tokenizer is read.
     simulated = engine.model.tokenizer if engine.simulate is not None else None
     check_checkpoint(simulated or engine.model.model, engine.model.revision)
-    find_factory("policy", engine.scheduler.policy, POLICIES)
-    find_factory("eviction", engine.adapters.eviction, EVICTION_POLICIES)
+    options_for("policy", engine.scheduler.policy, POLICIES, engine.scheduler.policy_options)
+    options_for("eviction", engine.adapters.eviction, EVICTION_POLICIES, engine.adapters.eviction_options)
     make_predictor(engine.scheduler, engine.seed)
     for option, path in (("--request-log", engine.request_log), ("--step-log", engine.step_log)):
         try:

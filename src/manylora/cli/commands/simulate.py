@@ -9,122 +9,68 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from manylora.catalog.hardware import HARDWARE
-from manylora.catalog.models import MODELS
-from manylora.cli.options.panels import SCENARIO_SETS, SCENARIO_TRACES, names, names_or_own, panel
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
+from manylora.cli.options.shared import panel
 from manylora.cli.views.simulate_report import Report, print_report, write_report
 from manylora.cli.views.terminal import note, notes, out
+from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.errors import ConfigError
-from manylora.memory import EVICTION_POLICIES
-from manylora.routing import ROUTERS
-from manylora.scheduling import POLICIES, PREDICTORS
 from manylora.sim.run.simulation import Run, SimulationConfig, simulate
-from manylora.sim.scenario import read_scenario, read_setting, read_table, with_setting
+from manylora.sim.scenario import Scenario, read_scenario
+from manylora.sim.setup import Setup
 from manylora.workloads import Workload
 
-__all__ = ["MADE_UP", "simulate_command"]
+__all__ = ["simulate_command"]
 
-MADE_UP: dict[str, Any] = {
-    "warm_up_s": 30,
-    "workload": {
-        "name": "made up",
-        "num_requests": 1000,
-        "arrivals": {"kind": "poisson", "rate": 2.0},
-        "lengths": {
-            "kind": "parametric",
-            "prompt": {"kind": "gamma", "shape": 1.338, "scale": 863.0},
-            "output": {"kind": "gamma", "shape": 1.646, "scale": 128.0},
-            "bounds": {"max_prompt": 3072, "max_output": 1000},
-        },
-        "popularity": {"kind": "zipf"},
-    },
-    "setup": {"model": "llama-3-8b", "adapters": {"host_bytes": 64_000_000_000}},
-    "slo": {"ttft_s": 5.0},
-}
-"""What is simulated without a file: lengths as in the Azure conversation trace, a hundred adapters, one A40."""
+_FLAGS = flags_of(
+    *(Setup, SchedulerConfig, AdapterConfig, Scenario),
+    only=(
+        *("model", "hardware", "tensor_parallel", "profile", "num_replicas", "router", "router_options"),
+        *("policy", "policy_options", "predictor", "predictor_options", "eviction", "eviction_options"),
+        *("seed", "warm_up_s"),
+    ),
+    may_be_unset=True,
+)
 
 
+@with_flags(_FLAGS, panels=("Workload", "Setup", "Scheduling", "Adapters", "Objective"))
 def simulate_command(
+    chosen: Chosen,
     file: Annotated[
         Path | None,
         typer.Argument(metavar="FILE", help="A scenario in TOML; without one, a made-up service.", show_default=False),
     ] = None,
-    traces: Annotated[Path | None, SCENARIO_TRACES] = None,
+    traces: Annotated[Path | None, TRACES] = None,
     output: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write results.json, table.md and plots there; made if it is not there."),
     ] = None,
-    sets: Annotated[list[str] | None, SCENARIO_SETS] = None,
+    sets: Annotated[list[str] | None, SETS] = None,
     rate: Annotated[float | None, panel("Workload", "Requests per second.")] = None,
     requests: Annotated[int | None, panel("Workload", "How many requests at most.")] = None,
     duration: Annotated[float | None, panel("Workload", "For how many seconds at most.")] = None,
     adapters: Annotated[int | None, panel("Workload", "How many adapters.")] = None,
-    seed: Annotated[int | None, panel("Workload", "Another seed, another workload of the same kind.")] = None,
-    model: Annotated[
-        str | None, panel("Setup", f"{names(MODELS)}, or the path of a config.json.", metavar="NAME")
-    ] = None,
-    hardware: Annotated[
-        str | None, panel("Setup", f"{names(HARDWARE)}, or the path of a TOML data sheet.", metavar="NAME")
-    ] = None,
-    tensor_parallel: Annotated[int | None, panel("Setup", "Devices that share each layer.")] = None,
-    profile: Annotated[
-        str | None,
-        panel("Setup", "A measured profile, instead of model and hardware.", metavar="FILE"),
-    ] = None,
-    replicas: Annotated[int | None, panel("Setup", "How many replicas share the requests.")] = None,
-    router: Annotated[
-        str | None, panel("Setup", f"Which replica gets a request: {names_or_own(ROUTERS)}.", metavar="NAME")
-    ] = None,
-    policy: Annotated[
-        str | None, panel("Scheduling", f"Which waiting request goes first: {names_or_own(POLICIES)}.", metavar="NAME")
-    ] = None,
-    predictor: Annotated[
-        str | None, panel("Scheduling", f"What guesses answer lengths: {names_or_own(PREDICTORS)}.", metavar="NAME")
-    ] = None,
-    eviction: Annotated[
-        str | None,
-        panel(
-            "Scheduling", f"Which idle adapter or prefix makes room: {names_or_own(EVICTION_POLICIES)}.", metavar="NAME"
-        ),
-    ] = None,
     slo_ttft: Annotated[float | None, panel("Objective", "Longest time to first token, in seconds.")] = None,
     slo_tbt: Annotated[float | None, panel("Objective", "Longest time between two tokens, in seconds.")] = None,
-    warm_up: Annotated[
-        float | None, panel("Objective", "Requests of these first seconds are served and not counted.")
-    ] = None,
 ) -> None:
     """Serve a workload in virtual time, without a model or a GPU, and say how it went.
 
     The scheduler, the cache and the memory are those of the server; what a step and a copy take is modelled. The same
     command gives the same figures on any machine.
     """
-    table = read_table(file) if file is not None else dict(MADE_UP)
+    table = scenario_table(file)
     table.pop("plan", None)  # for `manylora plan`, which takes the same file
     given: dict[str, Any] = {
         "workload.arrivals.rate": rate,
         "workload.num_requests": requests,
         "workload.duration_s": duration,
         "workload.adapters.count": adapters,
-        "seed": seed,
-        "setup.model": model,
-        "setup.hardware": hardware,
-        "setup.profile": profile,
-        "setup.tensor_parallel": tensor_parallel,
-        "setup.num_replicas": replicas,
-        "setup.router": router,
-        "setup.scheduler.policy": policy,
-        "setup.scheduler.predictor": predictor,
-        "setup.adapters.eviction": eviction,
         "slo.ttft_s": slo_ttft,
         "slo.tbt_s": slo_tbt,
-        "warm_up_s": warm_up,
     }
-    changes = {key: value for key, value in given.items() if value is not None}
-    changes |= dict(read_setting(text) for text in sets or ())
-    for key, value in changes.items():
-        table = with_setting(table, key, value)
-    folders = ([file.parent] if file is not None else []) + ([traces] if traces is not None else [])
-    scenario = read_scenario(table, folders=tuple(folders))
+    table = change(table, given | chosen.settings(PLACES), sets)
+    scenario = read_scenario(table, folders=folders_of(file, traces))
     workload, config = scenario.make_workload(), scenario.make_config()
     if not workload.requests:
         raise ConfigError("The workload has no requests")

@@ -1,4 +1,4 @@
-"""`--config FILE`: the options of a command as a TOML file, by the same names.
+"""`--config FILE`: the options of a command as a TOML file, by the names of its flags or of the configuration's fields.
 
 ::
 
@@ -14,10 +14,12 @@ The command line wins over the environment, the environment over the file, the f
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from manylora.cli.options.fields import Flag
 from manylora.errors import ConfigError
 
 __all__ = ["read_config_file"]
@@ -25,13 +27,16 @@ __all__ = ["read_config_file"]
 Value = str | int | float | bool | list[str]
 
 
-def read_config_file(path: str, *, options: Collection[str], lists: Collection[str]) -> dict[str, Value]:
+def read_config_file(
+    path: str, *, options: Collection[str], lists: Collection[str], flags: Iterable[Flag] = ()
+) -> dict[str, Value]:
     """Read a configuration file.
 
     Args:
         path: The file.
         options: Names that are known, with underscores.
         lists: Those of them that can be given several times.
+        flags: Those of them that come from fields, which may be named by these.
 
     Returns:
         Values by option name, with underscores.
@@ -45,9 +50,13 @@ def read_config_file(path: str, *, options: Collection[str], lists: Collection[s
         raise ConfigError(f"Got --config {path!r}, which cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"Got --config {path!r}, which is not TOML: {error}") from None
+    by_field = {flag.field.name: flag for flag in flags}
     values: dict[str, Value] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
+        if name not in options and name in by_field:
+            flag = by_field[name]
+            name, value = flag.name, not value if flag.turns_off and isinstance(value, bool) else value
         if name not in options:
             raise ConfigError(f"Got {key!r} in {path}, expected one of {', '.join(sorted(options))}")
         if name in values:
@@ -61,7 +70,7 @@ def _read_value(key: str, value: object, *, path: str, is_list: bool) -> Value:
         if isinstance(value, str):
             return [value]
         if isinstance(value, Mapping):
-            value = [f"{name}={item}" for name, item in value.items()]
+            value = [f"{name}={item if isinstance(item, str) else json.dumps(item)}" for name, item in value.items()]
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
         raise ConfigError(f"Got {key} = {value!r} in {path}, expected a list of strings")

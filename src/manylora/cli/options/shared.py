@@ -1,48 +1,38 @@
-"""Options that several commands share, and the configuration they make.
-
-Defaults are the configuration's own: nothing is decided twice.
-"""
+"""Options that several commands share and that are no field of the configuration: the model, adapters, scenarios."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from manylora.cli.options.panels import panel
-from manylora.cli.options.values import parse_size
-from manylora.config import AdapterConfig, MemoryConfig, ModelConfig
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.errors import ConfigError
 
 __all__ = [
-    "ADAPTER_DEFAULTS",
     "DEMO",
-    "MEMORY_DEFAULTS",
-    "MODEL_DEFAULTS",
-    "AdapterDtype",
-    "Device",
-    "Dtype",
     "LoraDirs",
-    "LoraKernel",
     "LoraModules",
-    "MaxModelLen",
-    "Memory",
     "ModelArgument",
-    "NumPages",
-    "Revision",
-    "Seed",
-    "Tokenizer",
-    "parse_memory",
+    "panel",
     "resolve_model",
 ]
 
 DEMO = "demo"
 
-_MODEL = "Model"
-_ADAPTERS = "Adapters"
-_MEMORY = "Memory"
+
+def panel(name: str, help: str, *flags: str, **settings: Any) -> Any:
+    """Return an option that stands in a panel of its command's help.
+
+    Args:
+        name: The panel's.
+        help: What the option does.
+        flags: How it is written, where that does not follow from its parameter's name.
+        settings: As ``typer.Option`` takes them.
+    """
+    return typer.Option(*flags, help=help, rich_help_panel=name, **settings)
+
 
 ModelArgument = Annotated[
     str,
@@ -52,44 +42,10 @@ ModelArgument = Annotated[
         show_default=False,
     ),
 ]
-Tokenizer = Annotated[str | None, panel(_MODEL, "Folder of the tokenizer, if it is not the model's own.")]
-Revision = Annotated[str | None, panel(_MODEL, "Revision on the hub.")]
-Dtype = Annotated[
-    str,
-    panel(
-        _MODEL,
-        "float32, bfloat16, float16 or auto: float32 on CPU, the checkpoint's 16-bit type on GPU.",
-        metavar="TYPE",
-    ),
-]
-Device = Annotated[
-    str, panel(_MODEL, "Where the model runs; auto is the GPU if there is one.", metavar="auto|cpu|cuda")
-]
-MaxModelLen = Annotated[
-    int | None,
-    panel(_MODEL, "Longest prompt plus answer in tokens; by default what the model allows."),
-]
-Seed = Annotated[int, panel(_MODEL, "Seed of requests that bring none.")]
-LoraKernel = Annotated[
-    str,
-    panel(
-        _MODEL,
-        "Implementation of the adapters' arithmetic; padded and ragged need a GPU.",
-        metavar="auto|grouped|naive|padded|ragged|reference",
-    ),
-]
-AdapterDtype = Annotated[
-    str,
-    panel(
-        _ADAPTERS,
-        "Type adapters are kept in on a CPU: auto is the narrowest that holds each exactly.",
-        metavar="auto|float32|bfloat16|float16",
-    ),
-]
 LoraModules = Annotated[
     list[str] | None,
     panel(
-        _ADAPTERS,
+        "Adapters",
         'An adapter by name; also as JSON: \'{"name": "sql", "path": "/adapters/sql"}\'. Repeatable.',
         "--lora-modules",
         metavar="NAME=PATH",
@@ -98,26 +54,9 @@ LoraModules = Annotated[
 LoraDirs = Annotated[
     list[str] | None,
     panel(
-        _ADAPTERS, "Load every adapter folder below DIR, named after itself. Repeatable.", "--lora-dir", metavar="DIR"
+        "Adapters", "Load every adapter folder below DIR, named after itself. Repeatable.", "--lora-dir", metavar="DIR"
     ),
 ]
-Memory = Annotated[
-    str | None,
-    panel(
-        _MEMORY,
-        "Memory for KV, prefixes and adapters together, as 2GiB. By default 1GiB on CPU, what is left on GPU.",
-        metavar="SIZE",
-    ),
-]
-NumPages = Annotated[int | None, panel(_MEMORY, "The same as a number of pages, for experiments.")]
-TrustRemoteCode = Annotated[
-    bool,
-    panel(_MODEL, "Let the checkpoint run code of its own.", "--trust-remote-code"),
-]
-
-ADAPTER_DEFAULTS = AdapterConfig()
-MODEL_DEFAULTS = ModelConfig(model=DEMO)
-MEMORY_DEFAULTS = MemoryConfig()
 
 
 def resolve_model(
@@ -143,8 +82,3 @@ def resolve_model(
         return str(Path(model).expanduser()) if is_path else model, served_model_name, adapters
     adapters = adapters or {name: str(path) for name, path in demo_adapters().items()}
     return str(demo_model_path()), served_model_name or DEMO, adapters
-
-
-def parse_memory(text: str | None) -> int | None:
-    """Read `--memory`."""
-    return None if text is None else parse_size(text)

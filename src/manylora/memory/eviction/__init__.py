@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from manylora.memory.eviction.by_age import AdapterScore, ByAge
 from manylora.memory.eviction.costs import LinearCost, ReloadCosts
@@ -16,7 +16,7 @@ from manylora.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, Ite
 from manylora.memory.eviction.price import PriceEviction
 from manylora.memory.eviction.reuse import ReuseModel
 from manylora.memory.eviction.weighted import WeightedScore
-from manylora.plugins import find_factory, made_by
+from manylora.plugins import find_factory, made_by, options_for
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -36,7 +36,7 @@ __all__ = [
     "make_eviction_policy",
 ]
 
-EVICTION_POLICIES: dict[str, Callable[[ReloadCosts], EvictionPolicy]] = {
+EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "chameleon": lambda costs: ByAge(WeightedScore(0.45, 0.10, 0.45)),
     "fair": lambda costs: ByAge(WeightedScore(1 / 3, 1 / 3, 1 / 3)),
     "gdsf": lambda costs: ByAge(GdsfScore(costs)),
@@ -46,15 +46,18 @@ EVICTION_POLICIES: dict[str, Callable[[ReloadCosts], EvictionPolicy]] = {
 }
 
 
-def make_eviction_policy(name: str, costs: ReloadCosts) -> EvictionPolicy:
+def make_eviction_policy(name: str, costs: ReloadCosts, given: Mapping[str, object] | None = None) -> EvictionPolicy:
     """Make an eviction policy by name.
 
     Args:
         name: One of ``EVICTION_POLICIES``, or somebody's own (``plugins.py``).
-        costs: What bringing things back takes; whoever brings them back keeps it up to date.
+        costs: What bringing things back takes; the adapter cache keeps it up to date.
+        given: Its options, by key.
 
     Raises:
-        ConfigError: No policy has that name, or it is none.
+        ConfigError: No policy has that name, it is none, or an option is wrong.
     """
     factory = find_factory("eviction", name, EVICTION_POLICIES)
-    return made_by("eviction", name, factory, costs, seam=EvictionPolicy)
+    options = options_for("eviction", name, EVICTION_POLICIES, given or {})
+    taken = () if options is None else (options,)
+    return made_by("eviction", name, factory, costs, *taken, seam=EvictionPolicy)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manylora.config import SchedulerConfig
-from manylora.errors import ConfigError
-from manylora.plugins import find_factory, made_by
+from manylora.plugins import find_factory, made_by, options_for, takes
 from manylora.scheduling.prediction.oracle import NoisyPredictor, OraclePredictor
 from manylora.scheduling.prediction.port import LengthEstimate, LengthPredictor
 from manylora.scheduling.prediction.quantile import QuantilePredictor
@@ -26,11 +25,30 @@ __all__ = [
     "make_predictor",
 ]
 
-PREDICTORS: dict[str, Callable[[SchedulerConfig, int], LengthPredictor]] = {
-    "noisy": lambda config, seed: NoisyPredictor(config.predictor_accuracy, seed),
-    "oracle": lambda config, seed: OraclePredictor(),
-    "quantile": lambda config, seed: QuantilePredictor(),
-    "trained": lambda config, seed: _trained(config),
+
+def _make_quantile(config: SchedulerConfig, seed: int) -> LengthPredictor:
+    return QuantilePredictor()
+
+
+def _make_oracle(config: SchedulerConfig, seed: int) -> LengthPredictor:
+    return OraclePredictor()
+
+
+@takes(NoisyPredictor.Options)
+def _make_noisy(config: SchedulerConfig, seed: int, options: NoisyPredictor.Options) -> LengthPredictor:
+    return NoisyPredictor(options.accuracy, seed)
+
+
+@takes(TrainedPredictor.Options)
+def _make_trained(config: SchedulerConfig, seed: int, options: TrainedPredictor.Options) -> LengthPredictor:
+    return load_trained(options.file, QuantilePredictor())
+
+
+PREDICTORS: dict[str, Callable[..., LengthPredictor]] = {
+    "noisy": _make_noisy,
+    "oracle": _make_oracle,
+    "quantile": _make_quantile,
+    "trained": _make_trained,
 }
 
 
@@ -38,17 +56,13 @@ def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
     """Make the predictor that the configuration names.
 
     Args:
-        config: Its ``predictor``, by name in ``PREDICTORS`` or somebody's own (``plugins.py``), and what belongs to it.
+        config: Its ``predictor``, by name in ``PREDICTORS`` or one's own (``plugins.py``), and the options of that.
         seed: Of the noisy one's draws.
 
     Raises:
-        ConfigError: There is none of that name, or its file is missing or not a predictor.
+        ConfigError: There is none of that name, an option is wrong, or its file is missing or not a predictor.
     """
     factory = find_factory("predictor", config.predictor, PREDICTORS)
-    return made_by("predictor", config.predictor, factory, config, seed, seam=LengthPredictor)
-
-
-def _trained(config: SchedulerConfig) -> LengthPredictor:
-    if config.predictor_file is None:
-        raise ConfigError("Got predictor = 'trained' and no predictor_file, expected a trained predictor")
-    return load_trained(config.predictor_file, QuantilePredictor())
+    options = options_for("predictor", config.predictor, PREDICTORS, config.predictor_options)
+    taken = () if options is None else (options,)
+    return made_by("predictor", config.predictor, factory, config, seed, *taken, seam=LengthPredictor)

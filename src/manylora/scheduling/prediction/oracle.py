@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from zlib import crc32
 
+from manylora.options import check_options, option
 from manylora.scheduling.prediction.port import LengthEstimate, bounded_estimate
 from manylora.scheduling.sequence import Sequence
 
@@ -50,6 +52,15 @@ class NoisyPredictor:
     Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without saying what accuracy is; this
     reading is ours.
     """
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options:
+        """How wrong it is."""
+
+        accuracy: float = option(0.8, above=0.5, at_most=1, help="1 less the mean relative error; for experiments.")
+
+        def __post_init__(self) -> None:
+            check_options(self)
 
     def __init__(self, accuracy: float, seed: int, truth: Callable[[Sequence], int] = _cap) -> None:
         self._truth = truth

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.errors import ConfigError
+from manylora.options import option
 from manylora.scheduling.prediction.features import FEATURES, AdapterMeans, request_features
 from manylora.scheduling.prediction.port import LengthEstimate, LengthPredictor, bounded_estimate
 from manylora.scheduling.sequence import Sequence
@@ -60,6 +61,17 @@ class TrainedPredictor:
         means: What adapters' answers were like in the log; goes on learning.
         fallback: Learns beside it.
     """
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options:
+        """Where it is."""
+
+        file: str = option(
+            panel="Scheduling",
+            flag="--predictor-file",
+            metavar="FILE",
+            help="Under trained: the predictor that [bold]manylora predictor train[/bold] wrote.",
+        )
 
     def __init__(self, p50: BoostedTrees, p90: BoostedTrees, means: AdapterMeans, fallback: LengthPredictor) -> None:
         self._p50 = p50

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import VirtualClock
@@ -32,11 +33,11 @@ from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
 from manylora.plan import PlannedSequence
-from manylora.plugins import is_own
+from manylora.plugins import is_own, options_for
 from manylora.routing import Dispatcher, Router, RouterContext, make_router
 from manylora.routing.step_model import step_model
 from manylora.scheduling import LengthPredictor, Sequence
-from manylora.scheduling.prediction import NoisyPredictor, OraclePredictor
+from manylora.scheduling.prediction import PREDICTORS, NoisyPredictor, OraclePredictor
 from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.sim.run.prompts import PromptMaker
@@ -65,7 +66,7 @@ class SimulationConfig:
         adapters: The adapter cache.
         num_replicas: Engines that share the workload.
         router: Which of them serves a request, by name in ``routing.ROUTERS``; or somebody's own.
-        router_tbt_s: Time between tokens that the ``rank-aware`` router keeps to, in seconds; ``None`` for none.
+        router_options: The router's options, by key.
         scheduler_time_s: What deciding a step takes, in seconds.
         drag: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
         speed: Makes the speed of the replica with this number; all are steady without it.
@@ -84,7 +85,7 @@ class SimulationConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     num_replicas: int = 1
     router: str = "affinity"
-    router_tbt_s: float | None = None
+    router_options: Mapping[str, Any] = field(default_factory=dict)
     scheduler_time_s: float = 0.0
     interference: Mapping[Tier, float] = field(default_factory=dict)
     speed: Callable[[int], MachineSpeed | None] | None = None
@@ -211,9 +212,8 @@ def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[st
         # Only for one that may ask: a profile with jitter would draw for it.
         steps=step_model(config.cost) if config.router == "rank-aware" or is_own(config.router) else None,
         mean_answer_tokens=max(1.0, num_tokens / max(1, len(workload.requests))),
-        tbt_s=config.router_tbt_s,
     )
-    return make_router(config.router, context)
+    return make_router(config.router, context, config.router_options)
 
 
 def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks: tuple[EventSink, ...]) -> EngineCore:
@@ -231,7 +231,8 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
     if config.scheduler.predictor == "oracle":
         predictor = OraclePredictor(truth)
     elif config.scheduler.predictor == "noisy":
-        predictor = NoisyPredictor(config.scheduler.predictor_accuracy, config.seed, truth)
+        options = options_for("predictor", "noisy", PREDICTORS, config.scheduler.predictor_options)
+        predictor = NoisyPredictor(options.accuracy, config.seed, truth)
     core = EngineCore(
         base=config.base,
         num_pages=config.num_pages,

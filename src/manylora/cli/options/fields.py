@@ -1,0 +1,282 @@
+"""Options of a command, made from the fields of dataclasses (``options.py``): nothing is written down twice.
+
+A field in a panel is a flag: ``step_target_s`` is ``--step-target``, a switch that is on (``prefix_caching``) is turned
+off by ``--no-prefix-caching``, a size in bytes is read from ``2GiB``, a table from ``KEY=VALUE``. A command says which
+fields it takes and gets what was chosen as one argument::
+
+    FLAGS = flags_of(ModelConfig, MemoryConfig)
+
+    @with_flags(FLAGS)
+    def serve(model: str, chosen: Chosen) -> None:
+        config = chosen.make(ModelConfig, model=model)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import typer
+
+from manylora.cli.options.values import parse_size
+from manylora.memory import EVICTION_POLICIES
+from manylora.options import Option, option_of
+from manylora.plugins import options_of
+from manylora.routing import ROUTERS
+from manylora.scheduling import POLICIES, PREDICTORS
+
+__all__ = ["PLUGINS", "Chosen", "Flag", "flags_of", "with_flags"]
+
+T = typing.TypeVar("T")
+
+PLUGINS: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "eviction": EVICTION_POLICIES,
+    "policy": POLICIES,
+    "predictor": PREDICTORS,
+    "router": ROUTERS,
+}
+"""All that can be chosen by name, by kind; ``KIND_options`` is the field for its options."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A field as a command spells it.
+
+    Args:
+        owner: The dataclass.
+        field: Its field.
+        known: What is known of that.
+        hint: Its type, without ``None``.
+        may_be_unset: Whether the command has no default of its own: what is not given stays as it is elsewhere.
+    """
+
+    owner: type
+    field: dataclasses.Field[Any]
+    known: Option
+    hint: Any
+    may_be_unset: bool = False
+
+    @property
+    def spelled(self) -> str:
+        """How it is written, without the part that turns it off."""
+        if self.known.flag is not None:
+            return self.known.flag
+        plain = self.field.name.removesuffix("_s").replace("_", "-")
+        return f"--no-{plain}" if self.turns_off else f"--{plain}"
+
+    @property
+    def name(self) -> str:
+        """The command's parameter, and the key of a configuration file."""
+        return self.spelled.removeprefix("--").replace("-", "_")
+
+    @property
+    def turns_off(self) -> bool:
+        """Whether it is a switch that is on without it."""
+        return self.hint is bool and self.field.default is True
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it collects ``KEY=VALUE``."""
+        return typing.get_origin(self.hint) is Mapping
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it can be given several times."""
+        return self.is_table or typing.get_origin(self.hint) is tuple
+
+    @property
+    def metavar(self) -> str | None:
+        """The place of its value in the help; ``None`` where its type says enough."""
+        names = self.known.choices or sorted(PLUGINS.get(self.known.plugin or "", ()))
+        unit = self.known.unit
+        of_unit = {"bytes": "SIZE", "s": "SECONDS"}.get(unit, unit.upper()) if unit is not None else None
+        return self.known.metavar or "|".join(names) or of_unit
+
+    @property
+    def help(self) -> str:
+        """Its line in the help."""
+        if self.turns_off and self.known.without is not None:
+            return self.known.without
+        own = " Or one of your own, as module:Name or file.py:Name." if self.known.plugin else ""
+        return self.known.help + own
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the parameter that typer makes an option from."""
+        hint = list[str] if self.is_list else str if self.known.unit == "bytes" else self.hint
+        default = None if self.may_be_unset or self.is_list else self._default()
+        spelled = self.spelled
+        if self.hint is bool and default is None and not self.may_be_unset:
+            spelled = f"{spelled}/--no-{spelled.removeprefix('--')}"
+        info = typer.Option(
+            default,
+            spelled,
+            help=self.help,
+            rich_help_panel=self.known.panel,
+            metavar=self.metavar if self.hint is not bool else None,
+            envvar=self.known.envvar,
+            show_default=default is not None,
+        )
+        annotation = hint | None if default is None else hint
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=annotation)
+
+    def _default(self) -> Any:
+        default = self.field.default
+        if default is dataclasses.MISSING or default is None:
+            return None
+        if self.turns_off:
+            return False
+        return _as_size(default) if self.known.unit == "bytes" else default
+
+    def read(self, value: Any) -> Any:
+        """Return the field's value from the command's."""
+        if self.is_table:
+            return {key.strip(): text.strip() for key, _, text in (one.partition("=") for one in value or ())}
+        if self.is_list:
+            return tuple(value or ())
+        if value is not None and self.known.unit == "bytes":
+            return parse_size(value)
+        return not value if self.turns_off else value
+
+
+def flags_of(
+    *owners: type,
+    only: Collection[str] = (),
+    spelled: Mapping[str, str] | None = None,
+    panel: str | None = None,
+    may_be_unset: bool = False,
+) -> tuple[Flag, ...]:
+    """Return the fields of dataclasses that a command takes, in their order; of two of one name, the first.
+
+    Args:
+        owners: The dataclasses.
+        only: Names of fields; all that stand in a panel when empty.
+        spelled: Flags that this command spells in its own way, by field.
+        panel: The panel of them all, in place of their own.
+        may_be_unset: Whether what is not given stays as it is elsewhere, in a file.
+    """
+    flags: dict[str, Flag] = {}
+    for owner in owners:
+        hints = typing.get_type_hints(owner)
+        for field in dataclasses.fields(owner):
+            known = option_of(field)
+            if known is None or known.panel is None or (only and field.name not in only):
+                continue
+            known = replace(known, panel=panel or known.panel, flag=(spelled or {}).get(field.name, known.flag))
+            flag = Flag(owner, field, known, _without_none(hints[field.name]), may_be_unset)
+            flags.setdefault(flag.name, flag)
+    missing = set(only) - {flag.field.name for flag in flags.values()}
+    assert not missing, f"no such options: {missing}"
+    return tuple(flags.values())
+
+
+class Chosen:
+    """What was chosen on a command line, by field.
+
+    Args:
+        values: The values of fields, as the dataclasses take them.
+    """
+
+    def __init__(self, values: Mapping[Flag, Any]) -> None:
+        self._values = values
+
+    def of(self, owner: type) -> dict[str, Any]:
+        """Return the fields of a dataclass; a field of options includes those that have flags of their own."""
+        values = {flag.field.name: value for flag, value in self._values.items() if flag.owner is owner}
+        for name in [name for name in values if name.removesuffix("_options") in PLUGINS and name.endswith("_options")]:
+            values[name] = {**self._flags_of_plugins(name.removesuffix("_options")), **values[name]}
+        return values
+
+    def all(self) -> dict[str, Any]:
+        """Return every field, by name; no two dataclasses of the configuration share one."""
+        return {
+            name: value
+            for owner in {flag.owner: None for flag in self._values}
+            for name, value in self.of(owner).items()
+        }
+
+    def make(self, owner: type[T], **more: Any) -> T:
+        """Make a dataclass of what was chosen.
+
+        Args:
+            owner: The dataclass.
+            more: Fields that are no options, or that the command settles itself.
+
+        Raises:
+            ConfigError: A value is wrong.
+        """
+        return owner(**{**self.of(owner), **more})
+
+    def settings(self, places: Mapping[type, str]) -> dict[str, Any]:
+        """Return what was given, by the dotted key of a scenario.
+
+        Args:
+            places: Where each dataclass stands, as ``setup.scheduler.``.
+        """
+        given: dict[str, Any] = {}
+        for flag, value in self._values.items():
+            key = f"{places[flag.owner]}{flag.field.name}"
+            if flag.is_table:
+                given |= {f"{key}.{name}": text for name, text in value.items()}
+            elif value is not None:
+                given[key] = value
+        return given
+
+    def _flags_of_plugins(self, kind: str) -> dict[str, Any]:
+        owners = tuple(options_of(PLUGINS[kind]).values())
+        return {
+            flag.field.name: value
+            for flag, value in self._values.items()
+            if flag.owner in owners and value not in (None, flag.field.default)
+        }
+
+
+def with_flags(
+    flags: Sequence[Flag], *, panels: Sequence[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options that flags stand for; its argument ``chosen`` says what was chosen.
+
+    Args:
+        flags: From ``flags_of``.
+        panels: Order of the help's panels; by default as they first appear.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.name != "chosen"]
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+        parameters += [flag.parameter() for flag in flags]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            chosen = Chosen({flag: flag.read(values.pop(flag.name)) for flag in flags})
+            command(**values, chosen=chosen)
+
+        order = {name: place for place, name in enumerate(panels)}
+        parameters.sort(key=lambda one: order.get(_panel(one), -1))
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        run.flags = tuple(flags)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _panel(parameter: inspect.Parameter) -> str:
+    said: Iterable[Any] = (parameter.default, *getattr(parameter.annotation, "__metadata__", ()))
+    return next((one.rich_help_panel or "" for one in said if hasattr(one, "rich_help_panel")), "")
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return next(one for one in typing.get_args(hint) if one is not type(None))
+    return hint
+
+
+def _as_size(num_bytes: int) -> str:
+    return f"{num_bytes >> 30}GiB" if num_bytes % 2**30 == 0 else str(num_bytes)

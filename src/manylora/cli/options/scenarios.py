@@ -1,0 +1,81 @@
+"""A scenario as commands take it: a file or a made-up service, changed by options and by `--set`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from manylora.config import AdapterConfig, SchedulerConfig
+from manylora.sim.scenario import Scenario, read_setting, read_table, with_setting
+from manylora.sim.setup import Setup
+
+__all__ = ["MADE_UP", "PLACES", "SETS", "TRACES", "change", "folders_of", "scenario_table"]
+
+MADE_UP: dict[str, Any] = {
+    "warm_up_s": 30,
+    "workload": {
+        "name": "made up",
+        "num_requests": 1000,
+        "arrivals": {"kind": "poisson", "rate": 2.0},
+        "lengths": {
+            "kind": "parametric",
+            "prompt": {"kind": "gamma", "shape": 1.338, "scale": 863.0},
+            "output": {"kind": "gamma", "shape": 1.646, "scale": 128.0},
+            "bounds": {"max_prompt": 3072, "max_output": 1000},
+        },
+        "popularity": {"kind": "zipf"},
+    },
+    "setup": {"model": "llama-3-8b", "adapters": {"host_bytes": 64_000_000_000}},
+    "slo": {"ttft_s": 5.0},
+}
+"""The scenario without a file: lengths as in the Azure conversation trace, a hundred adapters, one A40."""
+
+PLACES: dict[type, str] = {
+    Scenario: "",
+    Setup: "setup.",
+    SchedulerConfig: "setup.scheduler.",
+    AdapterConfig: "setup.adapters.",
+}
+"""Where the fields of each dataclass stand in a scenario."""
+
+TRACES: Any = typer.Option(metavar="DIR", help="Folder of the traces that the scenario names.")
+SETS: Any = typer.Option(
+    "--set",
+    metavar="KEY=VALUE",
+    help="Anything a scenario can say, such as workload.lengths.scale=0.5. Repeatable.",
+)
+
+
+def scenario_table(file: Path | None) -> dict[str, Any]:
+    """Return what a file holds; the made-up service without one.
+
+    Raises:
+        ConfigError: It cannot be read, or is no TOML.
+    """
+    return read_table(file) if file is not None else dict(MADE_UP)
+
+
+def change(table: Mapping[str, Any], given: Mapping[str, Any], sets: Iterable[str] | None) -> dict[str, Any]:
+    """Return a scenario's table with what was given.
+
+    Args:
+        table: The scenario.
+        given: Values by dotted key; ``None`` where an option was not given.
+        sets: From `--set`, which has the last word.
+
+    Raises:
+        ConfigError: A setting is not understood.
+    """
+    changed = dict(table)
+    settings = {key: value for key, value in given.items() if value is not None}
+    for key, value in (settings | dict(read_setting(text) for text in sets or ())).items():
+        changed = with_setting(changed, key, value)
+    return changed
+
+
+def folders_of(file: Path | None, traces: Path | None) -> tuple[Path, ...]:
+    """Return where a scenario's files are looked for: beside it, then among the traces."""
+    return tuple(([file.parent] if file is not None else []) + ([traces] if traces is not None else []))
