@@ -43,7 +43,8 @@ bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (an hour, on 
 	@$(BIN)/python bench/run_all.py $(if $(TRACES),--traces '$(TRACES)') $(ARGS)
 
 .PHONY: docs
-docs: $(FOR_TEST) ## check that the documentation's links, commands and claims about the tree hold
+docs: $(FOR_TEST) ## write docs/options.md anew, and check that links, commands and claims about the tree hold
+	@$(BIN)/python -m manylora.cli.options.table docs/options.md
 	@$(BIN)/python -m pytest tests/unit/test_project.py $(ARGS)
 
 .PHONY: setup

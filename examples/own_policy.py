@@ -1,6 +1,7 @@
 """Policies of one's own, to start from: who goes first, and which adapter makes room.
 
     manylora simulate --rate 3 --policy examples/own_policy.py:least_work --eviction examples/own_policy.py:least_used
+    manylora simulate --rate 3 --policy examples/own_policy.py:least_work --policy-option answer_weight=2
     manylora experiment run examples/own-policy.toml --traces DIR
 
 docs/scheduling.md and docs/memory.md say what each may ask and must promise.
@@ -10,17 +11,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 from manylora.memory.eviction import ByAge, EvictionPolicy, IdleItem, ItemKey, ReloadCosts
+from manylora.options import check_options, option
+from manylora.plugins import takes
 from manylora.scheduling import KeyedPolicy, Policy, PolicyContext, Sequence
 from manylora.types import AdapterKey
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How work is measured."""
+
+    answer_weight: float = option(1.0, at_least=0, help="Tokens of a prompt that a token of an answer counts for.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@takes(Work)
 def least_work(context: PolicyContext) -> Policy:
     """Let the least work left go first: the prompt, and the answer as predicted."""
+    weight: float = context.options.answer_weight
 
     def work(sequence: Sequence, now: float) -> float:
-        return sequence.num_to_run + context.predictor.predict(sequence).p50 - sequence.num_output_tokens
+        answer = context.predictor.predict(sequence).p50 - sequence.num_output_tokens
+        return sequence.num_to_run + weight * answer
 
     return KeyedPolicy(work)
 

@@ -50,7 +50,11 @@ def run() -> tuple[Run, list[Event]]:
         num_pages=300,
         num_replicas=3,
         scheduler=SchedulerConfig(
-            policy="chameleon", predictor="noisy", max_num_seqs=32, max_num_batched_tokens=512, refresh_s=3.0
+            policy="chameleon",
+            policy_options={"refresh_s": 3.0},
+            predictor="noisy",
+            max_num_seqs=32,
+            max_num_batched_tokens=512,
         ),
         memory=MemoryConfig(prefix_caching=True),
         adapters=AdapterConfig(max_cpu_loras=20),

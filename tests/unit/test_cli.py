@@ -6,14 +6,13 @@ import errno
 import io
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from bad_adapters import tiny_base, write_good_adapter
+from cli_runs import Served, run_main, served
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -27,38 +26,7 @@ from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.offline import Generation
 from manylora.types import SamplingParams
 
-
-@dataclass
-class Served:
-    engine: EngineConfig
-    server: ServerConfig
-    adapters: dict[str, str]
-    required: set[str]
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
-    """Instead of serving, keep what was to be served."""
-    calls: list[Served] = []
-
-    def run(engine: EngineConfig, server: ServerConfig, modules: Sequence[Any], *, builder: str | None) -> int:
-        assert builder is None
-        adapters = {module.name: module.path for module in modules}
-        required = {module.name for module in modules if module.is_required}
-        calls.append(Served(engine, server, adapters, required))
-        return 0
-
-    monkeypatch.setitem(vars(manylora.server), "run", run)
-    return calls
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    """Run the program as the shell would; return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["manylora", *args])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+__all__ = ["served"]  # a fixture
 
 
 def test_serve_options_become_configuration(served: list[Served], tmp_path: Path) -> None:

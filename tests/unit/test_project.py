@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from manylora.cli.app import app
+from manylora.cli.options.table import options_page
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "manylora"
@@ -109,6 +110,10 @@ def test_nothing_of_one_machine_or_left_over_is_in_the_tree() -> None:
         for match in re.finditer(pattern, text)
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_page_of_options_is_that_of_the_fields() -> None:
+    assert (ROOT / "docs" / "options.md").read_text() == options_page(), "run `make docs`"
 
 
 def test_one_version() -> None:

@@ -1,0 +1,109 @@
+"""The tables of ``docs/options.md``, which `python -m manylora.cli.options.table docs/options.md` writes anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from manylora.cli.options.fields import PLUGINS, flags_of
+from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.options import Option, option_of
+from manylora.plugins import options_of
+from manylora.sim.scenario import Scenario
+from manylora.sim.setup import Setup
+
+__all__ = ["options_page"]
+
+_HEAD = """# Options
+
+Made from the fields of the configuration by `make docs`; do not edit. A field without a flag is set from Python or in a
+scenario. A file for `manylora serve --config` takes the names of flags (`step-target = 0.1`) and of fields
+(`step_target_s = 0.1`), and `KEY=VALUE` as a table. `manylora.Engine` takes the fields of the first four sections
+and `seed` as keywords.
+"""
+
+_SECTIONS: tuple[tuple[str, type, str], ...] = (
+    ("Model", ModelConfig, ""),
+    ("Memory", MemoryConfig, ""),
+    ("Scheduler", SchedulerConfig, "In scenarios and experiments: `[setup.scheduler]`."),
+    ("Adapters", AdapterConfig, "In scenarios and experiments: `[setup.adapters]`."),
+    ("Engine", EngineConfig, ""),
+    ("Server", ServerConfig, ""),
+    ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
+    ("Scenario", Scenario, "At the top of a scenario; the flags are those of `simulate`."),
+)
+
+_PLUGIN_PLACES = {
+    "policy": "`--policy-option`, `[setup.scheduler.policy_options]`",
+    "predictor": "`--predictor-option`, `[setup.scheduler.predictor_options]`",
+    "eviction": "`--eviction-option`, `[setup.adapters.eviction_options]`",
+    "router": "`--router-option`, `[setup.router_options]`",
+}
+
+
+def options_page() -> str:
+    """Return the page, whole."""
+    parts = [_HEAD]
+    for title, owner, place in _SECTIONS:
+        parts += [f"## {title}\n", f"{place}\n" if place else "", _table(owner)]
+    parts.append("## Options of one policy, predictor, eviction policy or router\n")
+    parts.append("Those of one of your own are given in the same way ([scheduling](scheduling.md#writing-a-policy)).\n")
+    for kind, ours in PLUGINS.items():
+        owners: dict[type, list[str]] = {}
+        for name, owner in options_of(ours).items():
+            owners.setdefault(owner, []).append(f"`{name}`")
+        for owner, names in owners.items():
+            parts += [f"### {kind.capitalize()} {', '.join(names)}\n", f"{_PLUGIN_PLACES[kind]}\n", _table(owner)]
+    return "\n".join(part for part in parts if part)
+
+
+def _table(owner: type) -> str:
+    flags = {flag.field.name: flag for flag in flags_of(owner)}
+    hints = typing.get_type_hints(owner)
+    lines = ["| field | flag | default | values | meaning |", "|---|---|---|---|---|"]
+    for field in dataclasses.fields(owner):
+        known = option_of(field)
+        if known is not None:
+            flag = f"`{flags[field.name].spelled}`" if field.name in flags else ""
+            values = "; ".join(_values(known, hints[field.name]))
+            lines.append(f"| `{field.name}` | {flag} | {_default(field)} | {values} | {_plain(known.help)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(known: Option, hint: Any) -> Iterator[str]:
+    if known.choices:
+        yield ", ".join(known.choices)
+        return
+    if known.plugin is not None:
+        yield f"{', '.join(sorted(PLUGINS[known.plugin]))}, or your own"
+        return
+    if known.metavar is not None and "|" in known.metavar:
+        yield known.metavar.replace("|", ", ")
+        return
+    if known.unit is not None:
+        yield {"s": "seconds"}.get(known.unit, known.unit)
+    elif hint is bool:
+        yield "true, false"
+    if known.expected:
+        yield dataclasses.replace(known, unit=None).expected
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    default = field.default
+    if default is dataclasses.MISSING or default is None or default == ():
+        return ""
+    if isinstance(default, int) and default >= 2**20 and default % 2**20 == 0:
+        return f"{default >> 20} MiB"
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def _plain(help: str) -> str:
+    return help.replace("[bold]", "`").replace("[/bold]", "`")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(options_page(), encoding="utf-8")

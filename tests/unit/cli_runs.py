@@ -1,0 +1,47 @@
+"""Run the program as the shell would, and keep what `manylora serve` would have served."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import manylora.server
+from manylora.cli.app import main
+from manylora.config import EngineConfig, ServerConfig
+
+
+@dataclass
+class Served:
+    engine: EngineConfig
+    server: ServerConfig
+    adapters: dict[str, str]
+    required: set[str]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
+    """Instead of serving, keep what was to be served."""
+    calls: list[Served] = []
+
+    def run(engine: EngineConfig, server: ServerConfig, modules: Sequence[Any], *, builder: str | None) -> int:
+        assert builder is None
+        adapters = {module.name: module.path for module in modules}
+        required = {module.name for module in modules if module.is_required}
+        calls.append(Served(engine, server, adapters, required))
+        return 0
+
+    monkeypatch.setitem(vars(manylora.server), "run", run)
+    return calls
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    """Run the program as the shell would; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["manylora", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
