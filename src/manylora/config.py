@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from manylora.errors import ConfigError
@@ -27,6 +28,9 @@ __all__ = [
 MIB = 1024 * 1024
 GIB = 1024 * MIB
 
+_model, _memory, _scheduling, _adapters, _http = (
+    partial(option, panel=name) for name in ("Model", "Memory", "Scheduling", "Adapters", "HTTP")
+)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -39,31 +43,20 @@ class ModelConfig:
     """
 
     model: str
-    served_model_name: str | None = option(
-        None, panel="Model", help="The base's name in the API; by default the model's own."
-    )
-    tokenizer: str | None = option(
-        None, panel="Model", help="Folder or name of the tokenizer, if it is not the model's own."
-    )
-    revision: str | None = option(None, panel="Model", help="Revision on the hub.")
-    dtype: str = option(
+    served_model_name: str | None = _model(None, help="The base's name in the API; by default the model's own.")
+    tokenizer: str | None = _model(None, help="Folder or name of the tokenizer, if it is not the model's own.")
+    revision: str | None = _model(None, help="Revision on the hub.")
+    dtype: str = _model(
         "auto",
-        panel="Model",
         choices=_DTYPES,
         help="Type of the weights: auto is float32 on CPU, the checkpoint's 16-bit type on GPU.",
     )
-    device: str = option(
-        "auto",
-        panel="Model",
-        metavar="auto|cpu|cuda",
-        help="Where the model runs; auto is the GPU if there is one.",
+    device: str = _model("auto", metavar="auto|cpu|cuda", help="Where the model runs; auto is the GPU if there is one.")
+    max_model_len: int | None = _model(
+        None, unit="tokens", at_least=1, help="Longest prompt plus answer; by default the model's limit."
     )
-    max_model_len: int | None = option(
-        None, panel="Model", unit="tokens", at_least=1, help="Longest prompt plus answer; by default the model's limit."
-    )
-    lora_kernel: str = option(
+    lora_kernel: str = _model(
         "auto",
-        panel="Model",
         choices=("auto", "grouped", "naive", "padded", "ragged", "reference"),
         help="Implementation of the adapters' arithmetic: auto is ragged on a GPU and grouped elsewhere; padded and "
         "ragged need a GPU; naive, padded and reference are for comparison.",
@@ -78,7 +71,7 @@ class ModelConfig:
         choices=("auto", "off", "on"),
         help="Replay captured graphs for steps that only decode: auto is on a GPU. They need triton attention.",
     )
-    trust_remote_code: bool = option(False, panel="Model", help="Let the checkpoint run code of its own.")
+    trust_remote_code: bool = _model(False, help="Let the checkpoint run code of its own.")
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -90,28 +83,22 @@ class ModelConfig:
 class MemoryConfig:
     """The one pool of pages that KV, prefix blocks and adapters share."""
 
-    memory_bytes: int | None = option(
+    memory_bytes: int | None = _memory(
         None,
-        panel="Memory",
         flag="--memory",
         unit="bytes",
         above=0,
         help="Memory for KV, prefixes and adapters together, as 2GiB. By default 1GiB on CPU, what is left on GPU.",
     )
-    gpu_memory_utilization: float = option(
-        0.9, panel="Memory", above=0, at_most=1, help="Share of the GPU this process may take, without --memory."
+    gpu_memory_utilization: float = _memory(
+        0.9, above=0, at_most=1, help="Share of the GPU this process may take, without --memory."
     )
-    block_size: int = option(
-        16, panel="Memory", unit="tokens", at_least=1, at_most=1024, help="Tokens of KV in a page."
+    block_size: int = _memory(16, unit="tokens", at_least=1, at_most=1024, help="Tokens of KV in a page.")
+    num_pages: int | None = _memory(
+        None, unit="pages", at_least=2, help="Size of the pool in pages, in place of its bytes."
     )
-    num_pages: int | None = option(
-        None, panel="Memory", unit="pages", at_least=2, help="Size of the pool in pages, in place of its bytes."
-    )
-    prefix_caching: bool = option(
-        True,
-        panel="Memory",
-        help="Keep the KV of finished prompts in idle pages.",
-        without="Forget the KV of finished prompts.",
+    prefix_caching: bool = _memory(
+        True, help="Keep the KV of finished prompts in idle pages.", without="Forget the KV of finished prompts."
     )
 
     def __post_init__(self) -> None:
@@ -122,87 +109,60 @@ class MemoryConfig:
 class SchedulerConfig:
     """What a step may hold and who goes first."""
 
-    policy: str = option("fifo", panel="Scheduling", plugin="policy", help="Which waiting request goes first.")
-    policy_options: Mapping[str, Any] = option(
+    policy: str = _scheduling("fifo", plugin="policy", help="Which waiting request goes first.")
+    policy_options: Mapping[str, Any] = _scheduling(
         factory=dict,
-        panel="Scheduling",
         flag="--policy-option",
         metavar="KEY=VALUE",
         help="An option of the policy, one of your own as well. Repeatable.",
     )
-    max_num_seqs: int = option(
-        128, panel="Scheduling", unit="requests", at_least=1, help="Most requests running at once."
+    max_num_seqs: int = _scheduling(128, unit="requests", at_least=1, help="Most requests running at once.")
+    max_num_batched_tokens: int = _scheduling(
+        2048, unit="tokens", at_least=1, help="Most tokens in one step; longer prompts are cut to it."
     )
-    max_num_batched_tokens: int = option(
-        2048,
-        panel="Scheduling",
-        unit="tokens",
-        at_least=1,
-        help="Most tokens in one step; longer prompts are cut to it.",
-    )
-    step_target_s: float | None = option(
+    step_target_s: float | None = _scheduling(
         None,
-        panel="Scheduling",
         unit="s",
         above=0,
         help="Cut prompts so that a step takes no longer, by costs learnt while serving; and shorter where memory runs "
         "short. By default tokens alone cut them.",
     )
-    max_loras: int | None = option(
-        None,
-        panel="Adapters",
-        unit="adapters",
-        at_least=1,
-        help="Most distinct adapters in one step; by default no limit.",
+    max_loras: int | None = _adapters(
+        None, unit="adapters", at_least=1, help="Most distinct adapters in one step; by default no limit."
     )
-    max_waiting: int = option(
-        2048, panel="Scheduling", unit="requests", at_least=1, help="Most requests waiting; more get a 429."
+    max_waiting: int = _scheduling(2048, unit="requests", at_least=1, help="Most requests waiting; more get a 429.")
+    chunked_prefill: bool = _scheduling(
+        True, help="Cut prompts to the step.", without="Run each prompt whole, however long the step becomes."
     )
-    chunked_prefill: bool = option(
+    mixed_steps: bool = _scheduling(
         True,
-        panel="Scheduling",
-        help="Cut prompts to the step.",
-        without="Run each prompt whole, however long the step becomes.",
-    )
-    mixed_steps: bool = option(
-        True,
-        panel="Scheduling",
         help="Let prompts share steps with decoding.",
         without="Let decoding wait while prompts run, as S-LoRA does.",
     )
-    overlap_loads: bool = option(
+    overlap_loads: bool = _scheduling(
         True,
-        panel="Scheduling",
         help="Copy adapters beside running steps.",
         without="Let steps wait for the adapters of the requests they admit, as S-LoRA does.",
     )
-    reserve_output: bool = option(
-        False,
-        panel="Scheduling",
-        help="Reserve pages for the longest answer on admission: no request is pre-empted, and fewer run.",
+    reserve_output: bool = _scheduling(
+        False, help="Reserve pages for the longest answer on admission: no request is pre-empted, and fewer run."
     )
-    steps_between_admissions: int = option(
+    steps_between_admissions: int = _scheduling(
         0,
-        panel="Scheduling",
         unit="steps",
         at_least=0,
         help="Steps that run before the next requests are admitted, while any request runs.",
     )
-    plan_ahead: bool | None = option(
+    plan_ahead: bool | None = _scheduling(
         None,
-        panel="Scheduling",
         help="Plan each step while the one before it runs, so that the device does not wait for it; by default "
         "on a GPU.",
     )
-    predictor: str = option(
-        "quantile", panel="Scheduling", plugin="predictor", help="Guesses the length of answers, for policies that ask."
+    predictor: str = _scheduling(
+        "quantile", plugin="predictor", help="Guesses the length of answers, for policies that ask."
     )
-    predictor_options: Mapping[str, Any] = option(
-        factory=dict,
-        panel="Scheduling",
-        flag="--predictor-option",
-        metavar="KEY=VALUE",
-        help="An option of the predictor. Repeatable.",
+    predictor_options: Mapping[str, Any] = _scheduling(
+        factory=dict, flag="--predictor-option", metavar="KEY=VALUE", help="An option of the predictor. Repeatable."
     )
 
     def __post_init__(self) -> None:
@@ -213,12 +173,9 @@ class SchedulerConfig:
 class AdapterConfig:
     """How adapters are cached."""
 
-    max_cpu_loras: int | None = option(
-        None, panel="Adapters", unit="adapters", at_least=1, help="Most adapters kept in host memory."
-    )
-    host_bytes: int = option(
+    max_cpu_loras: int | None = _adapters(None, unit="adapters", at_least=1, help="Most adapters kept in host memory.")
+    host_bytes: int = _adapters(
         4 * GIB,
-        panel="Adapters",
         flag="--host-memory",
         unit="bytes",
         above=0,
@@ -226,34 +183,27 @@ class AdapterConfig:
     )
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
-    adapter_dtype: str = option(
+    adapter_dtype: str = _adapters(
         "auto",
-        panel="Adapters",
         choices=_DTYPES,
         help="Type adapters are kept in on a CPU: auto is the narrowest that holds each exactly, 16-bit types round. "
         "Elsewhere it is the base's type.",
     )
-    eviction: str = option(
-        "price", panel="Adapters", plugin="eviction", help="Which idle adapter or prefix makes room first."
-    )
-    eviction_options: Mapping[str, Any] = option(
+    eviction: str = _adapters("price", plugin="eviction", help="Which idle adapter or prefix makes room first.")
+    eviction_options: Mapping[str, Any] = _adapters(
         factory=dict,
-        panel="Adapters",
         flag="--eviction-option",
         metavar="KEY=VALUE",
         help="An option of the eviction policy. Repeatable.",
     )
-    look_ahead: int = option(
+    look_ahead: int = _adapters(
         10,
-        panel="Adapters",
         unit="requests",
         at_least=0,
         help="Waiting requests whose adapters are brought to the device before their turn; 0 is none.",
     )
-    forecast: bool = option(
-        False,
-        panel="Adapters",
-        help="Bring adapters as well that no request waits for, but whose usual gap between requests is over.",
+    forecast: bool = _adapters(
+        False, help="Bring adapters as well that no request waits for, but whose usual gap between requests is over."
     )
 
     def __post_init__(self) -> None:
@@ -275,10 +225,9 @@ class EngineConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    seed: int = option(0, panel="Model", help="Seed of requests that bring none.")
-    request_log: str | None = option(
+    seed: int = _model(0, help="Seed of requests that bring none.")
+    request_log: str | None = _scheduling(
         None,
-        panel="Scheduling",
         metavar="FILE",
         help="Append a line per finished request (sizes, no text), for [bold]manylora predictor train[/bold].",
     )
@@ -301,44 +250,36 @@ class EngineConfig:
 class ServerConfig:
     """The HTTP face."""
 
-    host: str = option("127.0.0.1", panel="HTTP", help="Address to listen on.")
-    port: int = option(8000, panel="HTTP", at_least=0, at_most=65535, help="Port; 0 picks a free one.")
-    api_keys: tuple[str, ...] = option(
+    host: str = _http("127.0.0.1", help="Address to listen on.")
+    port: int = _http(8000, at_least=0, at_most=65535, help="Port; 0 picks a free one.")
+    api_keys: tuple[str, ...] = _http(
         (),
-        panel="HTTP",
         flag="--api-key",
         envvar="MANYLORA_API_KEY",
         help="A key that clients must send. Repeatable; none leaves the API open.",
     )
-    admin_key: str | None = option(
+    admin_key: str | None = _http(
         None,
-        panel="HTTP",
         envvar="MANYLORA_ADMIN_KEY",
         help="The key for loading and unloading adapters; without it an API key, or a caller on this machine.",
     )
-    lora_dirs: tuple[str, ...] = option(
+    lora_dirs: tuple[str, ...] = _adapters(
         (),
-        panel="Adapters",
         flag="--lora-dir",
         metavar="DIR",
         help="Load every adapter folder below DIR, named after itself (a broken one is left out, and the log says "
         "why), and let the API load others from there; from elsewhere it does not. Repeatable.",
     )
-    drain_timeout_s: float = option(
-        30.0, panel="HTTP", unit="s", at_least=0, help="How long SIGTERM waits for requests in flight."
-    )
-    hang_timeout_s: float = option(
+    drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="How long SIGTERM waits for requests in flight.")
+    hang_timeout_s: float = _http(
         300.0,
-        panel="HTTP",
         unit="s",
         at_least=0,
         help="Time without a step or a turn after which the engine is killed and the next one started; 0 is never. "
         "Longer than the longest step. Not with --in-process.",
     )
     max_body_bytes: int = option(32 * MIB, unit="bytes", at_least=1024, help="Largest request body.")
-    adapter_histograms: bool = option(
-        False, panel="HTTP", help="Latencies by adapter in the metrics: some sixty series for each."
-    )
+    adapter_histograms: bool = _http(False, help="Latencies by adapter in the metrics: some sixty series for each.")
     in_process: bool = option(False, panel="Debugging", help="One process instead of two, for a debugger.")
 
     def __post_init__(self) -> None:
