@@ -199,6 +199,13 @@ def test_a_wrong_option_is_named_with_those_there_are(policy: str, given: dict[s
         make_policy(policy, policy_context(policy_options=given))
 
 
+def test_an_option_without_a_value_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "serve", "demo", "--policy-option", "slo_s") == 2
+    assert "Got --policy-option 'slo_s', expected KEY=VALUE" in capsys.readouterr().err
+
+
 def test_options_of_another_policy_wait_for_it() -> None:
     make_policy("fifo", policy_context(policy_options={"slo_s": 5.0, "ageing-tokens-per-s": 1}))
 

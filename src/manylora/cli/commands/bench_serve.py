@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer.core import TyperCommand
 
 from manylora.cli.options.shared import panel
-from manylora.cli.options.values import parse_address
+from manylora.cli.options.values import parse_address, repeat_option
 from manylora.cli.views.terminal import note, notes, out
 from manylora.errors import ConfigError
 from manylora.measure import Slo
@@ -58,17 +58,7 @@ class BenchServeCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat `--goodput` and `--models` before each of their values."""
-        spread: list[str] = []
-        several: str | None = None
-        for arg in args:
-            if arg.startswith("-"):
-                several = arg if arg in ("--goodput", "--models") else None
-                spread.append(arg)
-            elif several is not None and spread[-1] != several:
-                spread += [several, arg]
-            else:
-                spread.append(arg)
-        return super().parse_args(ctx, spread)
+        return super().parse_args(ctx, repeat_option(args, ("--goodput", "--models")))
 
 
 def parse_goodput(objectives: Sequence[str]) -> Slo:

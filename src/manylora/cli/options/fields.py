@@ -24,7 +24,7 @@ from typing import Any
 
 import typer
 
-from manylora.cli.options.values import parse_size
+from manylora.cli.options.values import parse_setting, parse_size
 from manylora.memory import EVICTION_POLICIES
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
@@ -134,9 +134,13 @@ class Flag:
         return _as_size(default) if self.known.unit == "bytes" else default
 
     def read(self, value: Any) -> Any:
-        """Return the field's value from the command's."""
+        """Return the field's value from the command's.
+
+        Raises:
+            ConfigError: It is no size, or no ``KEY=VALUE``.
+        """
         if self.is_table:
-            return {key.strip(): text.strip() for key, _, text in (one.partition("=") for one in value or ())}
+            return dict(parse_setting(self.spelled, text) for text in value or ())
         if self.is_list:
             return tuple(value or ())
         if value is not None and self.known.unit == "bytes":
@@ -188,8 +192,9 @@ class Chosen:
     def of(self, owner: type) -> dict[str, Any]:
         """Return the fields of a dataclass; a field of options includes those that have flags of their own."""
         values = {flag.field.name: value for flag, value in self._values.items() if flag.owner is owner}
-        for name in [name for name in values if name.removesuffix("_options") in PLUGINS and name.endswith("_options")]:
-            values[name] = {**self._flags_of_plugins(name.removesuffix("_options")), **values[name]}
+        for kind in PLUGINS:
+            if (name := f"{kind}_options") in values:
+                values[name] = {**self._flags_of_plugins(kind), **values[name]}
         return values
 
     def all(self) -> dict[str, Any]:

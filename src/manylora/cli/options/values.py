@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from manylora.adapters.config import CONFIG_FILE
 from manylora.errors import ConfigError
 
-__all__ = ["adapters_below", "collect_adapters", "parse_adapter", "parse_address", "parse_size"]
+__all__ = [
+    "adapters_below",
+    "collect_adapters",
+    "parse_adapter",
+    "parse_address",
+    "parse_setting",
+    "parse_size",
+    "repeat_option",
+]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -29,6 +37,18 @@ def parse_size(text: str) -> int:
     is_decimal = bool(prefix) and not binary and text.strip().lower().endswith("b")
     base = 1000 if is_decimal else 1024
     return int(float(number) * base ** " kmgt".index(prefix.lower() or " "))
+
+
+def parse_setting(flag: str, text: str) -> tuple[str, str]:
+    """Read `KEY=VALUE`.
+
+    Raises:
+        ConfigError: There is no `=`.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"Got {flag} {text!r}, expected KEY=VALUE")
+    return key.strip(), value.strip()
 
 
 def parse_address(url: str) -> str:
@@ -102,3 +122,25 @@ def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str
         if Path(other).resolve() != Path(path).resolve():
             raise ConfigError(f"Got two adapters named {name!r}: {other} and {path}")
     return adapters
+
+
+def repeat_option(
+    args: Iterable[str], names: Collection[str], is_value: Callable[[str], bool] = lambda arg: not arg.startswith("-")
+) -> list[str]:
+    """Let an option be given once before several values: it is repeated before each of them.
+
+    Args:
+        args: A command line.
+        names: The options that take several values.
+        is_value: Tells their values from other arguments.
+    """
+    spread: list[str] = []
+    option: str | None = None
+    for arg in args:
+        if option is not None and is_value(arg):
+            if spread[-1] != option:
+                spread.append(option)
+        else:
+            option = arg if arg in names else None
+        spread.append(arg)
+    return spread

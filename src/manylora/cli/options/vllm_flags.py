@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from manylora.cli.options.values import repeat_option
 from manylora.errors import ConfigError
 
 __all__ = ["VLLM_FLAGS", "VllmFlag", "spread_lists", "take_out"]
@@ -93,12 +94,8 @@ def spread_lists(args: Sequence[str]) -> list[str]:
 
     Only what looks like an adapter (`name=path` or a JSON object) is taken, so that a model after it stays the model.
     """
-    spread: list[str] = []
-    is_list = False
-    for arg in args:
-        looks_like_adapter = not arg.startswith("-") and ("=" in arg or arg.startswith("{"))
-        if is_list and looks_like_adapter and spread[-1] != "--lora-modules":
-            spread.append("--lora-modules")
-        is_list = arg == "--lora-modules" or (is_list and looks_like_adapter)
-        spread.append(arg)
-    return spread
+    return repeat_option(args, ("--lora-modules",), _looks_like_adapter)
+
+
+def _looks_like_adapter(arg: str) -> bool:
+    return not arg.startswith("-") and ("=" in arg or arg.startswith("{"))
