@@ -399,7 +399,7 @@ def main() -> None:
         (RESULTS / "parity.json").write_text(json.dumps(figures, indent=2) + "\n")
         (RESULTS / "parity.md").write_text(table(figures))
         if can_plot():
-            shown = ("live", "mean prices", "components", "weather replayed")
+            shown = ("live", "mean prices", "drift", "speed replayed")
             plot_latencies({name: records[name] for name in shown}, RESULTS / "parity.png")
             plot_speed(speeds, RESULTS / "parity-speed.png")
 

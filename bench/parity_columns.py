@@ -34,10 +34,10 @@ FOLD_S = 5.0
 COLUMNS = {
     "mean prices": "what steps cost on the mean of the two sweeps",
     "jitter": "and how single steps lie about it, drawn one by one",
-    "components": "and the size and time constant of the drift in the sweeps: what `manylora simulate` draws",
+    "drift": "and the size and time constant of the drift in the sweeps: what `manylora simulate` draws",
     "same minutes": "what steps cost on the mean of the live run itself, a step's price from alternating stretches of "
     f"{FOLD_S:g} s that it is no part of: drift between sweeps and run is out",
-    "weather replayed": "prices of the sweeps, and how slow the live run was around each moment, over "
+    "speed replayed": "prices of the sweeps, and how slow the live run was around each moment, over "
     f"{WINDOW_S:g} s: what is left is the simulator's own error, and chance within the window",
 }
 """Columns, and what each knows beside arrivals."""
@@ -186,9 +186,9 @@ class Columns:
         if column == "jitter":
             return self._make(FittedCost(self._profile, rng, has_drift=False), None)
         cost = FittedCost(self._profile, rng)
-        if column == "components":
+        if column == "drift":
             return self._make(cost, cost.speed())
-        if column == "weather replayed":
+        if column == "speed replayed":
             return self._make(cost, self.speed)
         assert column == "same minutes", column
         folds = OtherFold([FittedCost(one) for one in self.folds], 0.0)

@@ -1,10 +1,10 @@
-"""Policies of one's own, to start from: who goes first, and which adapter makes room.
+"""Policies of your own, to start from: an order of requests and an order of eviction.
 
     manylora simulate --rate 3 --policy examples/own_policy.py:least_work --eviction examples/own_policy.py:least_used
     manylora simulate --rate 3 --policy examples/own_policy.py:least_work --policy-option answer_weight=2
     manylora experiment run examples/own-policy.toml --traces DIR
 
-docs/scheduling.md and docs/memory.md say what each may ask and must promise.
+docs/scheduling.md and docs/memory.md describe the inputs and the guarantees of a policy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Work:
 
 @takes(Work)
 def least_work(context: PolicyContext) -> Policy:
-    """Let the least work left go first: the prompt, and the answer as predicted."""
+    """Order requests by remaining work, least first: the prompt and the predicted answer."""
     weight: float = context.options.answer_weight
 
     def work(sequence: Sequence, now: float) -> float:
@@ -43,12 +43,12 @@ def least_work(context: PolicyContext) -> Policy:
 
 
 def least_used(costs: ReloadCosts) -> EvictionPolicy:
-    """Let the adapter go that was asked for least often; of equals, the one idle for longest."""
+    """Evict the adapter with the fewest uses; of equals, the one idle for longest."""
     return ByAge(Uses())
 
 
 class Uses:
-    """An adapter is worth as much as it was ever used."""
+    """Values an adapter by the number of its uses."""
 
     def __init__(self) -> None:
         self._num_uses: Counter[ItemKey] = Counter()
@@ -58,18 +58,18 @@ class Uses:
         self._num_uses[key] += 1
 
     def forget(self, key: AdapterKey) -> None:
-        """Drop the count of one that was unloaded."""
+        """Drop the count of an unloaded adapter."""
         del self._num_uses[key]
 
     def evicted(self, item: IdleItem) -> None:
-        """Uses count on: one that comes back is as popular as it was."""
+        """Keep the count: an adapter that is loaded again is as popular as before."""
 
     def place(self, item: IdleItem) -> tuple[Hashable, float]:
-        """Group those of one count; inside, the one idle for longest comes first."""
+        """Group adapters of one count; inside, the one idle for longest comes first."""
         return self._num_uses[item.key], item.idle_since
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
-        """Nobody: counts of idle adapters do not change."""
+        """Return nothing: counts of idle adapters do not change."""
         return ()
 
     def worth(self, item: IdleItem, now: float) -> float:

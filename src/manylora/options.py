@@ -28,12 +28,12 @@ _KEY = "manylora.option"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is known of an option beside its field's name, type and default.
+    """The parts of an option beside its field's name, type and default.
 
     Args:
         help: Its meaning, in short sentences.
         panel: Its group in the help of a command; ``None`` keeps it off command lines.
-        flag: How a command line spells it, where that does not follow from the field's name.
+        flag: How a command line writes it, where that does not follow from the field's name.
         without: For a switch that is on: the meaning of the flag that turns it off.
         metavar: The place of its value in the help, where that does not follow from unit and choices.
         unit: ``s``, ``bytes``, ``tokens`` ...
@@ -60,7 +60,7 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """What a value has to be, as the end of a message; empty where any will do."""
+        """The values that are allowed, as the end of a message; empty where all are."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         unit = f" {_UNITS.get(self.unit, self.unit)}" if self.unit else ""
@@ -110,7 +110,7 @@ def option(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | N
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option | None:
-    """Return what is known of a field, ``None`` where it is no option."""
+    """Return the option that a field is, ``None`` where it is none."""
     return field.metadata.get(_KEY)
 
 

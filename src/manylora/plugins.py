@@ -1,11 +1,11 @@
-"""Something of one's own, chosen by name: nobody should have to edit this package to try an idea.
+"""Policies of one's own, chosen by name: an idea is tried without an edit of this package.
 
-Policies and the like have names of ours (``fifo``). A name with a colon says where somebody else's stands::
+Policies and the like have names of ours (``fifo``). A name with a colon says where one of one's own stands::
 
     my_package.policies:Deadline      in a module that can be imported
     ideas/deadline.py:Deadline        in a file: beside the TOML file that says so, or from the current directory
 
-It is run as it is found: a name on a command line or in a configuration file is code of whoever wrote it there.
+It is run as it is found: a name on a command line or in a configuration file names code that is trusted.
 
 One that has options says so: a class by an inner class ``Options``, a function by ``@takes(Options)``; either is a
 frozen dataclass of fields made by ``options.option``. Those of a policy and of a router come in the context that it is
@@ -42,7 +42,7 @@ def find_factory(what: str, name: str, ours: Mapping[str, Callable[..., T]]) -> 
     """Return what makes the thing of that name.
 
     Args:
-        what: What is chosen, as messages call it.
+        what: The kind of thing, as messages call it.
         name: One of ours, or ``module:attribute`` or ``file.py:attribute``.
         ours: By name.
 
@@ -68,7 +68,7 @@ def made_by(what: str, name: str, factory: Callable[..., T], *arguments: object,
     """Make it, and see that it has all that will be asked of it.
 
     Args:
-        what: What is chosen, as messages call it.
+        what: The kind of thing, as messages call it.
         name: Its name.
         factory: What ``find_factory`` found.
         arguments: What the factory takes.
@@ -110,7 +110,7 @@ def options_for(what: str, name: str, ours: Mapping[str, Callable[..., Any]], gi
     """Return the options of the one of that name, ``None`` where it has none.
 
     Args:
-        what: What is chosen, as messages call it.
+        what: The kind of thing, as messages call it.
         name: Its name.
         ours: By name.
         given: Values by key, as TOML or a command line has them (there all are text). Those of another one of ours are
@@ -148,7 +148,7 @@ def _read_option(what: str, key: str, value: object, hint: Any) -> object:
 
 
 def source_of(name: str) -> Path | None:
-    """Return the file that a name of somebody's own leads to: what results that rest on it depend on."""
+    """Return the file that a name of one's own leads to: results depend on its content."""
     place = name.rpartition(":")[0]
     if not is_own(name):
         return None

@@ -126,8 +126,8 @@ def test_columns_that_know_more_come_nearer(unsteady_run: tuple[Any, ...]):
     }
     found = parity.latencies(live, outcomes)
     ttft = {name: abs(one["error"]) for name, one in found["ttft"]["p99"]["columns"].items()}
-    assert ttft["weather replayed"] < 0.15 < 0.4 < ttft["mean prices"]
-    assert abs(found["tbt"]["p99"]["columns"]["weather replayed"]["error"]) < 0.1
+    assert ttft["speed replayed"] < 0.15 < 0.4 < ttft["mean prices"]
+    assert abs(found["tbt"]["p99"]["columns"]["speed replayed"]["error"]) < 0.1
     errors = columns.step_errors()
     assert set(errors) >= {"decode", "mixed", "all"}
     assert errors["all"]["r2_sweeps_even"] > 0.9 > 0.7 > errors["all"]["r2_sweeps"]

@@ -70,7 +70,7 @@ def test_devices_that_share_a_replica_share_its_pages_and_its_time():
     weights, pool = 137e9, config.num_pages * config.base.page.num_bytes
     assert 4 * 80e9 * 0.9 - weights - 30e9 < pool < 4 * 86e9 * 0.9 - weights
     eight = make_config(Setup(model="llama-2-70b", hardware="a100-80", tensor_parallel=8))
-    workload = read_scenario(read_table(EXAMPLES / "made-up.toml")).make_workload()
+    workload = read_scenario(read_table(EXAMPLES / "synthetic.toml")).make_workload()
     workload = replace(workload, requests=workload.requests[:20])
     four_s, eight_s = (simulate(workload, one).summary().e2e for one in (config, eight))
     assert four_s is not None
@@ -189,7 +189,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_tables_leave_out_what_says_nothing(traces: Path, tmp_path: Path):
-    scenario = read_scenario(read_table(EXAMPLES / "made-up.toml"))
+    scenario = read_scenario(read_table(EXAMPLES / "synthetic.toml"))
     scenario = replace(scenario, workload=replace(scenario.workload, num_requests=20))
     records = simulate(scenario.make_workload(), scenario.make_config()).records
     summary = summarise(records)

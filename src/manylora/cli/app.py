@@ -98,7 +98,7 @@ def main() -> None:
             raise
         if isinstance(error, ManyloraError):
             fail(str(error), code=2 if error.status < 500 else 1)
-        if isinstance(error, OSError) and error.filename is not None:  # a path somebody gave, or one below it
+        if isinstance(error, OSError) and error.filename is not None:  # a path that was given, or one below it
             fail(f"{error.filename}: {error.strerror}", code=2)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             fail(f"what was being written is not whole: {error.strerror}", code=1)

@@ -29,7 +29,7 @@ class Dispatcher:
 
     @property
     def loads(self) -> Seq[ReplicaLoad]:
-        """What is under way, by replica."""
+        """The requests in flight, by replica."""
         return self._loads
 
     def dispatch(self, request: Request) -> int:

@@ -184,7 +184,7 @@ def make_router(name: str, context: RouterContext, given: Mapping[str, object] |
     """Make a router by its name.
 
     Args:
-        name: In ``ROUTERS``, or somebody's own (``plugins.py``).
+        name: In ``ROUTERS``, or one's own (``plugins.py``).
         context: What it may know, beside its options.
         given: Its options, by key.
 

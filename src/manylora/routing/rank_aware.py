@@ -21,7 +21,7 @@ from manylora.types import Request
 __all__ = ["RankAwareRouter", "StepModel"]
 
 PENALTY_S = 1.0
-"""Added where the promise would break: more than any step takes, so that such a replica is the last resort."""
+"""Added where the SLO would be missed: more than any step takes, so that such a replica is the last resort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class StepModel:
     """What a step takes, as a line: coarse, and enough to say which replica would feel a request more.
 
     Args:
-        step_s: A decode step of nobody, in seconds.
+        step_s: Fixed cost of a decode step, in seconds.
         request_s: For each request that decodes.
         rank_s: For each unit of rank: of the largest times the requests where ``is_padded``, else of the sum.
         prompt_token_s: For each token of a prompt.
@@ -58,7 +58,7 @@ class RankAwareRouter:
     """The replica where the added time, for all that is under way there, is least.
 
     The time is what a request adds to each token of the others: its prompt, spread over an answer, and its part in
-    every decode step; with a penalty where decoding would get slower than promised. Where nothing is under way it is
+    every decode step; with a penalty where decoding would get slower than the SLO. Where nothing is under way it is
     nothing.
 
     We differ from the source in one thing: a prompt is priced by itself, not with those that wait beside it, for a
@@ -68,16 +68,14 @@ class RankAwareRouter:
         steps: What steps take.
         ranks: Rank of each adapter by name.
         mean_answer_tokens: Usual length of an answer.
-        tbt_s: Longest time between tokens that was promised, in seconds; ``None`` for no promise.
+        tbt_s: SLO of the time between tokens, in seconds; ``None`` for none.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Options:
-        """The promise that it keeps to."""
+        """The SLO that it keeps to."""
 
-        tbt_s: float | None = option(
-            None, unit="s", above=0, help="Under rank-aware: longest time between tokens that was promised."
-        )
+        tbt_s: float | None = option(None, unit="s", above=0, help="Under rank-aware: SLO of the time between tokens.")
 
         def __post_init__(self) -> None:
             check_options(self)

@@ -18,7 +18,7 @@ __all__ = ["ReplicaLoad", "Router"]
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What is under way at one replica.
+    """The requests in flight at one replica.
 
     Args:
         num_requests: Requests sent to it that have not ended.

@@ -1,4 +1,4 @@
-"""A line through a cost model: what a router may know of steps, read off a few made-up plans.
+"""A line through a cost model: the costs of steps for a router, read off a few synthetic plans.
 
 CaraServe fits its router's lines to profiles; where a cost model is at hand, so are the points to draw them through.
 """

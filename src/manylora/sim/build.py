@@ -16,7 +16,7 @@ from manylora.costs.model import CostModel, FixedCost
 from manylora.errors import AdapterError, AdapterNotFound
 from manylora.ports import EngineParts
 from manylora.sim.run.executor import SimulatedExecutor
-from manylora.sim.target import SimulatedTarget, find_target, make_teller
+from manylora.sim.target import SimulatedTarget, find_target, make_token_source
 from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = ["SimulatedReader", "build_simulated_parts"]
@@ -85,11 +85,11 @@ def build_simulated_parts(
     """Build parts whose executor makes tokens up, at the speed of a cost model.
 
     Args:
-        config: Sizes of the pool are read from it, and what to stand in for (``simulate``); no model is loaded.
-        clock: Not needed (made-up work is done by time alone, so nobody has to be woken); taken so that this
-            builder can stand in for the torch one.
-        cost: Step and load times, instead of those of what ``simulate`` names.
-        shape: The base model's shape, instead; Llama-3-8B's if nothing else is said.
+        config: Sizes of the pool and the target to simulate (``simulate``) are read from it; no model is loaded.
+        clock: Not needed, because simulated work is done by time alone; an argument so that this builder is
+            interchangeable with the torch one.
+        cost: Step and load times, in place of those of the target.
+        shape: The base model's shape, in place of the target's; by default Llama-3-8B's.
 
     Raises:
         ConfigError: ``simulate`` names nothing.
@@ -105,7 +105,7 @@ def build_simulated_parts(
             base=base,
             num_pages=num_pages,
             cost=cost or FixedCost(),
-            machine="made up",
+            machine="synthetic",
             interference=interference,
             speed=speed,
         )
@@ -116,7 +116,7 @@ def build_simulated_parts(
         executor=SimulatedExecutor(
             target.cost,
             vocab_size=base.vocab_size,
-            choose=make_teller(base),
+            choose=make_token_source(base),
             interference=target.interference,
             speed=target.speed,
         ),

@@ -1,4 +1,4 @@
-"""A scenario: who asks, who serves and what was promised, as one TOML file says it.
+"""A scenario: a workload, the engines that serve it and the SLO, as one TOML file.
 
 ::
 
@@ -33,12 +33,12 @@ __all__ = ["Scenario", "read_scenario", "read_setting", "read_table", "with_sett
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Who asks, who serves, and what was promised.
+    """A workload, the engines that serve it, and the SLO.
 
     Args:
-        workload: Who asks for what, when.
-        setup: What serves it.
-        slo: What was promised.
+        workload: The requests and adapters.
+        setup: The engines and devices.
+        slo: The limits that requests should keep.
     """
 
     workload: WorkloadSpec
@@ -119,7 +119,7 @@ def with_setting(table: Mapping[str, Any], key: str, value: Any) -> dict[str, An
     Args:
         table: What a TOML file holds.
         key: Where, such as ``setup.scheduler.policy``.
-        value: What is there from now on.
+        value: The new value.
 
     Raises:
         ConfigError: Something on the way is no table.

@@ -1,4 +1,4 @@
-"""What serves, as people write it down: a model on devices and how its engine decides; and the run it stands for.
+"""The engines of a simulation as a table: a model on devices, and the policies of its engine.
 
 ::
 
@@ -42,10 +42,10 @@ __all__ = ["Setup", "make_config", "read_dims"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What serves.
+    """The engines of a simulation.
 
     Args:
-        scheduler: What a step may hold, and which request goes first.
+        scheduler: Limits of a step, and the order of requests.
         adapters: The adapter cache.
     """
 

@@ -1,7 +1,6 @@
-"""What a simulated engine stands in for: a machine that was measured, or one that is known by its data sheet.
+"""The target of a simulated engine: a machine that was measured, or one that is known by its data sheet.
 
-Its vocabulary is that of the checkpoint folder it is given, for the tokenizer is that folder's too; costs do not depend
-on it.
+Its vocabulary is that of the given checkpoint folder, as the tokenizer is. Costs do not depend on it.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from manylora.sim.run.executor import synthetic_token
 from manylora.sim.setup import Setup, make_config
 from manylora.types import SampledToken, Tier
 
-__all__ = ["MEAN_ANSWER_TOKENS", "SimulatedTarget", "find_target", "make_teller"]
+__all__ = ["MEAN_ANSWER_TOKENS", "SimulatedTarget", "find_target", "make_token_source"]
 
 MEAN_ANSWER_TOKENS = 200
-"""Mean length of made-up answers that nothing else ends."""
+"""Mean length of synthetic answers that nothing else ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTarget:
-    """What an engine without a model pretends to be.
+    """The machine and the model that a simulated engine imitates.
 
     Args:
         base: The base model's shape.
@@ -104,15 +103,15 @@ def _in_words_of(base: BaseShape, config: EngineConfig) -> BaseShape:
     )
 
 
-def make_teller(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
-    """Return what makes up the tokens of answers that people or clients will read.
+def make_token_source(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
+    """Return the token source of answers that people or clients will read.
 
     An answer goes on to its ``max_tokens``; without one it ends by itself, after a length that its seed draws and that
     is exponential about a mean, so that a chat without a cap does not run to the end of the context.
     """
     avoid = base.eos_token_ids
 
-    def tell(part: PlannedSequence) -> SampledToken:
+    def next_token(part: PlannedSequence) -> SampledToken:
         sampling = part.sampling
         if sampling.max_tokens is None and not sampling.ignore_eos and avoid:
             share = (crc32(f"{part.seed}/{part.num_prompt_tokens}".encode()) + 1) / 2**32
@@ -121,4 +120,4 @@ def make_teller(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
                 return SampledToken(token_id=avoid[0])
         return synthetic_token(part, base.vocab_size, avoid)
 
-    return tell
+    return next_token

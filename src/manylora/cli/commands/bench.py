@@ -173,7 +173,7 @@ def bench_kernels(
     from manylora.catalog.shapes import decoder_shape
 
     base = decoder_shape(
-        name="made up",
+        name="synthetic",
         hidden_size=hidden_size,
         num_layers=layers,
         num_heads=max(1, hidden_size // 64),

@@ -44,7 +44,7 @@ POPULARITIES: dict[str, Popularity] = {
 }
 
 OBJECTIVES = {"e2el": "e2e_s", "tbt": "tbt_s", "tpot": "tpot_s", "ttft": "ttft_s"}
-"""What `--goodput` calls a promise, and what `Slo` does."""
+"""Names of SLOs in `--goodput`, and the fields of `Slo`."""
 
 NUM_SEEN = 8
 """Columns of a comparison that a client can see; what follows only the server knows."""
@@ -62,7 +62,7 @@ class BenchServeCommand(TyperCommand):
 
 
 def parse_goodput(objectives: Sequence[str]) -> Slo:
-    """Read promises like `ttft:500 tpot:50`, in milliseconds.
+    """Read SLOs like `ttft:500 tpot:50`, in milliseconds.
 
     Raises:
         ConfigError: A name or a number is wrong.
@@ -74,7 +74,7 @@ def parse_goodput(objectives: Sequence[str]) -> Slo:
             limits[OBJECTIVES[name]] = float(number) / 1e3
         except (KeyError, ValueError):
             raise ConfigError(
-                f"Got the promise {objective!r}, expected {'|'.join(OBJECTIVES)} and milliseconds, as ttft:500"
+                f"Got the SLO {objective!r}, expected {'|'.join(OBJECTIVES)} and milliseconds, as ttft:500"
             ) from None
     return Slo(**limits)
 
@@ -122,7 +122,7 @@ def bench_serve(
     vocab_size: Annotated[int, panel("Prompts", "Token ids are below this.", min=16)] = 100,
     goodput: Annotated[
         list[str] | None,
-        panel("Figures", "Promises in milliseconds, several in a row: ttft:500 tpot:50 tbt:100 e2el:9000."),
+        panel("Figures", "SLOs in milliseconds, several in a row: ttft:500 tpot:50 tbt:100 e2el:9000."),
     ] = None,
     base_run: Annotated[
         bool,
@@ -198,7 +198,7 @@ def bench_serve(
     reports = {"adapters" if names.adapters else "base": run("sent", questions)}
     if base_run and not any(report.num_unsent or report.num_unfinished for report in reports.values()):
         of_base = replace(load, requests=tuple(replace(request, adapter=None) for request in load.requests))
-        # Prompts that nobody has seen: those of the first run may be in the base's prefix cache.
+        # Prompts that the server has not seen: those of the first run may be in the base's prefix cache.
         again = _questions(of_base, names, target, prompts, first_prompt=len(questions))
         reports["base alone"] = run("sent to the base", again)
     _show(reports)

@@ -49,7 +49,7 @@ def calibrate(
             "--run",
             metavar="MODEL",
             help="Build this model's engine and sweep over it, instead of reading logs: random bursts of requests, "
-            "few and many, short and long, over made-up adapters.",
+            "few and many, short and long, over synthetic adapters.",
         ),
     ] = None,
     seconds: Annotated[float, panel(_RUN, "How long to sweep.", min=1.0)] = 120.0,

@@ -57,7 +57,7 @@ def plan_command(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="FILE", help="A scenario in TOML, as simulate takes it; without one, a made-up service."
+            metavar="FILE", help="A scenario in TOML, as simulate takes it; without one, a synthetic service."
         ),
     ] = None,
     traces: Annotated[Path | None, TRACES] = None,
@@ -126,7 +126,7 @@ def plan_command(
     asked |= _read_prices(price or [])
     settings = replace(settings, **{name: value for name, value in asked.items() if value is not None})
     if (slo_ttft is not None or slo_tbt is not None) and file is None:
-        table.pop("slo", None)  # what was promised replaces what was made up
+        table.pop("slo", None)  # the SLO given replaces the synthetic one
     given = {"slo.ttft_s": slo_ttft, "slo.tbt_s": slo_tbt} | chosen.settings(PLACES) | _adapters(adapters)
     table = change(table, given, sets)
     folders = folders_of(file, traces)

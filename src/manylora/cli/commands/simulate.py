@@ -39,7 +39,9 @@ def simulate_command(
     chosen: Chosen,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", help="A scenario in TOML; without one, a made-up service.", show_default=False),
+        typer.Argument(
+            metavar="FILE", help="A scenario in TOML; without one, a synthetic service.", show_default=False
+        ),
     ] = None,
     traces: Annotated[Path | None, TRACES] = None,
     output: Annotated[

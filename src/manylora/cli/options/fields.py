@@ -46,14 +46,14 @@ PLUGINS: dict[str, Mapping[str, Callable[..., Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A field as a command spells it.
+    """A field as a command writes it.
 
     Args:
         owner: The dataclass.
         field: Its field.
-        known: What is known of that.
+        known: Its meaning and limits.
         hint: Its type, without ``None``.
-        may_be_unset: Whether the command has no default of its own: what is not given stays as it is elsewhere.
+        may_be_unset: Whether the command has no default of its own, and an option that is not given changes nothing.
     """
 
     owner: type
@@ -160,9 +160,9 @@ def flags_of(
     Args:
         owners: The dataclasses.
         only: Names of fields; all that stand in a panel when empty.
-        spelled: Flags that this command spells in its own way, by field.
+        spelled: Flags that this command writes in its own way, by field.
         panel: The panel of them all, in place of their own.
-        may_be_unset: Whether what is not given stays as it is elsewhere, in a file.
+        may_be_unset: Whether an option that is not given changes nothing.
     """
     flags: dict[str, Flag] = {}
     for owner in owners:
@@ -180,7 +180,7 @@ def flags_of(
 
 
 class Chosen:
-    """What was chosen on a command line, by field.
+    """The options chosen on a command line, by field.
 
     Args:
         values: The values of fields, as the dataclasses take them.
@@ -218,7 +218,7 @@ class Chosen:
         return owner(**{**self.of(owner), **more})
 
     def settings(self, places: Mapping[type, str]) -> dict[str, Any]:
-        """Return what was given, by the dotted key of a scenario.
+        """Return the options that were given, by the dotted key of a scenario.
 
         Args:
             places: Where each dataclass stands, as ``setup.scheduler.``.

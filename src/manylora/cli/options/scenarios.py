@@ -1,4 +1,4 @@
-"""A scenario as commands take it: a file or a made-up service, changed by options and by `--set`."""
+"""A scenario as commands take it: a file or a synthetic service, changed by options and by `--set`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.sim.scenario import Scenario, read_setting, read_table, with_setting
 from manylora.sim.setup import Setup
 
-__all__ = ["MADE_UP", "PLACES", "SETS", "TRACES", "change", "folders_of", "scenario_table"]
+__all__ = ["PLACES", "SETS", "SYNTHETIC", "TRACES", "change", "folders_of", "scenario_table"]
 
-MADE_UP: dict[str, Any] = {
+SYNTHETIC: dict[str, Any] = {
     "warm_up_s": 30,
     "workload": {
-        "name": "made up",
+        "name": "synthetic",
         "num_requests": 1000,
         "arrivals": {"kind": "poisson", "rate": 2.0},
         "lengths": {
@@ -50,16 +50,16 @@ SETS: Any = typer.Option(
 
 
 def scenario_table(file: Path | None) -> dict[str, Any]:
-    """Return what a file holds; the made-up service without one.
+    """Return the table of a file; the synthetic service without one.
 
     Raises:
         ConfigError: It cannot be read, or is no TOML.
     """
-    return read_table(file) if file is not None else dict(MADE_UP)
+    return read_table(file) if file is not None else dict(SYNTHETIC)
 
 
 def change(table: Mapping[str, Any], given: Mapping[str, Any], sets: Iterable[str] | None) -> dict[str, Any]:
-    """Return a scenario's table with what was given.
+    """Return a scenario's table with the options that were given.
 
     Args:
         table: The scenario.

@@ -22,13 +22,13 @@ MAX_MESSAGE = 300
 
 
 class Away(ManyloraError):
-    """Nobody answers just now; asking again may help."""
+    """The server does not answer just now; asking again may help."""
 
     status = 503
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows nobody: the key is for the server that was named."""
+    """Follows no redirect: the key is for the server that was named."""
 
     def redirect_request(self, *_args: object) -> None:
         return None

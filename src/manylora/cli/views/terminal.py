@@ -27,7 +27,7 @@ def fail(message: str, *, code: int) -> NoReturn:
     """Print one line that says what is wrong, and leave.
 
     Args:
-        message: What is wrong with what.
+        message: The cause, with the value and the place.
         code: Exit code of the process.
     """
     notes.print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)

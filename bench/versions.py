@@ -1,0 +1,174 @@
+"""Two versions of manylora in turns: throughput, decisions, the simulator, HTTP. Was a change free?
+
+    python bench/versions.py --other CHECKOUT [--rounds 5] [--only throughput] [--quick]
+
+Every round measures this checkout and the other one, each in a process of its own, in an order that alternates. The
+statistic is the ratio of each round (this one over the other), its median, and the range of all rounds. A process
+that imports either version uses only what both have: the `Engine` class, `manylora.bench` and the command line.
+
+* *throughput*: tokens per second of an 82M-parameter Llama in fp32, 32 requests of 128 tokens in and 64 out; the
+  base, 8 adapters, and 32 adapters of rank 8 to 64 on all linears.
+* *decision*: microseconds of one scheduling decision at the largest scale of `manylora bench core`.
+* *simulator*: processor seconds of one simulated run.
+* *http*: tokens per second over HTTP from an engine without a model, 200 streams.
+
+Writes `bench/results/versions.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+RESULTS = HERE / "bench" / "results"
+
+THROUGHPUT = """
+import json, sys, time
+from manylora import Engine, SamplingParams
+from manylora.demo import demo_model_path
+folder, quick = sys.argv[1], sys.argv[2] == "quick"
+with Engine(folder + "/base", tokenizer=str(demo_model_path()), memory_bytes=1 << 30, prefix_caching=False) as engine:
+    for index in range(32):
+        engine.load_adapter(f"a{index}", f"{folder}/a{index}")
+    prompts = [[(17 * i + 5 * j) % 8000 + 10 for j in range(128)] for i in range(32)]
+    params = SamplingParams(max_tokens=8 if quick else 64, temperature=0.0, ignore_eos=True)
+    warm_up = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    found = {}
+    for name, count in (("base", 0), ("8 adapters", 8), ("32 adapters", 32)):
+        adapters = [f"a{i % count}" if count else None for i in range(32)]
+        engine.generate(prompts, adapter=adapters, sampling=warm_up)
+        began = time.perf_counter()
+        answers = engine.generate(prompts, adapter=adapters, sampling=params)
+        found["throughput: " + name] = sum(len(one.token_ids) for one in answers) / (time.perf_counter() - began)
+print("FOUND " + json.dumps(found))
+"""
+
+DECISION = """
+import json, sys
+from manylora.bench.core import SCALES, measure_decision
+scale = SCALES[0] if sys.argv[2] == "quick" else SCALES[-1]
+found = {}
+for policy in ("fifo", "chameleon"):
+    cost = measure_decision(policy, "price", scale, num_steps=50 if sys.argv[2] == "quick" else 500)
+    found[f"decision: {policy}"] = cost.launch_us
+print("FOUND " + json.dumps(found))
+"""
+
+SIMULATOR = """
+import contextlib, io, json, sys, time
+from manylora.cli import main
+duration = "30" if sys.argv[2] == "quick" else "600"
+sys.argv = ["manylora", "simulate", "--policy", "chameleon", "--rate", "8", "--duration", duration]
+main_time = time.process_time()
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main()
+print("FOUND " + json.dumps({"simulator: processor seconds": time.process_time() - main_time}))
+"""
+
+HTTP = """
+import inspect, json, sys
+from manylora.bench.http import measure_http
+
+
+def rates_name():
+    return next(name for name in inspect.signature(measure_http).parameters if name not in ("num_streams", "seconds"))
+
+
+(result,) = measure_http(num_streams=200, seconds=1.0 if sys.argv[2] == "quick" else 3.0, **{rates_name(): (2000.0,)})
+print("FOUND " + json.dumps({"http: tokens per second": result.seen.tokens_per_s}))
+"""
+
+WORKERS = {"throughput": THROUGHPUT, "decision": DECISION, "simulator": SIMULATOR, "http": HTTP}
+LARGER_IS_BETTER = ("throughput", "http")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--other", type=Path, required=True, help="the checkout to compare with")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=sorted(WORKERS), action="append")
+    parser.add_argument("--quick", action="store_true", help="a smoke test; nothing is written")
+    options = parser.parse_args()
+    rounds = 1 if options.quick else options.rounds
+    trees = {"new": HERE, "old": options.other.resolve()}
+    figures: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        names = options.only or sorted(WORKERS)
+        if "throughput" in names:
+            _make_models(Path(folder))
+        for number in range(rounds):
+            for name in names:
+                for version in ("new", "old") if number % 2 else ("old", "new"):
+                    for figure, value in _measure(trees[version], WORKERS[name], folder, options.quick).items():
+                        figures.setdefault(figure, {"new": [], "old": []})[version].append(value)
+                        print(f"round {number + 1} of {rounds}: {version} {figure} = {value:.4g}", flush=True)
+    table = _table(figures, rounds)
+    print(table)
+    if not options.quick:
+        RESULTS.mkdir(exist_ok=True)
+        versions = {version: _commit(tree) for version, tree in trees.items()}
+        (RESULTS / "versions.json").write_text(json.dumps({"versions": versions, "figures": figures}, indent=1) + "\n")
+        (RESULTS / "versions.md").write_text(_page(table, versions, rounds))
+
+
+def _make_models(folder: Path) -> None:
+    from cpu_systems import make_adapters, make_model
+
+    make_model(folder / "base")
+    for index, place in enumerate(make_adapters(folder / "base", folder, [(8, 16, 32, 64)[i % 4] for i in range(32)])):
+        place.rename(folder / f"a{index}")
+
+
+def _measure(tree: Path, worker: str, folder: str, quick: bool) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", worker, folder, "quick" if quick else "full"],
+        env={**os.environ, "PYTHONPATH": str(tree / "src")},
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("FOUND "):
+            found: dict[str, float] = json.loads(line.removeprefix("FOUND "))
+            return found
+    raise SystemExit(f"A measurement in {tree} failed:\n{done.stderr[-2000:]}")
+
+
+def _table(figures: dict[str, dict[str, list[float]]], rounds: int) -> str:
+    lines = ["| figure | old, median | new, median | new over old, median of rounds | range | better when |"]
+    lines.append("|---|---:|---:|---:|---:|---|")
+    for figure, found in figures.items():
+        ratios = [new / old for new, old in zip(found["new"], found["old"], strict=True)]
+        better = "larger" if figure.startswith(LARGER_IS_BETTER) else "smaller"
+        lines.append(
+            f"| {figure} | {statistics.median(found['old']):.4g} | {statistics.median(found['new']):.4g} "
+            f"| {statistics.median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} | {better} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _page(table: str, versions: dict[str, str], rounds: int) -> str:
+    return (
+        "# Two versions in turns\n\n"
+        f"`python bench/versions.py --other CHECKOUT --rounds {rounds}`: {versions['new']} (new) and {versions['old']} "
+        f"(old), {rounds} rounds, {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}. "
+        "Each figure is measured in a process of its own; the order alternates from round to round.\n\n" + table
+    )
+
+
+def _commit(tree: Path) -> str:
+    shown = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=tree, capture_output=True, text=True)
+    return shown.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

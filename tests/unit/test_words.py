@@ -1,0 +1,185 @@
+"""The words that documents, docstrings, comments and messages do without, and the plain word for each.
+
+To ban another word, add a line to ``WORDS``. The test names every place: ``file:line: the words -> the replacement``.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Word(NamedTuple):
+    """A pattern that text may not match.
+
+    Args:
+        pattern: A regular expression; case is ignored, and a space matches a line break too.
+        plain: The replacement.
+        reason: Why the replacement is better.
+        where: ``"docstring"`` for a pattern that is checked in docstrings alone.
+    """
+
+    pattern: str
+    plain: str
+    reason: str
+    where: str = "all"
+
+
+SUBJECT = "a sentence names its subject"
+FIELD = "the term of the field"
+
+WORDS = [
+    Word(r"\bnobody\b", "no request / no sequence / nothing", SUBJECT),
+    Word(r"\bwhoever\b", "the request / sequence / caller that", SUBJECT),
+    Word(r"\b(?:some|any|every)body\b", "a / any / every request (sequence, user)", SUBJECT),
+    Word(r"\bfor who\b", "because requests that", SUBJECT),
+    Word(r"(?:\A|[.:]\s+)(?:What|Who) (?:is|are)\b(?![^.?]*\?)", "a noun", "a sentence opens with a noun", "docstring"),
+    Word(r"\bmade[- ]up\b", "synthetic", FIELD),
+    Word(r"\bstand-ins?\b|\bstands? in for\b", "simulated target", FIELD),
+    Word(r"\btellers?\b", "token source", FIELD),
+    Word(r"\bspells?\b", "drift, drift component", FIELD),
+    Word(r"\bpaces?\b", "speed / rate", FIELD),
+    Word(r"\bdrag(?:s|ged)?\b", "interference", FIELD),
+    Word(r"\bpromis(?:e|es|ed)\b", "SLO (of a service) / guarantee (of a policy)", FIELD),
+    Word(r"\btrials?\b", "load test (of a planner) / check (of a module)", FIELD),
+    Word(r"\befforts?\b", "search budget", FIELD),
+    Word(r"\bcompiled[ _]teams?\b", "OpenMP threads", FIELD),
+    Word(r"\btriton[ _]doors?\b|\bthe door to\b", "Triton support / the module that imports", "no metaphor"),
+    Word(r"\bfollow[- _]ons?\b", "plan-ahead", FIELD),
+    Word(r"\bgarbage\b", "gc / unreachable objects", FIELD),
+    Word(r"\btall(?:y|ies|ied)\b", "batch histogram / count", FIELD),
+    Word(r"\bpage ?pools?\b", "page allocator", "PageAllocator counts pages"),
+    Word(r"\bpage ?(?:stores?|storage)\b", "page cache (pages) / page tensor (bytes)", "PageCache and PageTensor"),
+]
+
+NOT_YET = {
+    "bench",
+    "docs/architecture.md",
+    "src/manylora/adapters",
+    "src/manylora/bench",
+    "src/manylora/catalog",
+    "src/manylora/clock.py",
+    "src/manylora/costs",
+    "src/manylora/demo",
+    "src/manylora/engine",
+    "src/manylora/errors.py",
+    "src/manylora/execution",
+    "src/manylora/experiments",
+    "src/manylora/hosting",
+    "src/manylora/measure",
+    "src/manylora/memory",
+    "src/manylora/offline",
+    "src/manylora/planning",
+    "src/manylora/scheduling",
+    "src/manylora/server",
+    "src/manylora/sim",
+    "src/manylora/text",
+    "src/manylora/workloads",
+}
+"""Areas that are not clean yet, as :func:`area_of` names them. An area that is clean must leave the set."""
+
+PATTERNS = [(re.compile(word.pattern.replace(" ", r"\s+"), re.IGNORECASE), word) for word in WORDS]
+ANY = re.compile("|".join(pattern.pattern for pattern, word in PATTERNS if word.where == "all"), re.IGNORECASE)
+SENTENCE = re.compile(r"\b(?:What|Who)\s+(?:is|are)\b")
+"""Modules that match neither of these two are not parsed, which keeps the test fast."""
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")]
+TABLES = [*ROOT.glob("examples/*.toml"), *ROOT.glob("src/**/*.toml")]
+CODE = [path for folder in ("src", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
+
+
+def area_of(path: Path) -> str:
+    """Return the part of the tree that is cleaned as one: a document, a package of manylora, or ``bench``."""
+    parts = path.relative_to(ROOT).parts
+    if path.suffix == ".md":
+        return "/".join(parts)
+    return "/".join(parts[:3]) if parts[0] == "src" else parts[0]
+
+
+def texts_of(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield docstrings, other strings and comments of a module: first line, text, whether it is a docstring."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value, id(node) in docstrings
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# "), False
+
+
+def matches(path: Path, first_line: int, text: str, *, is_docstring: bool = False) -> Iterator[str]:
+    """Yield a line of the failure message for every banned word of a text."""
+    for pattern, word in PATTERNS:
+        if word.where == "all" or is_docstring:
+            for match in pattern.finditer(text):
+                line = first_line + text.count("\n", 0, match.start())
+                found = " ".join(match.group().split())
+                yield f"{path.relative_to(ROOT)}:{line}: {found!r} -> {word.plain} ({word.reason})"
+
+
+@cache
+def findings() -> dict[str, list[str]]:
+    """Return what is wrong, by area."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(DOCUMENTS + TABLES):
+        found.setdefault(area_of(path), []).extend(matches(path, 1, path.read_text(encoding="utf-8")))
+    for path in sorted(CODE):
+        source = path.read_text(encoding="utf-8")
+        lines = found.setdefault(area_of(path), [])
+        if ANY.search(source) or SENTENCE.search(source):
+            for first_line, text, is_docstring in texts_of(source):
+                lines.extend(matches(path, first_line, text, is_docstring=is_docstring))
+    return found
+
+
+def test_words_are_plain() -> None:
+    wrong = [line for area, lines in findings().items() if area not in NOT_YET for line in lines]
+    assert not wrong, "words with a plainer replacement:\n" + "\n".join(wrong)
+
+
+def test_areas_that_are_not_clean_yet_exist_and_are_not_clean() -> None:
+    clean = sorted(area for area in NOT_YET if not findings().get(area))
+    assert not clean, f"clean or gone; remove from NOT_YET: {', '.join(clean)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("a page that nobody\nneeds", True),
+        ("the sequence is\npage-aligned", False),
+        ("a made-\nup word", False),  # a hyphen at the end of a line is not looked for
+        ("drawn from made up\nwords", True),
+        ("`reasoning_effort`", False),
+        ("What is left of a step.", True),
+        ("What is left of a step?", False),
+        ("Keys. Who is\nfirst in line.", True),
+        ("the step, what is left", False),
+        ("paced by the device", False),
+    ],
+)
+def test_patterns(text: str, is_found: bool) -> None:
+    assert bool([*matches(ROOT / "example.py", 1, text, is_docstring=True)]) == is_found
+
+
+def test_texts_of_a_module() -> None:
+    source = '"""Doc."""\n\nx = f"{1} message"  # a comment\n\n\nclass A:\n    """Doc of A."""\n'
+    assert sorted(texts_of(source)) == [
+        (1, "Doc.", True),
+        (3, " message", False),
+        (3, "a comment", False),
+        (7, "Doc of A.", True),
+    ]
