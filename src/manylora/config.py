@@ -235,8 +235,9 @@ class EngineConfig:
         None,
         panel="Simulation",
         metavar="PROFILE",
-        help="Answer with synthetic tokens at the speed of a cost profile (the file that [bold]manylora calibrate[/bold]"
-        " wrote, or hardware:model, as a40:llama-7b); of MODEL only the tokenizer is read.",
+        help="Answer with synthetic tokens at the speed of a cost profile (the file that "
+        "[bold]manylora calibrate[/bold] wrote, or hardware:model, as a40:llama-7b); of MODEL only the "
+        "tokenizer is read.",
     )
     step_log: str | None = option(
         None,
