@@ -74,7 +74,7 @@ class Option:
             return ""
         if self.at_most is not None:
             return f"{self.at_least} to {self.at_most}{unit}"
-        return f"{self.at_least} or more{unit}" if self.at_least == 0 else f"at least {self.at_least}{unit}"
+        return f"{self.at_least} or more{unit}"
 
     def allows(self, value: Any) -> bool:
         """Whether a value is among the choices and within the limits; ``None`` always is."""

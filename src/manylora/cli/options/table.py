@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,34 +60,22 @@ def options_page() -> str:
 
 
 def _table(owner: type) -> str:
-    flags = {flag.field.name: flag for flag in flags_of(owner)}
-    hints = typing.get_type_hints(owner)
+    spelled = {flag.field.name: f"`{flag.spelled}`" for flag in flags_of(owner)}
     lines = ["| field | flag | default | values | meaning |", "|---|---|---|---|---|"]
     for field in dataclasses.fields(owner):
         known = option_of(field)
         if known is not None:
-            flag = f"`{flags[field.name].spelled}`" if field.name in flags else ""
-            values = "; ".join(_values(known, hints[field.name]))
-            lines.append(f"| `{field.name}` | {flag} | {_default(field)} | {values} | {_plain(known.help)} |")
+            help = known.help.replace("[bold]", "`").replace("[/bold]", "`")
+            cells = (f"`{field.name}`", spelled.get(field.name, ""), _default(field), _values(known), help)
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _values(known: Option, hint: Any) -> Iterator[str]:
-    if known.choices:
-        yield ", ".join(known.choices)
-        return
+def _values(known: Option) -> str:
     if known.plugin is not None:
-        yield f"{', '.join(sorted(PLUGINS[known.plugin]))}, or your own"
-        return
-    if known.metavar is not None and "|" in known.metavar:
-        yield known.metavar.replace("|", ", ")
-        return
-    if known.unit is not None:
-        yield {"s": "seconds"}.get(known.unit, known.unit)
-    elif hint is bool:
-        yield "true, false"
-    if known.expected:
-        yield dataclasses.replace(known, unit=None).expected
+        return f"{', '.join(sorted(PLUGINS[known.plugin]))}, or your own"
+    other = known.metavar.replace("|", ", ") if known.metavar is not None else known.unit
+    return known.expected.removeprefix("one of ") or {"s": "seconds"}.get(other or "", other or "")
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
@@ -99,10 +85,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if isinstance(default, int) and default >= 2**20 and default % 2**20 == 0:
         return f"{default >> 20} MiB"
     return str(default).lower() if isinstance(default, bool) else str(default)
-
-
-def _plain(help: str) -> str:
-    return help.replace("[bold]", "`").replace("[/bold]", "`")
 
 
 if __name__ == "__main__":
