@@ -66,15 +66,12 @@ class Option:
         unit = f" {_UNITS.get(self.unit, self.unit)}" if self.unit else ""
         if self.above is not None:
             return (
-                f"a number in ({self.above}, {self.at_most}]"
-                if self.at_most is not None
-                else f"above {self.above}{unit}"
+                f"above {self.above}{unit}" if self.at_most is None else f"a number in ({self.above}, {self.at_most}]"
             )
-        if self.at_least is None:
-            return ""
-        if self.at_most is not None:
-            return f"{self.at_least} to {self.at_most}{unit}"
-        return f"{self.at_least} or more{unit}"
+        if self.at_least is not None:
+            most = "or more" if self.at_most is None else f"to {self.at_most}"
+            return f"{self.at_least} {most}{unit}"
+        return ""
 
     def allows(self, value: Any) -> bool:
         """Whether a value is among the choices and within the limits; ``None`` always is."""

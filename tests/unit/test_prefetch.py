@@ -34,7 +34,7 @@ def loading(rig: Rig) -> list[str]:
 
 
 def test_negative_look_ahead_is_refused():
-    with pytest.raises(ConfigError, match=r"look_ahead = -1, expected 0 \(none\) or more"):
+    with pytest.raises(ConfigError, match=r"look_ahead = -1, expected 0 or more requests"):
         AdapterConfig(look_ahead=-1)
 
 
