@@ -102,7 +102,7 @@ class DecodeGraphs:
         ops: The device.
         model: The model with its modules replaced.
         step: The context those modules look at.
-        pool: The pages.
+        pages: The pages.
         tables: Block tables on the device.
         vocab_size: Columns of the logits.
         max_num_seqs: Largest batch.
@@ -116,7 +116,7 @@ class DecodeGraphs:
         ops: DeviceOps,
         model: nn.Module,
         step: StepContext,
-        pool: PageTensor,
+        pages: PageTensor,
         tables: PageTables,
         vocab_size: int,
         max_num_seqs: int,
@@ -126,7 +126,7 @@ class DecodeGraphs:
         self._ops = ops
         self._model = model
         self._step = step
-        self._pool = pool
+        self._pages = pages
         self._page_tables = tables
         self._space = space
         self._block_rows = 1 if is_padded else DECODE_ROWS
@@ -221,14 +221,14 @@ class DecodeGraphs:
         assert is_written, "the room was made for these rows"
 
     def _write_inputs(self, sequences: Sequence[PlannedSequence], bucket: int) -> None:
-        block_size = self._pool.shape.block_size
+        block_size = self._pages.shape.block_size
         numbers = self._numbers
         numbers[:, :bucket] = 0
         numbers[2, :bucket] = -1
         lines = self._page_tables.place(sequences)
         for row, (sequence, line) in enumerate(zip(sequences, lines, strict=True)):
             position = sequence.start
-            slot = first_slot(self._pool, sequence.pages[position // block_size], position)
+            slot = first_slot(self._pages, sequence.pages[position // block_size], position)
             numbers[:, row] = sequence.tokens[position], position, slot, row, 1, position, line
         self._inputs.copy_(self._host, non_blocking=True)
 
@@ -238,7 +238,7 @@ class DecodeGraphs:
         tokens, positions, slots = (self._inputs[i, :bucket] for i in range(3))
         blocks = self._blocks[:bucket]
         attention = TritonAttention(
-            pool=self._pool,
+            pages=self._pages,
             slots=slots,
             tables=self._page_tables.table,
             blocks=lambda _: blocks,

@@ -63,9 +63,9 @@ class TorchExecutor:
 
     Args:
         runner: The model.
-        pool: The pages.
-        store: The host tier.
-        reader: Reads adapters into ``store``.
+        pages: The pages.
+        host: The host tier.
+        reader: Reads adapters into ``host``.
         resident: Adapters on the device; shared with ``runner``.
         clock: Woken when work completes.
     """
@@ -74,15 +74,15 @@ class TorchExecutor:
         self,
         *,
         runner: ModelRunner,
-        pool: PageTensor,
-        store: HostTier,
+        pages: PageTensor,
+        host: HostTier,
         reader: HostReader,
         resident: dict[AdapterKey, ResidentAdapter],
         clock: Clock,
     ) -> None:
         self._runner = runner
-        self._pool = pool
-        self._store = store
+        self._pages = pages
+        self._host = host
         self._reader = reader
         self._resident = resident
         self._clock = clock
@@ -90,7 +90,7 @@ class TorchExecutor:
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
-        device = pool.flat.device
+        device = pages.flat.device
         self._copy_stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
@@ -116,7 +116,7 @@ class TorchExecutor:
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
         if tier is Tier.HOST:
-            self._store.drop(key)
+            self._host.drop(key)
         elif tier is Tier.DEVICE:
             self._resident.pop(key, None)
 
@@ -142,7 +142,7 @@ class TorchExecutor:
 
     def _copy(self, load: AdapterLoad) -> None:
         key = load.version.key
-        adapter = self._store.get(key)
+        adapter = self._host.get(key)
         if adapter is None:
             # Registering weights again while their host copy is being evicted can lose it; the files are the truth.
             logger.warning("host_copy_gone adapter=%s", key)
@@ -150,8 +150,8 @@ class TorchExecutor:
         if len(load.pages) != adapter.image.shape[0]:
             raise ValueError(f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
         with torch.cuda.stream(self._copy_stream) if self._copy_stream is not None else nullcontext():
-            self._pool.write(load.pages, adapter.image)
-            resident = make_resident(adapter.layout, load.pages, self._pool, adapter.template)
+            self._pages.write(load.pages, adapter.image)
+            resident = make_resident(adapter.layout, load.pages, self._pages, adapter.template)
             if self._copy_stream is not None:
                 # Asleep, not spinning: the step beside us needs the core.
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
