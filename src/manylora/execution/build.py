@@ -67,7 +67,7 @@ def build_parts(
     """Load the model and build everything a live ``EngineCore`` needs.
 
     Args:
-        config: What to build; ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
+        config: Of the engine; ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
         clock: Woken when steps and loads complete.
         make_sampler: Builds the sampler from the base's shape; the plain one, without grammars, when ``None``.
         load: Loads the model; for models that lie in no folder.

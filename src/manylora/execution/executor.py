@@ -6,8 +6,8 @@
     copy     one thread    host image -> device pages, then the views of its tiles
     read     two threads   files -> packed host image, in a process of its own
 
-Each thread takes its work first in, first out. Whoever finishes wakes the clock, and the loop sees the result
-through ``Work.poll``.
+Each thread takes its work first in, first out. A thread that finishes its work wakes the clock, and the loop sees the
+result through ``Work.poll``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FutureWork(Generic[ResultT]):
         return math.inf
 
     def poll(self, now: float) -> ResultT | None:
-        """Return the result once complete, else ``None``; raises what the thread raised."""
+        """Return the result once complete, else ``None``; raises the error of the thread."""
         return self._future.result() if self._future.done() else None
 
 
@@ -95,7 +95,7 @@ class TorchExecutor:
 
     @property
     def logits_hook(self) -> LogitsHook | None:
-        """What looks at every step's logits, for debugging and parity tests; called on the step's thread."""
+        """Called with every step's logits, on the step's thread; for debugging and parity tests."""
         return self._runner.logits_hook
 
     @logits_hook.setter
@@ -121,7 +121,7 @@ class TorchExecutor:
             self._resident.pop(key, None)
 
     def close(self) -> None:
-        """Finish the step in flight, cancel what waits and end the threads."""
+        """Finish the step in flight, cancel waiting work and end the threads."""
         for threads in (self._reads, self._copies, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
@@ -161,7 +161,7 @@ class TorchExecutor:
 
 
 def _carry_out(load_to_tier: Callable[[AdapterLoad], None], load: AdapterLoad) -> LoadResult:
-    """Run a load; whatever goes wrong with one adapter must not end the engine, so every failure is a result."""
+    """Run a load; an error of one adapter must not end the engine, so every failure is a result."""
     began_at = time.perf_counter()
     try:
         load_to_tier(load)

@@ -33,7 +33,7 @@ class TokenSampler(Protocol):
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Drop what is kept for sequences that will not come back."""
+        """Drop the state of sequences that will not come back."""
         ...
 
 
@@ -47,7 +47,7 @@ class ModelRunner:
         sampler: Chooses tokens.
         resident: Adapters on the device by key; changed by the executor, read here.
         space: Where the LoRA kernel's tables are made, if it goes by tables.
-        attention: What steps attend with; torch when ``None``.
+        attention: Implementation of attention; torch when ``None``.
         ops: The device.
         graphs: Runs steps that only decode, where it can.
     """

@@ -36,7 +36,7 @@ ATTENTION_NAME = "manylora_paged"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a layer asks for.
+    """A layer's call of attention.
 
     Args:
         module: The attention module, for its ``layer_idx``.
@@ -46,9 +46,9 @@ class AttentionCall:
         scaling: Factor of the scores.
         window: Positions a token sees, itself included; ``None`` is all before it.
         softcap: Bound of the scores (``softcap * tanh(score / softcap)``), or ``None``.
-        mask: What the model made for a mask; must be ``None``.
+        mask: The model's mask; must be ``None``.
         extra: Further keyword arguments of the architecture.
-        rotation: What query and key have still to be rotated by; ``None`` if they are as they shall be.
+        rotation: RoPE that query and key still need; ``None`` if they are rotated.
     """
 
     module: nn.Module
@@ -137,7 +137,7 @@ class _DecodeGather:
 
 
 class PagedBatch:
-    """One step's attention: where K and V go and what each row sees.
+    """One step's attention: where K and V go and which positions each row attends to.
 
     Args:
         pages: The pages.
@@ -183,7 +183,7 @@ class PagedBatch:
         self._decode_gathers: dict[int | None, _DecodeGather] = {}
         self._prompt_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         if unfilled and self._kernels is None:
-            # The torch path reads pages whole: what one held before must not reach its sums, 0 * NaN is NaN.
+            # The torch path reads pages whole: stale values must not reach the sums, 0 * NaN is NaN.
             pages.flat.index_fill_(0, self._index(np.asarray(unfilled)), 0)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -273,7 +273,7 @@ class PagedBatch:
                 first = 0 if window is None else max(0, length - window)
                 bounds.append((first - first_block * block_size, length - first_block * block_size))
             width = max(len(table) for table in tables)
-            # Short tables are padded with the sequence's own last page: nobody reads another's memory.
+            # Short tables are padded with the sequence's own last page: no sequence reads another's memory.
             padded = np.asarray([[*table, *([table[-1]] * (width - len(table)))] for table in tables], dtype=np.int64)
             self._decode_indices[window] = _DecodeIndex(padded, np.asarray(bounds, dtype=np.int64))
         return self._decode_indices[window]

@@ -1,4 +1,4 @@
-"""A step's attention on the Triton kernels: what ``PagedBatch`` is to torch and the CPU."""
+"""A step's attention on the Triton kernels; the counterpart of ``PagedBatch``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manylora.plan import PlannedSequence
 __all__ = ["TritonAttention", "TritonBatch", "first_slot"]
 
 MIN_LINES = 16
-"""Rows of a matrix instruction: what a query block is padded to."""
+"""Rows of a matrix instruction; query blocks are padded to it."""
 
 
 PROMPT_LINES = 64
@@ -44,8 +44,8 @@ class TritonAttention:
         is_decode: Whether every block is one token.
         splits: Pieces a context is cut in; as many as fill the device when ``None``. Only for decoding.
         outputs: Where results go if the batch has rows of padding, which no program writes: zeros
-            ``[most rows, heads, head_dim]`` by heads, made when first needed. Whatever memory held before would
-            otherwise go through the rest of the model, as numbers that overflow.
+            ``[most rows, heads, head_dim]`` by heads, made when first needed. Stale memory
+            would otherwise pass through the rest of the model, as numbers that overflow.
         most_rows: Rows of those.
     """
 
@@ -168,7 +168,7 @@ class TritonAttention:
 
 
 class TritonBatch:
-    """One step's attention: where K and V go and what each row sees.
+    """One step's attention: where K and V go and which positions each row attends to.
 
     Args:
         ops: The device.
@@ -233,7 +233,7 @@ class TritonBatch:
 
 
 def _angles(call: AttentionCall) -> Rotation:
-    """Return what q and k have still to be rotated by; where that is nothing, no angles, of anything that is there."""
+    """Return the rotation that q and k still need; where they need none, empty angles."""
     if call.rotation is not None:
         return call.rotation
     nothing = call.query[0, :, :0]

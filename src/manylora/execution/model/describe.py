@@ -19,7 +19,7 @@ __all__ = ["describe_model", "describe_modules", "siblings"]
 # Siblings that are computed as one product, if the probe saw them take the same input.
 _FAMILIES = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
 
-# Where a checkpoint lies and who wrote it says nothing about what fits it.
+# A checkpoint's place and author do not decide which adapters fit it.
 _VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
 
 
@@ -120,7 +120,7 @@ def _groups(model: nn.Module, probe: ModelProbe) -> dict[str, tuple[str, int]]:
 
 
 def _all_linear(model: nn.Module) -> tuple[str, ...]:
-    """Return what PEFT's ``all-linear`` picks: every linear but the output head."""
+    """Return the targets of PEFT's ``all-linear``: every linear but the output head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
 

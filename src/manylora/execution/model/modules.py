@@ -29,7 +29,7 @@ class AdaptedLinear(nn.Module):
     Args:
         linear: The original; its parameters are taken over.
         group: Its group.
-        step: What the running step brings.
+        step: The running step's adapters and tokens.
         is_head: Whether it sees the sampled rows only.
     """
 
@@ -60,7 +60,7 @@ class AdaptedEmbedding(nn.Module):
     Args:
         embedding: The original, kept whole (subclasses scale their output).
         group: Its group.
-        step: What the running step brings.
+        step: The running step's adapters and tokens.
     """
 
     def __init__(self, embedding: nn.Embedding, group: str, step: StepContext) -> None:
@@ -97,7 +97,7 @@ class FusedLinear(nn.Module):
         bias: ``[out]`` or ``None``.
         sizes: How many columns each part has.
         group: Name of the group.
-        step: What the running step brings.
+        step: The running step's adapters and tokens.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""One small forward pass at load time that finds out what a model really does.
+"""One small forward pass at load time, which finds out how a model behaves.
 
-Instead of a list of architectures that we believe in, we look: does every layer ask for attention once,
-causal, with K and V of one shape, through our function, without a mask and without arguments that we do not
-know? Which linears see every token, which share one input? What does not fit is refused before anything is
-served, by name.
+There is no list of supported architectures. The pass checks that every layer calls our attention function once, causal,
+with K and V of one shape, without a mask and without unknown arguments. It also records which linears see every token
+and which share one input. A model that does anything else is refused by name before it serves a request.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProbe:
-    """What the pass found.
+    """Findings of the pass.
 
     Args:
         num_layers: Layers with attention, numbered from 0.
@@ -62,7 +61,7 @@ class ModelProbe:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Takes the part of the paged batch and notes what it is asked."""
+    """Stands in for the paged batch and records the calls."""
 
     architecture: str
     layers: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class _Recorder:
 
 
 def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> ModelProbe:
-    """Run the model once on a few tokens and report what it does.
+    """Run the model once on a few tokens and report its behaviour.
 
     Args:
         model: A causal language model whose attention is ours; unchanged afterwards.

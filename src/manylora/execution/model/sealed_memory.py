@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 __all__ = ["ALIGNMENT", "MemoryWriter", "SealedMemory"]
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and what the kernels' vector loads want."""
+"""Bytes; a cache line, and the alignment of the kernels' vector loads."""
 
 
 class SealedMemory:
@@ -65,7 +65,7 @@ class MemoryWriter:
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def append(self, content: NDArray[np.uint8]) -> int:
-        """Write ``content`` behind what is there; return where it begins, a multiple of ``ALIGNMENT``."""
+        """Append ``content``; return its offset, a multiple of ``ALIGNMENT``."""
         offset = -(-self._num_bytes // ALIGNMENT) * ALIGNMENT
         rest = content.data
         position = offset
