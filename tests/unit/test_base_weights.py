@@ -158,12 +158,15 @@ def test_memory_is_given_back() -> None:
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    small = save(FAMILIES["llama"], tmp_path / "small")
-    large = save(LlamaConfig(**SMALL | {"num_hidden_layers": 3}), tmp_path / "large")
-    _, weights = load_weights(small, load_model)
-    with pytest.raises(ConfigError, match=re.escape("model.layers.2.input_layernorm")):
-        logits(large, weights)
+    model = save(FAMILIES["llama"], tmp_path / "model")
+    other = save(FAMILIES["llama"], tmp_path / "other")
+    _, weights = load_weights(model, load_model)
+    with pytest.raises(ConfigError, match=r"weights of '.*/model', expected those of '.*/other'"):
+        logits(other, weights)
     manifest, buffer = weights.export()
+    kept = tuple(entry for entry in manifest.entries if entry.names != ("model.norm.weight",))
+    with pytest.raises(ConfigError, match=re.escape("without model.norm.weight")):
+        logits(model, BaseWeights.attach(msgspec.structs.replace(manifest, entries=kept), buffer))
     with pytest.raises(ConfigError, match="expected"):
         BaseWeights.attach(manifest, buffer[:-1])
 

@@ -78,6 +78,8 @@ def build_parts(
     """
     if weights is None:
         loaded, weights = load_weights(config.model, load)
+    elif weights.manifest.model != config.model.model:
+        raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {config.model.model!r}")
     else:
         loaded = load_skeleton(config.model)
     device, model = loaded.device, loaded.model

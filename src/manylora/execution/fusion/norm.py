@@ -1,8 +1,8 @@
 """Normalisations as one launch each, the sum before them included.
 
 A decode step of a large model has two in every layer, of eight small kernels each in plain torch: with 32 layers some
-five hundred launches, a fifth of a step on a fast GPU. A candidate runs
-beside the original on random numbers, and replaces it only if the results are equal but for rounding.
+five hundred launches, a fifth of a step on a fast GPU. A candidate runs beside the original on random numbers, and
+replaces it only if the results are equal but for rounding.
 """
 
 from __future__ import annotations

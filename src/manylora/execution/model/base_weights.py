@@ -141,7 +141,7 @@ def check_complete(model: nn.Module) -> None:
         tensors.update(own)
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
     if missing:
-        raise ConfigError(f"Got shared weights without {', '.join(missing)}: they are another model's")
+        raise ConfigError(f"Got shared weights without {', '.join(missing)}: the table is incomplete")
 
 
 def _view(buffer: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
