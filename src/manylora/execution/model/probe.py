@@ -60,7 +60,7 @@ class ModelProbe:
 
 
 @dataclass(slots=True)
-class _Recorder:
+class _ProbeSink:
     """Stands in for the paged batch and records the calls."""
 
     architecture: str
@@ -99,7 +99,7 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     Raises:
         ConfigError: It does something that we do not serve.
     """
-    recorder = _Recorder(architecture)
+    sink = _ProbeSink(architecture)
     seen: dict[str, list[torch.Tensor]] = {}
     with _watching(model, seen), torch.inference_mode():
         device = next(model.parameters()).device
@@ -107,22 +107,22 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
         keep = torch.arange(NUM_TOKENS - NUM_SAMPLED, NUM_TOKENS, device=device)
         try:
             logits = model(
-                input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep, paged=recorder
+                input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep, paged=sink
             ).logits
         except TypeError as error:
-            raise recorder.refusal(f"its forward pass does not take what paged attention needs ({error})") from error
-    missing = [layer for layer in range(num_layers) if layer not in recorder.layers]
-    if missing or len(recorder.layers) != num_layers:
-        raise recorder.refusal(
+            raise sink.refusal(f"its forward pass does not take what paged attention needs ({error})") from error
+    missing = [layer for layer in range(num_layers) if layer not in sink.layers]
+    if missing or len(sink.layers) != num_layers:
+        raise sink.refusal(
             f"layers {missing} keep state in another way than keys and values"
             if missing
-            else f"it has {len(recorder.layers)} attention layers where its configuration says {num_layers}"
+            else f"it has {len(sink.layers)} attention layers where its configuration says {num_layers}"
         )
     if logits.shape[:2] != (1, NUM_SAMPLED):
-        raise recorder.refusal("it cannot compute logits of chosen rows only")
-    shapes = sorted(set(recorder.layers.values()))
+        raise sink.refusal("it cannot compute logits of chosen rows only")
+    shapes = sorted(set(sink.layers.values()))
     if len(shapes) != 1:
-        raise recorder.refusal(f"its layers have keys of different shapes: {shapes} (heads, head size)")
+        raise sink.refusal(f"its layers have keys of different shapes: {shapes} (heads, head size)")
     return _summary(model, seen, num_layers, shapes[0])
 
 
