@@ -140,7 +140,7 @@ class Bench:
 
     def _attention_kernels(self) -> list[dict[str, Any]]:
         rows = []
-        engine, pool = self.engine, self.engine.runner._pool
+        engine, pool = self.engine, self.engine.runner._pages
         ops = make_device_ops(self.device)
         shape, dtype = pool.shape, pool.dtype
         heads = self.sizes.model["num_attention_heads"]

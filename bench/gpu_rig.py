@@ -197,7 +197,7 @@ class Engine:
         self.executor = self.parts.executor
         self.runner = self.executor._runner
         self.base: BaseShape = self.parts.base
-        pool = self.runner._pool.flat
+        pool = self.runner._pages.flat
         for page in range(0, pool.shape[0], 512):  # never time zeros
             pool[page : page + 512].normal_(0.0, 0.02)
         self._images: dict[int, HostAdapter] = {}
@@ -240,7 +240,7 @@ class Engine:
                 assert space is not None
                 self._images[kind] = HostAdapter(layout, image, make_template(layout, space.directory))
             # One image for all of a rank: page-locking hundreds of gigabytes would take longer than the run.
-            self.executor._store._adapters[versions[spec.name].key] = self._images[kind]
+            self.executor._host._adapters[versions[spec.name].key] = self._images[kind]
         return versions
 
     def load(self, version: AdapterVersion, first_page: int) -> int:

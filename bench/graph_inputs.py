@@ -55,14 +55,14 @@ def main() -> None:
     space = LoraSpace(directory, pool.flat)
     layout = lay_out(dict.fromkeys(base.all_linear, RANK), base)
     template = make_template(layout, directory)
-    pages = range(layout.num_pages)
+    table = range(layout.num_pages)
     rows = []
     for batch in (1, 32, 64, 128):
         graphs = DecodeGraphs(
             ops=DirectOps(cpu),
             model=torch.nn.Identity(),
             step=StepContext(apply_naive),
-            pool=pool,
+            pages=pool,
             tables=PageTables(DirectOps(cpu), num_lines=160, width=512),
             vocab_size=8,
             max_num_seqs=128,
@@ -85,12 +85,12 @@ def main() -> None:
             )
             for i in range(batch)
         ]
-        lines = [(i, i + 1, AdapterTable.put(template, pages, page.num_elements, cpu)) for i in range(batch)]
+        lines = [(i, i + 1, AdapterTable.put(template, table, page.num_elements, cpu)) for i in range(batch)]
         tables = StepTables(space, measure(lines, 16), 16)
         work = {
             "inputs": lambda graphs=graphs, s=sequences, n=batch: graphs._write_inputs(s, n),
             "adapters": lambda tables=tables, lines=lines: tables.write(lines),
-            "table": lambda: template.place(pages, page.num_elements),
+            "table": lambda: template.place(table, page.num_elements),
         }
         row: dict[str, float] = {"batch": batch}
         for name, one in work.items():

@@ -189,14 +189,14 @@ def test_a_host_load_reads_the_files_again(parts: EngineParts, folders: dict[str
 def test_dropping_gives_host_memory_back(parts: EngineParts, folders: dict[str, Path]) -> None:
     version = parts.reader.read("one", str(folders["one"]))
     assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
-    store = executor_of(parts)._store
-    adapter = store.get(version.key)
-    assert adapter is not None and store.num_bytes == adapter.image.nbytes == version.host_bytes
+    host = executor_of(parts)._host
+    adapter = host.get(version.key)
+    assert adapter is not None and host.num_bytes == adapter.image.nbytes == version.host_bytes
     image = weakref.ref(adapter.image)
     del adapter
     parts.executor.drop_adapter(version.key, Tier.HOST)
     gc.collect()
-    assert image() is None and len(store) == 0
+    assert image() is None and len(host) == 0
     # The device copy does not need it.
     assert run(parts, sequence([1, 2], 0, 2, 0, version.key)).isfinite().all()
     parts.executor.drop_adapter(version.key, Tier.DEVICE)
@@ -208,7 +208,7 @@ def test_the_same_weights_are_kept_once(parts: EngineParts, folders: dict[str, P
     path = shutil.copytree(folders["one"], tmp_path / "copy")
     first, second = parts.reader.read("a", str(folders["one"])), parts.reader.read("b", str(path))
     assert first.key == second.key and replace(first, source="") == replace(second, source="")
-    assert len(executor_of(parts)._store) == 1
+    assert len(executor_of(parts)._host) == 1
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
@@ -222,7 +222,7 @@ def test_what_a_page_held_before_does_not_reach_its_next_owner(
     run(parts, other)
     run(parts, sequence(tokens, 0, 6, 0))
     clean = run(parts, sequence(tokens, 6, 1, 0), sequence([3, 4, 5, 6], 3, 1, 8, None, 1))
-    executor_of(parts)._pool.flat[:8] = float("nan")
+    executor_of(parts)._pages.flat[:8] = float("nan")
     run(parts, sequence(tokens, 0, 6, 0))
     dirty = run(parts, sequence(tokens, 6, 1, 0), sequence([3, 4, 5, 6], 3, 1, 8, None, 1))
     torch.testing.assert_close(dirty, clean)

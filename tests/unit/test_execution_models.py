@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,8 +158,10 @@ def test_length_dependent_rope_is_served_up_to_the_trained_length() -> None:
 
 def make_fused(*, has_bias: bool) -> tuple[list[nn.Linear], list[FusedPart]]:
     torch.manual_seed(0)
-    linears = [nn.Linear(6, size, bias=has_bias and size != 3) for size in (4, 3, 5)]
-    fused = FusedLinear(linears, "group", StepContext(LORA_KERNELS["grouped"]))
+    linears = [nn.Linear(6, size, bias=has_bias) for size in (4, 3, 5)]
+    weight = torch.cat([linear.weight.data for linear in linears])
+    bias = torch.cat([linear.bias.data for linear in linears]) if has_bias else None
+    fused = FusedLinear(weight, bias, [4, 3, 5], "group", StepContext(LORA_KERNELS["grouped"]))
     return linears, [FusedPart(fused, index, is_owner=index == 0) for index in range(3)]
 
 
@@ -184,8 +187,8 @@ def test_a_model_that_mixes_tokens_outside_attention_is_refused(
 ) -> None:
     """A convolution over tokens looks harmless to the probe; what comes out tells."""
 
-    def adapt_and_mix(model: nn.Module, shape: BaseShape, step: StepContext) -> None:
-        adapt_modules(model, shape, step)
+    def adapt_and_mix(model: nn.Module, *args: Any) -> None:
+        adapt_modules(model, *args)
         layer = model.get_submodule("model.layers.0.mlp")
         layer.register_forward_hook(lambda module, args, output: output + 0.1 * output.roll(1, dims=1))
 

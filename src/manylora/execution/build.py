@@ -1,16 +1,25 @@
-"""Put a live engine's parts together: model, pages, sampler, threads."""
+"""Put a live engine's parts together, stage by stage.
+
+::
+
+    weights     loaded, fused, packed and frozen; or another process's, mapped      model/freeze, model/base_weights
+    model       a module tree over them, its linears replaced for LoRA               model/modules
+    pages       as many as fit beside it                                             page_budget, storage
+    attention   and with it fewer launches, and decode steps as graphs               attention, fusion, decode_graphs
+    runner      all of it for one step; checked on two sequences                     runner, self_check
+    executor    threads for steps, copies and reads                                  executor
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
-from manylora.config import GIB, EngineConfig, MemoryConfig, ModelConfig
+from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.execution.attention.step import (
     AttentionKernel,
@@ -25,10 +34,12 @@ from manylora.execution.fusion.step import fuse_launches
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.machine import describe_machine
+from manylora.execution.model.base_weights import BaseWeights, check_complete
 from manylora.execution.model.describe import describe_model
-from manylora.execution.model.load import LoadedModel, context_limit, load_model
+from manylora.execution.model.freeze import load_weights
+from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
 from manylora.execution.model.modules import adapt_modules
-from manylora.execution.model.probe import measure_activations, probe_model
+from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner, TokenSampler
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
@@ -44,8 +55,6 @@ __all__ = ["build_parts"]
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CPU_BYTES = GIB
-
 
 def build_parts(
     config: EngineConfig,
@@ -53,73 +62,80 @@ def build_parts(
     *,
     make_sampler: Callable[[BaseShape], TokenSampler] | None = None,
     load: Callable[[ModelConfig], LoadedModel] = load_model,
+    weights: BaseWeights | None = None,
 ) -> EngineParts:
     """Load the model and build everything a live ``EngineCore`` needs.
 
     Args:
-        config: What to build; ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
+        config: Of the engine; ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
         clock: Woken when steps and loads complete.
         make_sampler: Builds the sampler from the base's shape; the plain one, without grammars, when ``None``.
         load: Loads the model; for models that lie in no folder.
+        weights: The model's, frozen by another process and attached to here; loaded when ``None``.
 
     Raises:
         ConfigError: The model cannot be served, or the pool cannot hold one sequence of ``max_model_len``.
     """
-    loaded = load(config.model)
-    text_config = loaded.text_config
-    probe = probe_model(
-        loaded.model, architecture=str(text_config.model_type), num_layers=int(text_config.num_hidden_layers)
-    )
-    limit = context_limit(text_config)
-    asked = config.model.max_model_len
-    if asked is not None and asked > limit:
-        raise ConfigError(f"Got max_model_len = {asked}, but the model's context is {limit} tokens")
+    if weights is None:
+        loaded, weights = load_weights(config.model, load)
+    elif weights.manifest.model != config.model.model:
+        raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {config.model.model!r}")
+    else:
+        loaded = load_skeleton(config.model)
+    device, model = loaded.device, loaded.model
     base = describe_model(
-        loaded, probe, block_size=config.memory.block_size, max_model_len=limit if asked is None else asked
+        loaded,
+        weights.manifest.probe,
+        block_size=config.memory.block_size,
+        max_model_len=_context(config.model, loaded),
     )
-    kernel = choose_kernel(config.model.lora_kernel, loaded.device)
+    kernel = choose_kernel(config.model.lora_kernel, device)
     step = StepContext(LORA_KERNELS[kernel])
-    adapt_modules(loaded.model, base, step)
-    num_pages = _num_pages(config, base, loaded.model, loaded.device)
-    base = _fit_context(base, num_pages, is_asked=asked is not None)
-    storage = PageTensor(base.page, num_pages, loaded.device)
-    sampler = make_sampler(base) if make_sampler is not None else _plain_sampler(base, loaded.device)
-    resident: dict[AdapterKey, ResidentAdapter] = {}
+    weights.install(model)
+    adapt_modules(model, weights.tensors, base, step)
+    check_complete(model)
+
+    num_pages = count_pages(config, base, loaded)
+    base = fit_context(base, num_pages, is_asked=config.model.max_model_len is not None)
+    pages = PageTensor(base.page, num_pages, device)
     directory = GroupDirectory.of(base) if kernel in TABLE_KERNELS else None
-    space = LoraSpace(directory, storage.flat) if directory is not None else None
-    ops = make_device_ops(loaded.device)
-    attention: AttentionKernel = TorchAttentionKernel(storage)
-    if choose_attention(config.model.attention_kernel, loaded.device) == "triton":
-        fuse_launches(loaded.model)
-        attention = TritonAttentionKernel(
-            ops, storage, max_num_seqs=config.scheduler.max_num_seqs, max_model_len=base.max_model_len
-        )
+    space = LoraSpace(directory, pages.flat) if directory is not None else None
+
+    ops = make_device_ops(device)
+    attention: AttentionKernel = TorchAttentionKernel(pages)
     graphs = None
-    if isinstance(attention, TritonAttentionKernel) and _wants_graphs(config.model.decode_graphs, loaded.device):
-        graphs = DecodeGraphs(
-            ops=ops,
-            model=loaded.model,
-            step=step,
-            pool=storage,
-            tables=attention.tables,
-            vocab_size=base.vocab_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            space=space,
-            is_padded=kernel == "padded",
-        )
-    runner = ModelRunner(loaded.model, step, storage, sampler, resident, space, attention, ops, graphs)
+    if choose_attention(config.model.attention_kernel, device) == "triton":
+        max_num_seqs = config.scheduler.max_num_seqs
+        fuse_launches(model)
+        attention = TritonAttentionKernel(ops, pages, max_num_seqs=max_num_seqs, max_model_len=base.max_model_len)
+        if _wants_graphs(config.model.decode_graphs, device):
+            graphs = DecodeGraphs(
+                ops=ops,
+                model=model,
+                step=step,
+                pages=pages,
+                tables=attention.tables,
+                vocab_size=base.vocab_size,
+                max_num_seqs=max_num_seqs,
+                space=space,
+                is_padded=kernel == "padded",
+            )
+    sampler = make_sampler(base) if make_sampler is not None else _plain_sampler(base, device)
+    resident: dict[AdapterKey, ResidentAdapter] = {}
+    runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs)
     check_sequences_are_separate(runner, base, num_pages)
-    if graphs is not None and loaded.device.type == "cuda":
+    if graphs is not None and device.type == "cuda":
         graphs.warm()
-    store = HostTier(is_pinned=loaded.device.type == "cuda", directory=directory)
+
+    host = HostTier(is_pinned=device.type == "cuda", directory=directory)
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
-    reader = HostReader(base, store, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype)
-    executor = TorchExecutor(runner=runner, pool=storage, store=store, reader=reader, resident=resident, clock=clock)
+    reader = HostReader(base, host, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype)
+    executor = TorchExecutor(runner=runner, pages=pages, host=host, reader=reader, resident=resident, clock=clock)
     logger.info(
         "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
         base.name,
         base.architecture,
-        loaded.device,
+        device,
         base.page.dtype,
         num_pages,
         base.page.num_bytes,
@@ -131,9 +147,22 @@ def build_parts(
         executor=executor,
         reader=reader,
         close=executor.close,
-        machine=describe_machine(loaded.device),
-        is_accelerated=loaded.device.type != "cpu",
+        machine=describe_machine(device),
+        is_accelerated=device.type != "cpu",
     )
+
+
+def _context(config: ModelConfig, loaded: LoadedModel) -> int:
+    """Return the longest context to serve, in tokens.
+
+    Raises:
+        ConfigError: The model has a shorter one than the configuration asks for.
+    """
+    limit = context_limit(loaded.text_config)
+    asked = config.max_model_len
+    if asked is not None and asked > limit:
+        raise ConfigError(f"Got max_model_len = {asked}, but the model's context is {limit} tokens")
+    return limit if asked is None else asked
 
 
 def _adapter_dtype(asked: str, page_dtype: str, kernel: str) -> str:
@@ -155,47 +184,3 @@ def _wants_graphs(choice: str, device: torch.device) -> bool:
 
 def _plain_sampler(base: BaseShape, device: torch.device) -> TokenSampler:
     return Sampler(base.vocab_size, base.eos_token_ids, device)
-
-
-def _num_pages(config: EngineConfig, base: BaseShape, model: torch.nn.Module, device: torch.device) -> int:
-    """Return how many pages the configuration asks for, or the device has room for."""
-    memory: MemoryConfig = config.memory
-    if memory.num_pages is not None:
-        return memory.num_pages
-    num_bytes = memory.memory_bytes
-    if num_bytes is None and device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        activations = measure_activations(
-            model,
-            num_tokens=_most_tokens_in_a_step(config, base),
-            num_sampled=min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
-        )
-        num_bytes = int(total * memory.gpu_memory_utilization) - (total - free) - activations
-    if num_bytes is None:
-        num_bytes = DEFAULT_CPU_BYTES
-    num_pages = num_bytes // base.page.num_bytes
-    if num_pages < 2:
-        raise ConfigError(
-            f"Got room for {max(num_bytes, 0)} bytes of pages, expected at least two pages of "
-            f"{base.page.num_bytes} bytes: raise memory_bytes or gpu_memory_utilization, or lower block_size"
-        )
-    return num_pages
-
-
-def _most_tokens_in_a_step(config: EngineConfig, base: BaseShape) -> int:
-    budget = config.scheduler.max_num_batched_tokens
-    return budget if config.scheduler.chunked_prefill else max(budget, base.max_model_len)
-
-
-def _fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape:
-    """Return ``base`` with a context that the pool can hold; one that was asked for is not cut in silence."""
-    room = num_pages * base.page.block_size
-    if base.max_model_len <= room:
-        return base
-    if is_asked:
-        raise ConfigError(
-            f"Got max_model_len = {base.max_model_len}, but {num_pages} pages hold {room} tokens: "
-            "lower it or give the pool more memory"
-        )
-    logger.warning("context_limited num_pages=%d max_model_len=%d model_limit=%d", num_pages, room, base.max_model_len)
-    return replace(base, max_model_len=room)

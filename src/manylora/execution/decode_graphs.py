@@ -1,4 +1,4 @@
-"""Decoding as captured graphs: hundreds of kernel launches become one, whatever shares the batch.
+"""Decoding as captured graphs: hundreds of kernel launches become one, for any mix of adapters.
 
 A step in which every sequence decodes is the same launches every time; only numbers differ, and those lie in buffers
 that never move:
@@ -8,10 +8,10 @@ that never move:
     inputs    token | position | slot | query block of 4        one line per row, one copy per step
     tables    page of every position, a line per sequence       rewritten where they changed (``page_tables``)
     adapters  row blocks and adapters' addresses                one line per adapter, when the batch changes
-    logits    [rows, vocab]                                     what a replay leaves behind
+    logits    [rows, vocab]                                     the result of a replay
 
 Batches are padded to a *bucket*; rows of padding have no slot and an empty query block, so nothing is written or read
-for them, and their attention is zeros, or what an earlier step left there. A graph is captured when its bucket is first
+for them, and their attention is zeros, or left from an earlier step. A graph is captured when its bucket is first
 needed, after that very step has run eagerly. Those with adapters also depend on which groups any adapter changes: a
 group that none does is left out of the graph, since even a launch that finds nothing to do takes its two microseconds,
 32 layers long.
@@ -85,13 +85,13 @@ class _SharedTables:
 
 
 class _StaticAttention:
-    """What the model is given for ``paged`` while a graph is captured."""
+    """The model's ``paged`` argument while a graph is captured."""
 
     def __init__(self, attention: TritonAttention) -> None:
         self._attention = attention
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attend to whatever the static inputs describe."""
+        """Attend as the static inputs describe."""
         return self._attention.attend(call)
 
 
@@ -102,7 +102,7 @@ class DecodeGraphs:
         ops: The device.
         model: The model with its modules replaced.
         step: The context those modules look at.
-        pool: The pages.
+        pages: The pages.
         tables: Block tables on the device.
         vocab_size: Columns of the logits.
         max_num_seqs: Largest batch.
@@ -116,7 +116,7 @@ class DecodeGraphs:
         ops: DeviceOps,
         model: nn.Module,
         step: StepContext,
-        pool: PageTensor,
+        pages: PageTensor,
         tables: PageTables,
         vocab_size: int,
         max_num_seqs: int,
@@ -126,7 +126,7 @@ class DecodeGraphs:
         self._ops = ops
         self._model = model
         self._step = step
-        self._pool = pool
+        self._pages = pages
         self._page_tables = tables
         self._space = space
         self._block_rows = 1 if is_padded else DECODE_ROWS
@@ -172,14 +172,14 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Capture the base's graph of every bucket, so that nobody waits for it later."""
+        """Capture the base's graph of every bucket, so that no request waits for it later."""
         for bucket in reversed(self._buckets):  # the largest first: smaller ones fit in the memory it leaves
             self._write_inputs((), bucket)
             self._record((bucket, b""), None)
         self._ops.wait()
 
     def _table_rows(self, segments: Sequence[LoraSegment]) -> list[TableRows] | None:
-        """Return whose rows are whose, ``None`` if an adapter changes more than tables say."""
+        """Return the rows of each adapter, ``None`` if one changes modules that tables do not cover."""
         rows: list[TableRows] = []
         for segment in segments:
             table = segment.adapter.table
@@ -189,7 +189,7 @@ class DecodeGraphs:
         return rows
 
     def _write_adapters(self, rows: list[TableRows]) -> _StaticLora:
-        """Bring the adapters' tables up to date; return what modules shall see if a graph must be captured."""
+        """Bring the adapters' tables up to date; return the adapters for modules to see while a graph is captured."""
         assert self._space is not None
         if rows != self._written:
             if self._lora_tables is None or not self._lora_tables.write(rows):
@@ -221,14 +221,14 @@ class DecodeGraphs:
         assert is_written, "the room was made for these rows"
 
     def _write_inputs(self, sequences: Sequence[PlannedSequence], bucket: int) -> None:
-        block_size = self._pool.shape.block_size
+        block_size = self._pages.shape.block_size
         numbers = self._numbers
         numbers[:, :bucket] = 0
         numbers[2, :bucket] = -1
         lines = self._page_tables.place(sequences)
         for row, (sequence, line) in enumerate(zip(sequences, lines, strict=True)):
             position = sequence.start
-            slot = first_slot(self._pool, sequence.pages[position // block_size], position)
+            slot = first_slot(self._pages, sequence.pages[position // block_size], position)
             numbers[:, row] = sequence.tokens[position], position, slot, row, 1, position, line
         self._inputs.copy_(self._host, non_blocking=True)
 
@@ -238,7 +238,7 @@ class DecodeGraphs:
         tokens, positions, slots = (self._inputs[i, :bucket] for i in range(3))
         blocks = self._blocks[:bucket]
         attention = TritonAttention(
-            pool=self._pool,
+            pages=self._pages,
             slots=slots,
             tables=self._page_tables.table,
             blocks=lambda _: blocks,
@@ -269,7 +269,7 @@ class DecodeGraphs:
         try:
             self._graphs[key] = self._ops.capture(work)
         except RuntimeError as error:
-            # A model that decides on the host what to launch (which experts have tokens) cannot be captured.
+            # A model that chooses its launches on the host (which experts have tokens) cannot be captured.
             self._is_broken = True
             logger.warning("graphs_off reason=%s", str(error).splitlines()[0])
         else:

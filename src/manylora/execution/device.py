@@ -1,7 +1,7 @@
 """The few things that differ between a GPU and the CPU in how a step is carried out, behind one small seam.
 
 Everything that decides (which rows, which tables, which bucket) is the same code on both, so that it runs in the
-tests; what is left for the GPU alone is here and in ``cuda_ops``, and short enough to check line by line.
+tests; the code for the GPU alone is here and in ``device_cuda``, and short enough to check line by line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DeviceOps(Protocol):
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record ``work`` once it has run, and return what repeats it on whatever its tensors hold by then.
+        """Record ``work`` once it has run; return a function that repeats it on the current values of its tensors.
 
         Raises:
             RuntimeError: It cannot be recorded.

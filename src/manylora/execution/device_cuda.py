@@ -1,4 +1,4 @@
-"""The GPU's side of ``DeviceOps``: page-locked memory, copies that nobody waits for, and captured graphs."""
+"""The GPU's side of ``DeviceOps``: page-locked memory, asynchronous copies, and captured graphs."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
     copy     one thread    host image -> device pages, then the views of its tiles
     read     two threads   files -> packed host image, in a process of its own
 
-Each thread takes its work first in, first out. Whoever finishes wakes the clock, and the loop sees the result
-through ``Work.poll``.
+Each thread takes its work first in, first out. A thread that finishes its work wakes the clock, and the loop sees the
+result through ``Work.poll``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FutureWork(Generic[ResultT]):
         return math.inf
 
     def poll(self, now: float) -> ResultT | None:
-        """Return the result once complete, else ``None``; raises what the thread raised."""
+        """Return the result once complete, else ``None``; raises the error of the thread."""
         return self._future.result() if self._future.done() else None
 
 
@@ -63,9 +63,9 @@ class TorchExecutor:
 
     Args:
         runner: The model.
-        pool: The pages.
-        store: The host tier.
-        reader: Reads adapters into ``store``.
+        pages: The pages.
+        host: The host tier.
+        reader: Reads adapters into ``host``.
         resident: Adapters on the device; shared with ``runner``.
         clock: Woken when work completes.
     """
@@ -74,15 +74,15 @@ class TorchExecutor:
         self,
         *,
         runner: ModelRunner,
-        pool: PageTensor,
-        store: HostTier,
+        pages: PageTensor,
+        host: HostTier,
         reader: HostReader,
         resident: dict[AdapterKey, ResidentAdapter],
         clock: Clock,
     ) -> None:
         self._runner = runner
-        self._pool = pool
-        self._store = store
+        self._pages = pages
+        self._host = host
         self._reader = reader
         self._resident = resident
         self._clock = clock
@@ -90,12 +90,12 @@ class TorchExecutor:
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
-        device = pool.flat.device
+        device = pages.flat.device
         self._copy_stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def logits_hook(self) -> LogitsHook | None:
-        """What looks at every step's logits, for debugging and parity tests; called on the step's thread."""
+        """Called with every step's logits, on the step's thread; for debugging and parity tests."""
         return self._runner.logits_hook
 
     @logits_hook.setter
@@ -116,12 +116,12 @@ class TorchExecutor:
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
         if tier is Tier.HOST:
-            self._store.drop(key)
+            self._host.drop(key)
         elif tier is Tier.DEVICE:
             self._resident.pop(key, None)
 
     def close(self) -> None:
-        """Finish the step in flight, cancel what waits and end the threads."""
+        """Finish the step in flight, cancel waiting work and end the threads."""
         for threads in (self._reads, self._copies, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
@@ -142,7 +142,7 @@ class TorchExecutor:
 
     def _copy(self, load: AdapterLoad) -> None:
         key = load.version.key
-        adapter = self._store.get(key)
+        adapter = self._host.get(key)
         if adapter is None:
             # Registering weights again while their host copy is being evicted can lose it; the files are the truth.
             logger.warning("host_copy_gone adapter=%s", key)
@@ -150,8 +150,8 @@ class TorchExecutor:
         if len(load.pages) != adapter.image.shape[0]:
             raise ValueError(f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
         with torch.cuda.stream(self._copy_stream) if self._copy_stream is not None else nullcontext():
-            self._pool.write(load.pages, adapter.image)
-            resident = make_resident(adapter.layout, load.pages, self._pool, adapter.template)
+            self._pages.write(load.pages, adapter.image)
+            resident = make_resident(adapter.layout, load.pages, self._pages, adapter.template)
             if self._copy_stream is not None:
                 # Asleep, not spinning: the step beside us needs the core.
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -161,7 +161,7 @@ class TorchExecutor:
 
 
 def _carry_out(load_to_tier: Callable[[AdapterLoad], None], load: AdapterLoad) -> LoadResult:
-    """Run a load; whatever goes wrong with one adapter must not end the engine, so every failure is a result."""
+    """Run a load; an error of one adapter must not end the engine, so every failure is a result."""
     began_at = time.perf_counter()
     try:
         load_to_tier(load)

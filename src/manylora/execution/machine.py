@@ -1,4 +1,4 @@
-"""What a model runs on, in words: a figure without its machine says nothing."""
+"""Name the machine that a model runs on; a measurement without its machine says nothing."""
 
 from __future__ import annotations
 

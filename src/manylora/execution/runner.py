@@ -33,7 +33,7 @@ class TokenSampler(Protocol):
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Drop what is kept for sequences that will not come back."""
+        """Drop the state of sequences that will not come back."""
         ...
 
 
@@ -43,11 +43,11 @@ class ModelRunner:
     Args:
         model: The causal language model with its modules replaced (``fused.adapt_modules``).
         step: The context those modules look at.
-        pool: The pages.
+        pages: The pages.
         sampler: Chooses tokens.
         resident: Adapters on the device by key; changed by the executor, read here.
         space: Where the LoRA kernel's tables are made, if it goes by tables.
-        attention: What steps attend with; torch when ``None``.
+        attention: Implementation of attention; torch when ``None``.
         ops: The device.
         graphs: Runs steps that only decode, where it can.
     """
@@ -56,7 +56,7 @@ class ModelRunner:
         self,
         model: nn.Module,
         step: StepContext,
-        pool: PageTensor,
+        pages: PageTensor,
         sampler: TokenSampler,
         resident: Mapping[AdapterKey, ResidentAdapter],
         space: LoraSpace | None = None,
@@ -66,12 +66,12 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._step = step
-        self._pool = pool
+        self._pages = pages
         self._sampler = sampler
         self._resident = resident
         self._space = space
-        self._attention: AttentionKernel = attention or TorchAttentionKernel(pool)
-        self._ops = ops or make_device_ops(pool.flat.device)
+        self._attention: AttentionKernel = attention or TorchAttentionKernel(pages)
+        self._ops = ops or make_device_ops(pages.flat.device)
         self._graphs = graphs
         self._last_lora: LoraBatch | None = None
         self.logits_hook: LogitsHook | None = None

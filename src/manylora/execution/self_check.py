@@ -1,6 +1,6 @@
-"""The last look before serving: sequences that share a batch must not feel one another.
+"""The last check before serving: sequences that share a batch must not affect one another.
 
-The probe checks how a model asks for attention; this checks what comes out. A recurrent layer, a
+The probe checks how a model calls attention; this checks its output. A recurrent layer, a
 convolution over tokens or positions counted by the model itself would pass tokens of one sequence to the
 next in a flat batch, and every answer would be subtly wrong.
 """
@@ -33,7 +33,7 @@ def check_sequences_are_separate(runner: ModelRunner, base: BaseShape, num_pages
         num_pages: Pages in the pool; with too few for two sequences the check is left out.
 
     Raises:
-        ConfigError: The logits depend on what shares the batch.
+        ConfigError: The logits depend on the other sequences of the batch.
     """
     num_tokens = min(NUM_TOKENS, base.max_model_len)
     pages_each = -(-num_tokens // base.page.block_size)

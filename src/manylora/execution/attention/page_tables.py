@@ -1,6 +1,6 @@
 """Block tables on the device: a line per sequence, rewritten only where it changed.
 
-A sequence keeps its line while it runs, whatever its place in the batch, and gains a page every ``block_size``
+A sequence keeps its line while it runs, at any place in the batch, and gains a page every ``block_size``
 tokens. So a step of many sequences with long contexts uploads a few numbers, not all tables.
 """
 

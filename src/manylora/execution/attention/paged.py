@@ -36,7 +36,7 @@ ATTENTION_NAME = "manylora_paged"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a layer asks for.
+    """A layer's call of attention.
 
     Args:
         module: The attention module, for its ``layer_idx``.
@@ -46,9 +46,9 @@ class AttentionCall:
         scaling: Factor of the scores.
         window: Positions a token sees, itself included; ``None`` is all before it.
         softcap: Bound of the scores (``softcap * tanh(score / softcap)``), or ``None``.
-        mask: What the model made for a mask; must be ``None``.
+        mask: The model's mask; must be ``None``.
         extra: Further keyword arguments of the architecture.
-        rotation: What query and key have still to be rotated by; ``None`` if they are as they shall be.
+        rotation: RoPE that query and key still need; ``None`` if they are rotated.
     """
 
     module: nn.Module
@@ -137,18 +137,18 @@ class _DecodeGather:
 
 
 class PagedBatch:
-    """One step's attention: where K and V go and what each row sees.
+    """One step's attention: where K and V go and which positions each row attends to.
 
     Args:
-        pool: The pages.
+        pages: The pages.
         sequences: The step's sequences in the order of their rows.
     """
 
-    def __init__(self, pool: PageTensor, sequences: Sequence[PlannedSequence]) -> None:
-        self._pool = pool
-        is_compiled = pool.dtype is torch.float32 and pool.flat.device.type == "cpu"
+    def __init__(self, pages: PageTensor, sequences: Sequence[PlannedSequence]) -> None:
+        self._pages = pages
+        is_compiled = pages.dtype is torch.float32 and pages.flat.device.type == "cpu"
         self._kernels = find_compiled() if is_compiled else None
-        block_size = pool.shape.block_size
+        block_size = pages.shape.block_size
         positions: list[np.ndarray] = []
         slots: list[np.ndarray] = []
         prompts: list[_Prompt] = []
@@ -163,7 +163,7 @@ class PagedBatch:
             table = np.asarray(sequence.pages[first_block : (stop - 1) // block_size + 1])
             positions.append(position)
             page = table[position // block_size - first_block]
-            slots.append(page * (pool.shape.num_layers * 2 * block_size) + position % block_size)
+            slots.append(page * (pages.shape.num_layers * 2 * block_size) + position % block_size)
             last_block_start = (stop - 1) // block_size * block_size
             if sequence.start <= last_block_start and stop % block_size:
                 unfilled.append(sequence.pages[last_block_start // block_size])
@@ -171,8 +171,8 @@ class PagedBatch:
                 decode_rows.append(row)
                 self._decode.append(sequence)
             else:
-                pages = self._index(np.asarray(sequence.pages[: (stop - 1) // block_size + 1]))
-                prompts.append(_Prompt(row, sequence.num_tokens, sequence.start, pages))
+                pages_read = self._index(np.asarray(sequence.pages[: (stop - 1) // block_size + 1]))
+                prompts.append(_Prompt(row, sequence.num_tokens, sequence.start, pages_read))
             row += sequence.num_tokens
         self.num_rows = row
         self.positions = self._index(np.concatenate(positions))
@@ -183,8 +183,8 @@ class PagedBatch:
         self._decode_gathers: dict[int | None, _DecodeGather] = {}
         self._prompt_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         if unfilled and self._kernels is None:
-            # The torch path reads pages whole: what one held before must not reach its sums, 0 * NaN is NaN.
-            pool.flat.index_fill_(0, self._index(np.asarray(unfilled)), 0)
+            # The torch path reads pages whole: stale values must not reach the sums, 0 * NaN is NaN.
+            pages.flat.index_fill_(0, self._index(np.asarray(unfilled)), 0)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
@@ -203,14 +203,14 @@ class PagedBatch:
         return out
 
     def _store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        rows = self._pool.rows
-        first = layer * 2 * self._pool.shape.block_size
+        rows = self._pages.rows
+        first = layer * 2 * self._pages.shape.block_size
         rows[first:].index_copy_(0, self._slots, key.transpose(0, 1))
-        rows[first + self._pool.shape.block_size :].index_copy_(0, self._slots, value.transpose(0, 1))
+        rows[first + self._pages.shape.block_size :].index_copy_(0, self._slots, value.transpose(0, 1))
 
     def _gather(self, layer: int, kv: int, pages: torch.Tensor) -> torch.Tensor:
         """Return pages of K (0) or V (1) of a layer, whole: ``[pages, block_size, kv_heads, head_dim]``."""
-        return self._pool.blocks[:, layer, kv].index_select(0, pages)
+        return self._pages.blocks[:, layer, kv].index_select(0, pages)
 
     def _attend_prompt(self, layer: int, call: AttentionCall, prompt: _Prompt) -> torch.Tensor:
         rows = slice(prompt.row, prompt.row + prompt.num_tokens)
@@ -247,7 +247,7 @@ class PagedBatch:
             index = self._decode_index(call.window)
             return self._kernels.attend(
                 query.contiguous(),
-                self._pool.blocks,
+                self._pages.blocks,
                 layer,
                 index.tables,
                 index.bounds,
@@ -264,7 +264,7 @@ class PagedBatch:
 
     def _decode_index(self, window: int | None) -> _DecodeIndex:
         if window not in self._decode_indices:
-            block_size = self._pool.shape.block_size
+            block_size = self._pages.shape.block_size
             bounds, tables = [], []
             for sequence in self._decode:
                 length = sequence.start + 1
@@ -273,7 +273,7 @@ class PagedBatch:
                 first = 0 if window is None else max(0, length - window)
                 bounds.append((first - first_block * block_size, length - first_block * block_size))
             width = max(len(table) for table in tables)
-            # Short tables are padded with the sequence's own last page: nobody reads another's memory.
+            # Short tables are padded with the sequence's own last page: no sequence reads another's memory.
             padded = np.asarray([[*table, *([table[-1]] * (width - len(table)))] for table in tables], dtype=np.int64)
             self._decode_indices[window] = _DecodeIndex(padded, np.asarray(bounds, dtype=np.int64))
         return self._decode_indices[window]
@@ -281,7 +281,7 @@ class PagedBatch:
     def _decode_gather(self, window: int | None) -> _DecodeGather:
         if window not in self._decode_gathers:
             index = self._decode_index(window)
-            position = np.arange(index.tables.shape[1] * self._pool.shape.block_size)[None, :]
+            position = np.arange(index.tables.shape[1] * self._pages.shape.block_size)[None, :]
             is_seen = (position >= index.bounds[:, :1]) & (position < index.bounds[:, 1:])
             mask = torch.from_numpy(is_seen).to(self._slots.device)[:, None, None, :]
             self._decode_gathers[window] = _DecodeGather(self._index(index.tables.ravel()), mask)
@@ -289,7 +289,7 @@ class PagedBatch:
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-        device = self._pool.flat.device
+        device = self._pages.flat.device
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,12 +1,12 @@
-"""Rotary positions that are left to whoever answers attention.
+"""Rotary embeddings (RoPE) that are left to the attention kernels.
 
-Transformers rotates queries and keys in ten small operations before it asks for attention. Kernels that read q and k
-anyway can do it on the way; what they need is the angles. A tensor that waits for that carries them::
+Transformers rotates queries and keys in ten small operations before it calls attention. Kernels that read q and k
+anyway can rotate them as well, given the angles. An unrotated tensor carries its angles::
 
     q, k  ->  deferred_rotation  ->  Unrotated(q), Unrotated(k)  ->  AttentionCall.rotation  ->  kernels
 
-Whatever is computed from such a tensor is a plain one again. So a model that does something to q after rotating it
-is found out: its attention gets a query without a rotation.
+Any operation on such a tensor returns a plain one. So a model that changes q after rotating it is detected: its
+attention gets a query without a rotation.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Unrotated(torch.Tensor):
 
     @classmethod
     def of(cls, x: torch.Tensor, rotation: Rotation) -> Self:
-        """Return ``x`` itself, with what is left to do."""
+        """Return ``x`` itself, with the rotation it still needs."""
         unrotated = x.as_subclass(cls)
         unrotated.rotation = rotation
         return unrotated
 
 
 def rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-    """Return ``x`` ``[heads, rows, head_dim]`` rotated: what the kernels are held to."""
+    """Return ``x`` ``[heads, rows, head_dim]`` rotated; the reference of the kernels."""
     if rotation is None:
         return x
     turning = x[..., : rotation.rotary_dim].float()

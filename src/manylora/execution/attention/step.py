@@ -44,15 +44,15 @@ class TorchAttentionKernel:
     """Torch and, for decoding on the CPU, the compiled kernel; keeps nothing between steps.
 
     Args:
-        pool: The pages.
+        pages: The pages.
     """
 
-    def __init__(self, pool: PageTensor) -> None:
-        self._pool = pool
+    def __init__(self, pages: PageTensor) -> None:
+        self._pages = pages
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> PagedBatch:
         """Return the step's attention."""
-        return PagedBatch(self._pool, sequences)
+        return PagedBatch(self._pages, sequences)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Forget nothing."""
@@ -63,21 +63,21 @@ class TritonAttentionKernel:
 
     Args:
         ops: The device.
-        pool: The pages.
+        pages: The pages.
         max_num_seqs: Most sequences in a step.
         max_model_len: Longest sequence, in tokens.
     """
 
-    def __init__(self, ops: DeviceOps, pool: PageTensor, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, ops: DeviceOps, pages: PageTensor, *, max_num_seqs: int, max_model_len: int) -> None:
         self._ops = ops
-        self._pool = pool
-        width = -(-max_model_len // pool.shape.block_size)
+        self._pages = pages
+        width = -(-max_model_len // pages.shape.block_size)
         # Two more for the check of the model at start; the others for sequences that are pre-empted meanwhile.
         self.tables = PageTables(ops, num_lines=max_num_seqs + max(2, max_num_seqs // 4), width=width)
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonBatch:
         """Return the step's attention."""
-        return TritonBatch(self._ops, self._pool, self.tables, sequences)
+        return TritonBatch(self._ops, self._pages, self.tables, sequences)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Give back the tables' lines of sequences that will not come back."""

@@ -1,4 +1,4 @@
-"""A step's attention on the Triton kernels: what ``PagedBatch`` is to torch and the CPU."""
+"""A step's attention on the Triton kernels; the counterpart of ``PagedBatch``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from manylora.plan import PlannedSequence
 __all__ = ["TritonAttention", "TritonBatch", "first_slot"]
 
 MIN_LINES = 16
-"""Rows of a matrix instruction: what a query block is padded to."""
+"""Rows of a matrix instruction; query blocks are padded to it."""
 
 
 PROMPT_LINES = 64
 MAX_SPLITS = 16
 
 
-def first_slot(pool: PageTensor, page: int, position: int) -> int:
-    """Return the row of ``pool.rows`` in layer 0 where the K of ``position``, which lies in ``page``, goes."""
-    block_size = pool.shape.block_size
-    return page * pool.shape.num_layers * 2 * block_size + position % block_size
+def first_slot(pages: PageTensor, page: int, position: int) -> int:
+    """Return the row of ``pages.rows`` in layer 0 where the K of ``position``, which lies in ``page``, goes."""
+    block_size = pages.shape.block_size
+    return page * pages.shape.num_layers * 2 * block_size + position % block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class TritonAttention:
     """The launches of one step, for any layer.
 
     Args:
-        pool: The pages.
+        pages: The pages.
         slots: Row of layer 0 where each token's K goes ``[rows]``, int64; below 0 for none.
         tables: Pages of each sequence ``[lines, width]``, int32.
         blocks: Returns the query blocks of at most so many tokens (``BLOCK_FIELDS``).
         is_decode: Whether every block is one token.
         splits: Pieces a context is cut in; as many as fill the device when ``None``. Only for decoding.
         outputs: Where results go if the batch has rows of padding, which no program writes: zeros
-            ``[most rows, heads, head_dim]`` by heads, made when first needed. Whatever memory held before would
-            otherwise go through the rest of the model, as numbers that overflow.
+            ``[most rows, heads, head_dim]`` by heads, made when first needed. Stale memory
+            would otherwise pass through the rest of the model, as numbers that overflow.
         most_rows: Rows of those.
     """
 
-    pool: PageTensor
+    pages: PageTensor
     slots: torch.Tensor
     tables: torch.Tensor
     blocks: Callable[[int], torch.Tensor]
@@ -65,7 +65,7 @@ class TritonAttention:
         """
         from manylora.execution.kernels.triton import attention as triton_attention
 
-        shape = self.pool.shape
+        shape = self.pages.shape
         query = call.query if call.query.stride(2) == 1 else call.query.contiguous()
         num_heads, num_rows, head_dim = query.shape
         group = num_heads // shape.num_kv_heads
@@ -89,9 +89,9 @@ class TritonAttention:
             angles.cos,
             angles.sin,
             angles.cos.stride(0),
-            self.pool.rows,
+            self.pages.rows,
             shape.num_elements,
-            self.pool.rows.stride(0),
+            self.pages.rows.stride(0),
             first,
             blocks,
             self.tables,
@@ -143,17 +143,17 @@ class TritonAttention:
             angles.sin,
             angles.cos.stride(0),
             self.slots,
-            self.pool.rows,
+            self.pages.rows,
             key.stride(0),
             key.stride(1),
             value.stride(0),
             value.stride(1),
-            self.pool.rows.stride(0),
+            self.pages.rows.stride(0),
             first,
             HEADS=num_heads,
             DIM=head_dim,
             ROTARY=angles.rotary_dim,
-            BLOCK_SIZE=self.pool.shape.block_size,
+            BLOCK_SIZE=self.pages.shape.block_size,
             BLOCK_H=_power_of_two(num_heads),
             BLOCK_D=_power_of_two(head_dim),
         )
@@ -163,16 +163,16 @@ class TritonAttention:
             return 1
         if self.splits is not None:
             return self.splits
-        wanted = num_programs(self.pool.flat.device) // max(1, num_blocks * self.pool.shape.num_kv_heads)
+        wanted = num_programs(self.pages.flat.device) // max(1, num_blocks * self.pages.shape.num_kv_heads)
         return min(MAX_SPLITS, _power_of_two(max(1, wanted)))
 
 
 class TritonBatch:
-    """One step's attention: where K and V go and what each row sees.
+    """One step's attention: where K and V go and which positions each row attends to.
 
     Args:
         ops: The device.
-        pool: The pages.
+        pages: The pages.
         tables: Block tables on the device.
         sequences: The step's sequences in the order of their rows.
         splits: See ``TritonAttention``.
@@ -181,15 +181,15 @@ class TritonBatch:
     def __init__(
         self,
         ops: DeviceOps,
-        pool: PageTensor,
+        pages: PageTensor,
         tables: PageTables,
         sequences: Sequence[PlannedSequence],
         splits: int | None = None,
     ) -> None:
         self._ops = ops
         lines = tables.place(sequences)
-        block_size = pool.shape.block_size
-        page_rows = pool.shape.num_layers * 2 * block_size
+        block_size = pages.shape.block_size
+        page_rows = pages.shape.num_layers * 2 * block_size
         positions: list[np.ndarray] = []
         slots: list[np.ndarray] = []
         self._spans: list[tuple[int, int, int, int]] = []
@@ -198,16 +198,16 @@ class TritonBatch:
             start, stop = sequence.start, sequence.start + sequence.num_tokens
             position = np.arange(start, stop)
             first_block = start // block_size
-            pages = np.asarray(sequence.pages[first_block : (stop - 1) // block_size + 1], dtype=np.int64)
+            table = np.asarray(sequence.pages[first_block : (stop - 1) // block_size + 1], dtype=np.int64)
             positions.append(position)
-            slots.append(pages[position // block_size - first_block] * page_rows + position % block_size)
+            slots.append(table[position // block_size - first_block] * page_rows + position % block_size)
             self._spans.append((row, sequence.num_tokens, start, line))
             row += sequence.num_tokens
         self.num_rows = row
         self.positions = ops.upload(np.concatenate(positions))
         self._blocks: dict[int, torch.Tensor] = {}
         self._attention = TritonAttention(
-            pool=pool,
+            pages=pages,
             slots=ops.upload(np.concatenate(slots)),
             tables=tables.table,
             blocks=self._make_blocks,
@@ -233,7 +233,7 @@ class TritonBatch:
 
 
 def _angles(call: AttentionCall) -> Rotation:
-    """Return what q and k have still to be rotated by; where that is nothing, no angles, of anything that is there."""
+    """Return the rotation that q and k still need; where they need none, empty angles."""
     if call.rotation is not None:
         return call.rotation
     nothing = call.query[0, :, :0]

@@ -1,7 +1,7 @@
 """Gated feed-forward modules whose activation and product are one launch.
 
-Nearly all families write them as ``down(act(gate(x)) * up(x))``, some with gate and up in one linear. Which activation
-it is, and whether the module does nothing else, is tried.
+Nearly all families write them as ``down(act(gate(x)) * up(x))``, some with gate and up in one linear. The activation
+is found by comparing results; a module that computes anything else keeps its own forward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Normalisations as one launch each, the sum before them included; whatever turns out not to be one stays as it is.
+"""Normalisations as one launch each, the sum before them included.
 
 A decode step of a large model has two in every layer, of eight small kernels each in plain torch: with 32 layers some
-five hundred launches, a fifth of a step on a fast GPU. Which modules they are is tried, not believed: a candidate is
-run beside the original on random numbers and replaces it only if the results are equal but for rounding.
+five hundred launches, a fifth of a step on a fast GPU. A candidate runs beside the original on random numbers, and
+replaces it only if the results are equal but for rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["FusedNorm", "Summed", "fuse_norms"]
 
 
 class Summed(torch.Tensor):
-    """A sum that has been normalised already; whatever is computed from it is a plain tensor again."""
+    """A sum that has been normalised already; any operation on it returns a plain tensor."""
 
     norm: FusedNorm
     normed: torch.Tensor
@@ -54,7 +54,7 @@ class FusedNorm(nn.Module):
 
         Args:
             residual: ``[..., width]``.
-            x: What is added, of the same shape and type.
+            x: The other term, of the same shape and type.
             inner: Normalises ``x`` before it is added; of the same kind as this norm.
         """
         assert inner is None or inner.is_offset == self.is_offset

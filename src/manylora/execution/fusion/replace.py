@@ -1,8 +1,8 @@
-"""Putting a quicker forward in a module's place, if it gives the same.
+"""Give a module a faster forward, if it returns the same.
 
-What a module of transformers computes is a property of its code, not of its name. So a replacement is tried: the module
-is run on what it was seen to be called with, with its own forward and with ours, and keeps ours only if nothing but
-rounding differs.
+The function of a transformers module follows from its code, not from its name. So a replacement is checked: the module
+runs on recorded arguments, with its own forward and with ours, and keeps ours only if the results are equal but for
+rounding.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest difference that rounding explains, relative to the largest value."""
 
 POSITIONS = (1, 6)
-"""Where the tokens of a trial lie: not where nothing turns."""
+"""Probe positions; not 0, where RoPE is the identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenCall:
-    """What a module was called with, and what it returned."""
+    """A recorded call of a module: its arguments and its result."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -40,7 +40,7 @@ class SeenCall:
 
 @dataclass(slots=True)
 class Echo:
-    """Answers attention with the query, so that what follows sees numbers; keeps what it was asked."""
+    """Answers attention with the query, so that later modules get numbers; records the calls."""
 
     calls: list[AttentionCall] = field(default_factory=list)
 
@@ -75,14 +75,14 @@ def try_forward(
 
     Args:
         module: Changed in place.
-        forward: Takes what the module's own takes.
-        outcome: Runs the module and returns what must not change.
+        forward: Has the arguments of the module's own.
+        outcome: Runs the module and returns the tensors to compare.
     """
     try:
         expected = outcome()
         module.forward = forward
         is_same = agree(outcome(), expected)
-    except Exception as error:  # whatever goes wrong, the module is none of this kind
+    except Exception as error:  # any failure means that the module is of another kind
         logger.debug("forward_refused module=%s error=%r", type(module).__name__, error)
         is_same = False
     if not is_same:

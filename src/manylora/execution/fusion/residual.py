@@ -6,7 +6,7 @@
       |                              |                                 |
       norm -> attention -> out  -> add, norm -> feed-forward -> out -> add, norm of the next layer
 
-What Gemma normalises before it is added is in the same launch. A layer that ends in a sum knows which norm comes next,
+Gemma's norm of the other term is in the same launch. A layer that ends in a sum knows which norm comes next,
 since that was seen; it computes it along, and its output carries the result. The norm hands it out; a norm that gets
 another tensor computes its own.
 """
@@ -27,7 +27,7 @@ _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _FURTHER_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
 _SCALES = (2.0**-6, 2.0**6)
-"""Inputs a trial is run on: one that what is added outweighs, and one that outweighs it."""
+"""Input scales of the comparison: one much smaller than the added term, and one much larger."""
 
 
 class LayerForward:
@@ -35,7 +35,8 @@ class LayerForward:
 
     Args:
         layer: Has ``input_layernorm``, ``self_attn``, ``post_attention_layernorm`` and ``mlp``. Where it also has
-            ``pre_feedforward_layernorm`` and ``post_feedforward_layernorm``, what is added is normalised first (Gemma).
+            ``pre_feedforward_layernorm`` and ``post_feedforward_layernorm``, the added term is normalised first
+            (Gemma).
         following: The norm that its output goes to, if there is one.
     """
 

@@ -3,7 +3,7 @@
 A module's forward calls ``apply_rotary_pos_emb`` and then our attention. We give it a copy of its own code in which
 that name means something else: hand q and k on as they are, with the angles (``rotation``). No class of transformers
 is changed and no forward is written anew; families whose rotation is another (interleaved pairs, something done to q
-afterwards) do not pass the trial and keep their own.
+afterwards) fail the comparison and keep their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = "apply_rotary_pos_emb"
 
 @torch.inference_mode()
 def defer_rotations(calls: Mapping[nn.Module, SeenCall]) -> int:
-    """Let every attention module that can be served so leave its rotation to attention; return how many.
+    """Let attention modules leave their rotation to the kernels where that is possible; return how many.
 
     Args:
         calls: How the model's modules are called; those of attention are changed in place.
@@ -46,7 +46,7 @@ def defer_rotations(calls: Mapping[nn.Module, SeenCall]) -> int:
 
 
 def _try(module: nn.Module, seen: SeenCall, forward: MethodType) -> bool:
-    """Let ``module`` run ``forward`` if attention is to see the same; return whether that is left to rotate."""
+    """Let ``module`` run ``forward`` if attention gets the same; return whether the rotation was deferred."""
     echo = Echo()
 
     def outcome() -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ def _without_rotation(forward: FunctionType) -> FunctionType:
 
 
 def _defer(apply: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for ``apply(q, k, cos, sin)``; what is called in another way is done at once."""
+    """Stand in for ``apply(q, k, cos, sin)``; a call with other arguments is passed on."""
     if len(args) != 4 or kwargs:
         return apply(*args, **kwargs)
     query, key, cos, sin = args

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-__all__ = ["linear", "pack"]
+__all__ = ["has_onednn", "linear", "pack", "reorder"]
 
 # Multiply-adds from which the quicker product outweighs the dearer call.
 MIN_WORK = 1 << 20
@@ -54,8 +54,18 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     is_worth_it = weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.numel() >= MIN_PACKED
     if not is_worth_it or not has_onednn():
         return weight
-    with torch.no_grad():
-        return _packed(weight)
+    return reorder(weight)
+
+
+@torch.no_grad()
+def reorder(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` packed, whatever its size.
+
+    Raises:
+        RuntimeError: This build of torch has no oneDNN.
+    """
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return packed
 
 
 @cache
@@ -65,7 +75,7 @@ def has_onednn() -> bool:
         return False
     x, weight = torch.linspace(-1, 1, 64).view(4, 16), torch.linspace(1, -2, 128).view(8, 16)
     try:
-        found = [_onednn(x, weight, None), _onednn(x, _packed(weight), None)]
+        found = [_onednn(x, weight, None), _onednn(x, reorder(weight), None)]
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
     return all(torch.allclose(product, functional.linear(x, weight), atol=1e-4) for product in found)
@@ -74,8 +84,3 @@ def has_onednn() -> bool:
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return product
-
-
-def _packed(weight: torch.Tensor) -> torch.Tensor:
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    return packed

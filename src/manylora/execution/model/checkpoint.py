@@ -1,7 +1,7 @@
-"""Where a base model is: a folder here, in the cache of Hugging Face's library, or at its hub; else a quick no.
+"""Find a base model: in a local folder, in the cache of Hugging Face's library, or at its hub; fail fast otherwise.
 
-Without a network that library asks again and again for half a minute, and then says what is wrong in a paragraph that
-names no folder. So whoever is about to load a model looks first: the hub is asked once, and has seconds to answer.
+Without a network that library retries for half a minute, and its error names no folder. So this check runs before a
+model is loaded: it asks the hub once, with a timeout of seconds.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 def check_checkpoint(name: str, revision: str | None = None) -> None:
     """Make sure that there is a model or a tokenizer by that name; nothing is fetched.
 
-    What the hub has and does not give (a gated model, a server in trouble) is left for the loader to say.
+    A model that the hub has but does not give (gated, or a server error) passes; the loader reports it.
 
     Args:
         name: A folder's path, or a name at the hub.
         revision: Revision at the hub; by default the newest.
 
     Raises:
-        ConfigError: There is none; says where was looked, and how to name a folder.
+        ConfigError: There is none; the message says where it was looked for, and how to name a folder.
     """
     if Path(name).is_dir():
         return

@@ -14,12 +14,12 @@ from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModu
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import ModelProbe
 
-__all__ = ["describe_model"]
+__all__ = ["describe_model", "describe_modules", "siblings"]
 
 # Siblings that are computed as one product, if the probe saw them take the same input.
 _FAMILIES = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
 
-# Where a checkpoint lies and who wrote it says nothing about what fits it.
+# A checkpoint's place and author do not decide which adapters fit it.
 _VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
 
 
@@ -27,8 +27,8 @@ def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, m
     """Walk the model and describe it.
 
     Args:
-        loaded: The model, before its modules are replaced.
-        probe: What one pass through it found.
+        loaded: The model, before its modules are replaced; nothing looks at its weights.
+        probe: Findings of one pass through it.
         block_size: Tokens of KV in a page.
         max_model_len: Longest context that will be served, in tokens.
     """
@@ -41,7 +41,7 @@ def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, m
         element_bytes=loaded.dtype.itemsize,
         dtype=str(loaded.dtype).removeprefix("torch."),
     )
-    modules = tuple(_modules(model, probe))
+    modules = describe_modules(model, probe)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     return BaseShape(
         name=loaded.name,
@@ -57,6 +57,29 @@ def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, m
         eos_token_ids=_eos_token_ids(model),
         unsupported=tuple(_unsupported(model, {module.name for module in modules})),
     )
+
+
+def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule, ...]:
+    """Return the modules that an adapter may change; those of one group are computed as one product."""
+    return tuple(_modules(model, probe))
+
+
+def siblings(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of linears that may share an input, by the name of their group."""
+    groups: dict[str, list[str]] = {}
+    for parent, _ in model.named_modules():
+        for family, children in _FAMILIES.items():
+            names = [f"{parent}.{child}" for child in children]
+            if all(type(_find(model, name)) is nn.Linear for name in names):
+                groups[f"{parent}.{family}"] = names
+    return groups
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def _modules(model: nn.Module, probe: ModelProbe) -> Iterable[TargetModule]:
@@ -86,23 +109,18 @@ def _modules(model: nn.Module, probe: ModelProbe) -> Iterable[TargetModule]:
 def _groups(model: nn.Module, probe: ModelProbe) -> dict[str, tuple[str, int]]:
     """Return (group, first column) of every module that is computed together with siblings."""
     groups: dict[str, tuple[str, int]] = {}
-    for parent, _ in model.named_modules():
-        for family, children in _FAMILIES.items():
-            names = [f"{parent}.{child}" for child in children]
-            if not all(name in probe.inputs for name in names) or len({probe.inputs[name] for name in names}) != 1:
-                continue
-            linears = [linear for name in names if type(linear := model.get_submodule(name)) is nn.Linear]
-            if len(linears) != len(names):
-                continue
-            offset = 0
-            for name, linear in zip(names, linears, strict=True):
-                groups[name] = (f"{parent}.{family}", offset)
-                offset += linear.out_features
+    for group, names in siblings(model).items():
+        if not all(name in probe.inputs for name in names) or len({probe.inputs[name] for name in names}) != 1:
+            continue
+        offset = 0
+        for name in names:
+            groups[name] = (group, offset)
+            offset += int(model.get_submodule(name).out_features)  # type: ignore[arg-type]
     return groups
 
 
 def _all_linear(model: nn.Module) -> tuple[str, ...]:
-    """Return what PEFT's ``all-linear`` picks: every linear but the output head."""
+    """Return the targets of PEFT's ``all-linear``: every linear but the output head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
 

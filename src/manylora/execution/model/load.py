@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from manylora.config import ModelConfig
@@ -16,7 +18,7 @@ from manylora.errors import ConfigError
 from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
 from manylora.execution.model.checkpoint import check_checkpoint
 
-__all__ = ["LoadedModel", "context_limit", "load_model"]
+__all__ = ["LoadedModel", "context_limit", "load_model", "load_skeleton"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +31,14 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to be adapted.
+    """A module tree of transformers that attends our way.
 
     Args:
-        name: What it was loaded by.
-        model: The causal language model, in evaluation mode, on its device.
+        name: Folder or hub name of its checkpoint.
+        model: The causal language model, in evaluation mode; its weights may still be in main memory, or missing.
         text_config: The part of its configuration that describes the decoder.
         dtype: Of its weights.
-        device: Where it is.
+        device: Where it will run.
     """
 
     name: str
@@ -47,7 +49,7 @@ class LoadedModel:
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """Load the base model.
+    """Load the base model into main memory.
 
     Args:
         config: Which model, dtype and device.
@@ -55,6 +57,51 @@ def load_model(config: ModelConfig) -> LoadedModel:
     Raises:
         ConfigError: There is no such model, or it is none that can be served this way; says why.
     """
+    checkpoint, dtype, device = _open(config)
+    return _loaded(
+        config,
+        checkpoint,
+        dtype,
+        device,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            config.model,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+        ),
+    )
+
+
+def load_skeleton(config: ModelConfig) -> LoadedModel:
+    """Build the same model without reading its weights: every tensor is on the ``meta`` device.
+
+    Args:
+        config: As for ``load_model``.
+
+    Raises:
+        ConfigError: There is no such model, or it is none that can be served this way; says why.
+    """
+    checkpoint, dtype, device = _open(config)
+
+    def build() -> Any:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                checkpoint,
+                trust_remote_code=config.trust_remote_code,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+            )
+        with suppress(OSError):  # most checkpoints without the file mean the model's configuration
+            model.generation_config = GenerationConfig.from_pretrained(config.model, revision=config.revision)
+        return model
+
+    return _loaded(config, checkpoint, dtype, device, build)
+
+
+def _open(config: ModelConfig) -> tuple[Any, torch.dtype, torch.device]:
+    """Return a checkpoint's configuration, and the type and device to run it with."""
     check_checkpoint(config.model, config.revision)
     register_attention()
     device = _device(config.device)
@@ -68,17 +115,16 @@ def load_model(config: ModelConfig) -> LoadedModel:
         raise ConfigError(
             f"Got model = {config.model!r} of type {checkpoint.model_type!r}: encoder-decoder models are not supported"
         )
-    dtype = _dtype(config.dtype, checkpoint, device)
+    return checkpoint, _dtype(config.dtype, checkpoint, device), device
+
+
+def _loaded(
+    config: ModelConfig, checkpoint: Any, dtype: torch.dtype, device: torch.device, make: Callable[[], Any]
+) -> LoadedModel:
+    """Make the module tree and check that its attention can be ours."""
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-        )
+        model = make()
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
             f"Got model = {config.model!r} of type {checkpoint.model_type!r}, which cannot be loaded: {error}"
@@ -89,11 +135,7 @@ def load_model(config: ModelConfig) -> LoadedModel:
         )
     model.requires_grad_(False)
     return LoadedModel(
-        name=config.model,
-        model=model.eval().to(device),
-        text_config=model.config.get_text_config(),
-        dtype=dtype,
-        device=device,
+        name=config.model, model=model.eval(), text_config=model.config.get_text_config(), dtype=dtype, device=device
     )
 
 

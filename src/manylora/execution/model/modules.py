@@ -4,20 +4,20 @@ Transformers' decoder layers call ``q_proj(x)``, ``k_proj(x)``, ``v_proj(x)`` on
 the three modules by *parts* of one fused product: the first part that is called computes all of them, with
 the LoRA of the whole group beside it, and the others hand out their columns. Works for every architecture
 that has such siblings, without model code of ours. Other linears, the embedding and the head are wrapped.
-Weights are moved, not copied: a fused weight replaces its parts, and a packed one (``linear``) the original; only a
-head that shares its weight with the embedding keeps it plain.
+Weights are fused and packed already (``base_weights``); here they only find their modules.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
 from manylora.adapters.shape import BaseShape, ModuleKind, TargetModule
-from manylora.execution.kernels.linear import linear, pack
+from manylora.execution.kernels.linear import linear
 from manylora.execution.lora.batch import StepContext, add_embedding
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
@@ -29,16 +29,13 @@ class AdaptedLinear(nn.Module):
     Args:
         linear: The original; its parameters are taken over.
         group: Its group.
-        step: What the running step brings.
+        step: The running step's adapters and tokens.
         is_head: Whether it sees the sampled rows only.
-        is_shared: Whether another module reads its weight.
     """
 
-    def __init__(
-        self, linear: nn.Linear, group: str, step: StepContext, *, is_head: bool = False, is_shared: bool = False
-    ) -> None:
+    def __init__(self, linear: nn.Linear, group: str, step: StepContext, *, is_head: bool = False) -> None:
         super().__init__()
-        self.weight = linear.weight if is_shared else nn.Parameter(pack(linear.weight.data), requires_grad=False)
+        self.weight = linear.weight
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -63,7 +60,7 @@ class AdaptedEmbedding(nn.Module):
     Args:
         embedding: The original, kept whole (subclasses scale their output).
         group: Its group.
-        step: What the running step brings.
+        step: The running step's adapters and tokens.
     """
 
     def __init__(self, embedding: nn.Embedding, group: str, step: StepContext) -> None:
@@ -96,24 +93,20 @@ class FusedLinear(nn.Module):
     same input tensor, or another input comes.
 
     Args:
-        linears: The originals, in the order of their columns.
+        weight: ``[out, in]``, the parts' columns one behind the other.
+        bias: ``[out]`` or ``None``.
+        sizes: How many columns each part has.
         group: Name of the group.
-        step: What the running step brings.
+        step: The running step's adapters and tokens.
     """
 
-    def __init__(self, linears: list[nn.Linear], group: str, step: StepContext) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int], group: str, step: StepContext
+    ) -> None:
         super().__init__()
-        weight = torch.cat([linear.weight.data for linear in linears])
-        self.weight = nn.Parameter(pack(weight), requires_grad=False)
-        biases = [linear.bias for linear in linears]
-        self.bias: nn.Parameter | None = None
-        if any(bias is not None for bias in biases):
-            columns = [
-                bias.data if bias is not None else weight.new_zeros(linear.out_features)
-                for linear, bias in zip(linears, biases, strict=True)
-            ]
-            self.bias = nn.Parameter(torch.cat(columns), requires_grad=False)
-        self.sizes = [linear.out_features for linear in linears]
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
+        self.sizes = list(sizes)
         self._group = group
         self._step = step
         self._input: torch.Tensor | None = None
@@ -160,29 +153,30 @@ class FusedPart(nn.Module):
         return self._part(self._index, x)
 
 
-def adapt_modules(model: nn.Module, shape: BaseShape, step: StepContext) -> None:
+def adapt_modules(model: nn.Module, weights: Mapping[str, torch.Tensor], shape: BaseShape, step: StepContext) -> None:
     """Replace every module of ``shape`` in ``model`` by one that adds LoRA.
 
     Args:
-        model: The causal language model; changed in place.
+        model: The causal language model, with its weights; changed in place.
+        weights: Those of fused modules, by the name of their group.
         shape: Its shape: which modules, in which groups.
         step: Shared by all of them.
     """
     head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[operator]
-    embedded = model.get_input_embeddings().weight  # type: ignore[operator]
     groups: dict[str, list[TargetModule]] = defaultdict(list)
     for module in shape.modules:
         groups[module.group].append(module)
     for group, members in groups.items():
-        originals = [model.get_submodule(member.name) for member in members]
         if len(members) > 1:
-            fused = FusedLinear(cast(list[nn.Linear], originals), group, step)
+            sizes = [member.out_features for member in members]
+            fused = FusedLinear(weights[f"{group}.weight"], weights.get(f"{group}.bias"), sizes, group, step)
             for index, member in enumerate(members):
                 model.set_submodule(member.name, FusedPart(fused, index, is_owner=index == 0))
-        elif members[0].kind is ModuleKind.EMBEDDING:
-            embedding = cast(nn.Embedding, originals[0])
-            model.set_submodule(members[0].name, AdaptedEmbedding(embedding, group, step))
+            continue
+        name = members[0].name
+        original = model.get_submodule(name)
+        if members[0].kind is ModuleKind.EMBEDDING:
+            model.set_submodule(name, AdaptedEmbedding(cast(nn.Embedding, original), group, step))
         else:
-            linear = cast(nn.Linear, originals[0])
-            adapted = AdaptedLinear(linear, group, step, is_head=linear is head, is_shared=linear.weight is embedded)
-            model.set_submodule(members[0].name, adapted)
+            is_head = original is head
+            model.set_submodule(name, AdaptedLinear(cast(nn.Linear, original), group, step, is_head=is_head))

@@ -1,9 +1,8 @@
-"""One small forward pass at load time that finds out what a model really does.
+"""One small forward pass at load time, which finds out how a model behaves.
 
-Instead of a list of architectures that we believe in, we look: does every layer ask for attention once,
-causal, with K and V of one shape, through our function, without a mask and without arguments that we do not
-know? Which linears see every token, which share one input? What does not fit is refused before anything is
-served, by name.
+There is no list of supported architectures. The pass checks that every layer calls our attention function once, causal,
+with K and V of one shape, without a mask and without unknown arguments. It also records which linears see every token
+and which share one input. A model that does anything else is refused by name before it serves a request.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProbe:
-    """What the pass found.
+    """Findings of the pass.
 
     Args:
         num_layers: Layers with attention, numbered from 0.
@@ -61,8 +60,8 @@ class ModelProbe:
 
 
 @dataclass(slots=True)
-class _Recorder:
-    """Takes the part of the paged batch and notes what it is asked."""
+class _ProbeSink:
+    """Stands in for the paged batch and records the calls."""
 
     architecture: str
     layers: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class _Recorder:
 
 
 def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> ModelProbe:
-    """Run the model once on a few tokens and report what it does.
+    """Run the model once on a few tokens and report its behaviour.
 
     Args:
         model: A causal language model whose attention is ours; unchanged afterwards.
@@ -100,7 +99,7 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     Raises:
         ConfigError: It does something that we do not serve.
     """
-    recorder = _Recorder(architecture)
+    sink = _ProbeSink(architecture)
     seen: dict[str, list[torch.Tensor]] = {}
     with _watching(model, seen), torch.inference_mode():
         device = next(model.parameters()).device
@@ -108,22 +107,22 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
         keep = torch.arange(NUM_TOKENS - NUM_SAMPLED, NUM_TOKENS, device=device)
         try:
             logits = model(
-                input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep, paged=recorder
+                input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep, paged=sink
             ).logits
         except TypeError as error:
-            raise recorder.refusal(f"its forward pass does not take what paged attention needs ({error})") from error
-    missing = [layer for layer in range(num_layers) if layer not in recorder.layers]
-    if missing or len(recorder.layers) != num_layers:
-        raise recorder.refusal(
+            raise sink.refusal(f"its forward pass does not take what paged attention needs ({error})") from error
+    missing = [layer for layer in range(num_layers) if layer not in sink.layers]
+    if missing or len(sink.layers) != num_layers:
+        raise sink.refusal(
             f"layers {missing} keep state in another way than keys and values"
             if missing
-            else f"it has {len(recorder.layers)} attention layers where its configuration says {num_layers}"
+            else f"it has {len(sink.layers)} attention layers where its configuration says {num_layers}"
         )
     if logits.shape[:2] != (1, NUM_SAMPLED):
-        raise recorder.refusal("it cannot compute logits of chosen rows only")
-    shapes = sorted(set(recorder.layers.values()))
+        raise sink.refusal("it cannot compute logits of chosen rows only")
+    shapes = sorted(set(sink.layers.values()))
     if len(shapes) != 1:
-        raise recorder.refusal(f"its layers have keys of different shapes: {shapes} (heads, head size)")
+        raise sink.refusal(f"its layers have keys of different shapes: {shapes} (heads, head size)")
     return _summary(model, seen, num_layers, shapes[0])
 
 

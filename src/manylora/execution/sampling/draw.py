@@ -1,6 +1,6 @@
 """Top-k, top-p and the draw: which tokens are left in each row, and which of them a uniform number means.
 
-Rows are unnormalised weights, so nothing is divided by a sum over the vocabulary; what needs an order looks at a few
+Rows are unnormalised weights, so nothing is divided by a sum over the vocabulary; top-k and top-p look at a few
 hundred sorted candidates first.
 """
 
@@ -22,7 +22,7 @@ BLOCK = 256
 def cut_weights(
     scaled: Tensor, weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, width: int = PREFIX
 ) -> None:
-    """Zero, in place, the weights that top-k, then top-p of what it left, rule out.
+    """Zero, in place, the weights that top-k, then top-p of the rest, rule out.
 
     Both keep the first ``m`` tokens of the stable descending order, so a row is settled by the value at
     rank ``m`` and by how many of its equals are still in. Only the ``width`` largest are sorted; rows they
@@ -31,7 +31,7 @@ def cut_weights(
     Args:
         scaled: ``[n, vocab]`` logits over temperature: the order.
         weights: ``[n, vocab]`` unnormalised probabilities after min-p: the mass.
-        min_p: ``[n, 1]``, what min-p was, to weigh the candidates alike.
+        min_p: ``[n, 1]``, the min-p of each row, to weigh the candidates alike.
         top_k: ``[n]`` int64, from 1.
         top_p: ``[n]`` float64 in (0, 1].
         width: Candidates to look at.
@@ -44,7 +44,7 @@ def cut_weights(
     mass = mass.double()
     mass *= torch.arange(width, device=scaled.device) < top_k[:, None]
     reached = mass.cumsum(dim=-1)
-    # What top-p takes its share of: the k best, or everything.
+    # The total of top-p: the k best, or everything.
     total = torch.where(top_k <= width, reached[:, -1], weights.sum(dim=-1, dtype=torch.float64))
     wanted = top_p * total
     kept = torch.where(
@@ -86,8 +86,8 @@ def _largest(x: Tensor, width: int) -> Tensor:
 def draw_at(weights: Tensor, uniform: Tensor) -> Tensor:
     """Return per row the first token whose cumulative weight exceeds ``uniform`` of the total.
 
-    Two levels: over blocks of columns, then inside one, because a cumulative sum over the whole vocabulary is
-    what the draw would mostly cost. Sums are float64: with 100,000 tokens float32 would bias the tail.
+    Two levels: over blocks of columns, then inside one, because a cumulative sum over the whole vocabulary
+    would be most of the cost. Sums are float64: with 100,000 tokens float32 would bias the tail.
 
     Args:
         weights: ``[n, vocab]`` float32, none negative.

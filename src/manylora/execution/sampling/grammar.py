@@ -1,7 +1,7 @@
 """Answers that match a JSON schema: which tokens may come next, by ``llguidance`` (the extra ``grammar``).
 
 A request's matcher is a cache, not a state: it is rebuilt from the tokens generated so far when a sequence comes
-back after pre-emption. Masks take some 50 us per row and token; what is slow happens once: a schema's compilation
+back after pre-emption. Masks take some 50 us per row and token; the slow parts happen once: a schema's compilation
 (kept for the requests that follow) and the tokenizer's conversion (about a second for 128,000 tokens, at the first
 constrained request).
 """
@@ -47,8 +47,8 @@ def check_schema(schema: str) -> None:
         schema: The JSON schema, as text.
 
     Raises:
-        RequestError: The extra is missing, this is no schema, or it uses what cannot be enforced: a keyword that
-            would be ignored is refused too, because the answer would then not be what was asked for.
+        RequestError: The extra is missing, this is no schema, or it uses a keyword that cannot be enforced. A keyword
+            that would be ignored is refused too, because the answer would then break the schema.
     """
     if not grammar_available():
         raise RequestError(

@@ -1,7 +1,7 @@
 """Random numbers without a generator: a hash of a seed and a position, the one CUDA uses.
 
-What would be a generator object per request, to be kept, saved at pre-emption and replayed, is a function here
-(``docs/adr/0005``): asked again for the same token of the same request, it gives the same number.
+A pure function replaces a generator object per request, which would have to be kept, saved at pre-emption and replayed
+(``docs/adr/0005``). For the same token of the same request it returns the same number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def philox_uniform(seeds: Words, counters: Words) -> NDArray[np.float64]:
     """Return one uniform number in [0, 1) per row: the first 53 bits of Philox4x32-10.
 
     A counter-based generator has no state: the number is a hash of key and counter that passes BigCrush.
-    Vectorised over rows, a batch costs about 0.1 ms whatever its size; a numpy generator per row costs 9 us
+    Vectorised over rows, a batch costs about 0.1 ms at any size; a numpy generator per row costs 9 us
     each, and stays on the host.
 
     Args:

@@ -1,14 +1,14 @@
 """From logits to tokens: one vectorised pass for the whole batch, with no state that a seed depends on.
 
-The order is vLLM's, so that the parameters mean what people know::
+The order is vLLM's, so that parameters have vLLM's meaning::
 
     raw logits -> (log-probabilities to report) -> logit bias, min_tokens, grammar -> penalties
                -> temperature -> min-p -> top-k -> top-p -> one draw
 
 A draw needs one uniform number, and that is a pure function of ``(seed, tokens generated so far)``: a
 counter-based generator (Philox4x32-10, the one CUDA uses) instead of generator objects that would have to
-be kept, saved at pre-emption and replayed. So a seed gives the same tokens whatever shares the batch and
-however often the request is recomputed. Rows pay only for what they ask: an all-greedy batch is one
+be kept, saved at pre-emption and replayed. So a seed gives the same tokens in any batch, and
+however often the request is recomputed. Rows pay only for the options they use: an all-greedy batch is one
 ``max``, edits are sparse scatters, and only rows with top-k or top-p are looked at in sorted order.
 """
 
@@ -40,11 +40,11 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would only lose digits."""
 
 LEAST_LOGPROB = -9999.0
-"""What a token of probability zero reports: JSON has no infinity (vLLM answers the same)."""
+"""Log-probability reported for a token of probability zero: JSON has no infinity (vLLM answers the same)."""
 
 
 class TokenMasks(Protocol):
-    """What constrained decoding gives the sampler; implemented by ``execution.grammar``."""
+    """Masks of constrained decoding; implemented by ``sampling.grammar``."""
 
     def allowed(self, seq_id: int, schema: str, generated: Sequence[int]) -> NDArray[np.bool_]:
         """Return which tokens may follow ``generated``, bool ``[vocab]``; never raises."""
@@ -117,13 +117,13 @@ class Sampler:
         drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_BELOW]
         if drawn:
             rows = self._upload(drawn, np.int64)
-            everyone = len(drawn) == len(sequences)
+            is_all_rows = len(drawn) == len(sequences)
             tokens = self._draw(
-                logits if everyone else logits[rows],
-                highest if everyone else highest[rows],
+                logits if is_all_rows else logits[rows],
+                highest if is_all_rows else highest[rows],
                 [sequences[i] for i in drawn],
             )
-            best = tokens if everyone else best.index_copy(0, rows, tokens)
+            best = tokens if is_all_rows else best.index_copy(0, rows, tokens)
         dead = highest == -torch.inf
         if not (self._may_look and not bool(dead.any())):
             best = best.masked_fill(dead, self._eos[0] if self._eos else 0)
@@ -209,8 +209,8 @@ class Sampler:
             rows = self._upload(cut, np.int64)
             top_k = self._upload([min(samplings[i].top_k or self._vocab_size, self._vocab_size) for i in cut], np.int64)
             top_p = self._upload([samplings[i].top_p for i in cut], np.float64)
-            everyone = len(cut) == len(sequences)
-            if everyone:
+            is_all_rows = len(cut) == len(sequences)
+            if is_all_rows:
                 cut_weights(scaled, weights, min_p, top_k, top_p)
             else:
                 some = weights[rows]
@@ -282,7 +282,7 @@ def _reportable(logprob: float) -> float:
 def _penalties(
     row: int, sequence: PlannedSequence, vocab: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """Return flat positions in the logits, what to subtract there, and the scale, for one row's seen tokens.
+    """Return flat positions in the logits, the numbers to subtract, and the scale, for one row's seen tokens.
 
     Presence and frequency look at generated tokens, repetition at the prompt too (vLLM's definitions).
     """

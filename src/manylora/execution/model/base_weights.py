@@ -1,0 +1,158 @@
+"""The base's weights as they are computed with: fused, packed, frozen, in one buffer that other processes can map.
+
+::
+
+    checkpoint -> load -> (shard) -> probe -> fuse and pack -> freeze -> BaseWeights
+                                                                           |  export() -> manifest, buffer
+    another process                  manifest, buffer -> attach() -> BaseWeights
+                                                                           |  install()
+                                              a module tree without weights -> a model
+
+A sharded model keeps its slice of every weight from ``shard`` on, so that fusing, packing and all behind it see one
+rank's model only. The names are those of the model's parameters and buffers; fused weights have the name of their group
+(``model.layers.0.self_attn.qkv.weight``), and tied weights are one entry of several names.
+
+Nothing behind this point writes to a weight: adapters are added beside products, never merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+from torch import nn
+
+from manylora.errors import ConfigError
+from manylora.execution.kernels.packed import can_share_packed, packed_over
+from manylora.execution.model.probe import ModelProbe
+from manylora.execution.model.sealed_memory import SealedMemory
+
+__all__ = ["BaseWeights", "WeightEntry", "WeightsManifest", "check_complete"]
+
+
+class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One weight in the buffer.
+
+    Args:
+        names: Paths of parameters and buffers in the model; several if they are tied.
+        dtype: Torch's name for it (``float32``).
+        shape: Of the tensor.
+        strides: In elements; empty for a packed weight.
+        offset: First byte in the buffer.
+        num_bytes: Its bytes there.
+        packing: How oneDNN ordered it (``kernels.packed``); empty for a plain tensor.
+    """
+
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    packing: bytes = b""
+
+
+class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a process needs beside the buffer and the checkpoint's configuration.
+
+    Args:
+        model: The checkpoint the weights are of.
+        probe: Findings of the pass through the model, which needs the weights as they were loaded.
+        entries: In the order of the buffer.
+        num_bytes: Size of the buffer.
+    """
+
+    model: str
+    probe: ModelProbe
+    entries: tuple[WeightEntry, ...]
+    num_bytes: int
+
+
+class BaseWeights:
+    """A frozen table of weights over one buffer.
+
+    Args:
+        manifest: The table.
+        buffer: Bytes ``[num_bytes]``, uint8, on the device of the weights; kept alive.
+        memory: Behind the buffer, where it can be handed to another process.
+    """
+
+    def __init__(self, manifest: WeightsManifest, buffer: torch.Tensor, memory: SealedMemory | None = None) -> None:
+        self.manifest = manifest
+        self.memory = memory
+        self._buffer = buffer
+        self.tensors: Mapping[str, torch.Tensor] = {
+            name: weight for entry in manifest.entries for weight in [_view(buffer, entry)] for name in entry.names
+        }
+
+    @classmethod
+    def attach(cls, manifest: WeightsManifest, buffer: torch.Tensor) -> BaseWeights:
+        """Return the weights that another process exported, without a copy.
+
+        Args:
+            manifest: From ``export``.
+            buffer: The same memory, mapped here (``SealedMemory.map``); it may be read-only.
+
+        Raises:
+            ConfigError: The buffer is another one, or weights were packed that cannot be used here.
+        """
+        if buffer.dtype is not torch.uint8 or buffer.ndim != 1 or buffer.numel() != manifest.num_bytes:
+            raise ConfigError(f"Got a buffer of {buffer.nbytes} bytes, expected {manifest.num_bytes}, one-dimensional")
+        if any(entry.packing for entry in manifest.entries) and not can_share_packed():
+            raise ConfigError("Got weights that were packed by a build of torch with oneDNN, which is missing here")
+        return cls(manifest, buffer)
+
+    def export(self) -> tuple[WeightsManifest, torch.Tensor]:
+        """Return the table and the buffer; ``memory`` is the buffer's handle on a CPU."""
+        return self.manifest, self._buffer
+
+    def install(self, model: nn.Module) -> None:
+        """Make the weights the model's own: tied ones as one parameter, fused ones left to module surgery.
+
+        Args:
+            model: Has the architecture of the manifest's model; its own tensors, if any, are let go.
+        """
+        for entry in self.manifest.entries:
+            tensor = self.tensors[entry.names[0]]
+            parameter = nn.Parameter(tensor, requires_grad=False)
+            for name in entry.names:
+                path, _, leaf = name.rpartition(".")
+                module = _submodule(model, path)
+                if module is None:
+                    continue  # a group's
+                if leaf in module._buffers:
+                    module._buffers[leaf] = tensor
+                else:
+                    module._parameters[leaf] = parameter
+        # Packed tensors do not keep the memory alive that they lie in.
+        model.base_weights = self  # type: ignore[assignment]
+
+
+def check_complete(model: nn.Module) -> None:
+    """Make sure that every tensor of a model has a value.
+
+    Raises:
+        ConfigError: The table had none for some; names them.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for path, module in model.named_modules():
+        own = {f"{path}.{key}": value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        tensors.update(own)
+    missing = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if missing:
+        raise ConfigError(f"Got shared weights without {', '.join(missing)}: the table is incomplete")
+
+
+def _view(buffer: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
+    if entry.packing:
+        return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)
+    flat = buffer[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
+    return flat.as_strided(entry.shape, entry.strides)
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None

@@ -1,0 +1,224 @@
+"""From a loaded model to ``BaseWeights``: fuse siblings, pack for the CPU's kernels, and put all into one buffer.
+
+On the CPU each weight is fused, packed and written in turn, and the loaded one let go; so the process holds the model
+once, and one weight twice. On a GPU memory that is allocated is gone, so the weights move into the buffer first,
+siblings side by side; fusing them is then a view over both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import cast
+
+import torch
+from torch import nn
+
+from manylora.adapters.shape import ModuleKind, TargetModule
+from manylora.config import ModelConfig
+from manylora.execution.kernels.linear import pack
+from manylora.execution.kernels.packed import can_share_packed, packed_bytes, packed_layout
+from manylora.execution.model.base_weights import BaseWeights, WeightEntry, WeightsManifest
+from manylora.execution.model.describe import describe_modules, siblings
+from manylora.execution.model.load import LoadedModel
+from manylora.execution.model.probe import ModelProbe, probe_model
+from manylora.execution.model.sealed_memory import ALIGNMENT, MemoryWriter
+
+__all__ = ["freeze", "gather", "load_weights"]
+
+
+def load_weights(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel]) -> tuple[LoadedModel, BaseWeights]:
+    """Load a checkpoint and freeze its weights.
+
+    Args:
+        config: Which model.
+        load: Loads it, into main memory; ``gather`` moves it to its device.
+
+    Returns:
+        The module tree, without weights, and the weights.
+
+    Raises:
+        ConfigError: The model cannot be served.
+    """
+    loaded = load(config)
+    buffer = None if loaded.device.type == "cpu" else gather(loaded.model, loaded.device)
+    return loaded, freeze(loaded, buffer)
+
+
+def gather(model: nn.Module, device: torch.device) -> torch.Tensor:
+    """Move the weights of ``model`` into one buffer on ``device``, in an order that fusing needs no copy in.
+
+    Returns:
+        The buffer ``[num_bytes]``, uint8.
+    """
+    _complete_biases(model)
+    tensors = {id(tensor): tensor for _, tensor in _tensors(model)}
+    stretches = [
+        [getattr(linear, leaf) for linear in linears]
+        for linears in map(partial(_linears, model), siblings(model).values())
+        for leaf in ("weight", "bias")
+        if getattr(linears[0], leaf) is not None
+    ]
+    placed = {id(tensor) for stretch in stretches for tensor in stretch}
+    stretches += [[tensor] for key, tensor in tensors.items() if key not in placed]
+    offsets = list(accumulate((_aligned(sum(t.nbytes for t in stretch)) for stretch in stretches), initial=0))
+    buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
+    for stretch, offset in zip(stretches, offsets[:-1], strict=True):
+        for tensor in stretch:
+            place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensor.data = place.copy_(tensor)
+            offset += tensor.nbytes
+    return buffer
+
+
+def freeze(loaded: LoadedModel, buffer: torch.Tensor | None = None) -> BaseWeights:
+    """Probe a model, then fuse, pack and freeze its weights, of which it has none afterwards.
+
+    Args:
+        loaded: The model.
+        buffer: From ``gather``, with the weights in it; ``None`` to write a new one, on the CPU.
+
+    Raises:
+        ConfigError: The model cannot be served.
+    """
+    if buffer is None:
+        _complete_biases(loaded.model)
+    probe = _probe(loaded)
+    pieces = _pieces(loaded.model, describe_modules(loaded.model, probe))
+    uses = Counter(id(part) for piece in pieces for part in piece.parts)
+    writer = MemoryWriter()
+    entries = []
+    for piece in pieces:
+        entries.append(_write(piece, writer) if buffer is None else _find(piece, buffer))
+        for part in piece.parts:
+            uses[id(part)] -= 1
+            if not uses[id(part)]:
+                _release(part)
+    memory = writer.seal() if buffer is None else None
+    if memory is not None:
+        buffer = memory.map()
+    assert buffer is not None
+    manifest = WeightsManifest(model=loaded.name, probe=probe, entries=tuple(entries), num_bytes=buffer.numel())
+    return BaseWeights(manifest, buffer, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """An entry to be: tensors that are written one behind the other.
+
+    Args:
+        names: Of the entry.
+        parts: More than one for fused linears.
+        is_linear: Whether only products read it, which a packed weight is good for.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[torch.Tensor, ...]
+    is_linear: bool
+
+
+def _probe(loaded: LoadedModel) -> ModelProbe:
+    config = loaded.text_config
+    return probe_model(loaded.model, architecture=str(config.model_type), num_layers=int(config.num_hidden_layers))
+
+
+def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:
+    """Return the entries: fused linears first, then every other tensor once."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        groups[module.group].append(module.name)
+    pieces = []
+    fused: set[str] = set()
+    for group, names in groups.items():
+        if len(names) == 1:
+            continue
+        linears = _linears(model, names)
+        for leaf in ("weight", "bias"):
+            if getattr(linears[0], leaf) is not None:
+                parts = tuple(getattr(linear, leaf) for linear in linears)
+                pieces.append(_Piece((f"{group}.{leaf}",), parts, is_linear=leaf == "weight"))
+                fused.update(f"{name}.{leaf}" for name in names)
+    products = {f"{module.name}.weight" for module in modules if module.kind is ModuleKind.LINEAR}
+    names_of: dict[int, list[str]] = defaultdict(list)
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in _tensors(model):
+        if name not in fused:
+            names_of[id(tensor)].append(name)
+            tensors[id(tensor)] = tensor
+    for key, own in names_of.items():
+        # A head that shares its weight with the embedding keeps it plain.
+        pieces.append(_Piece(tuple(own), (tensors[key],), is_linear=products.issuperset(own)))
+    return pieces
+
+
+def _write(piece: _Piece, writer: MemoryWriter) -> WeightEntry:
+    """Write a piece, packed if that is worth it."""
+    weight = (torch.cat(piece.parts) if len(piece.parts) > 1 else piece.parts[0]).detach()
+    packing = b""
+    if piece.is_linear and can_share_packed() and (packed := pack(weight)).is_mkldnn:
+        packing, content = packed_layout(packed), packed_bytes(packed)
+    else:
+        weight = weight.contiguous()
+        content = weight.reshape(-1).view(torch.uint8).numpy()
+    return WeightEntry(
+        names=piece.names,
+        dtype=_dtype_name(weight),
+        shape=tuple(weight.shape),
+        strides=() if packing else weight.stride(),
+        offset=writer.append(content),
+        num_bytes=content.nbytes,
+        packing=packing,
+    )
+
+
+def _find(piece: _Piece, buffer: torch.Tensor) -> WeightEntry:
+    """Return where a piece lies in the buffer that its parts were gathered in."""
+    first = piece.parts[0]
+    starts = [part.data_ptr() for part in piece.parts]
+    sizes = [part.nbytes for part in piece.parts]
+    assert starts == list(accumulate(sizes[:-1], initial=starts[0])), f"{piece.names} does not lie side by side"
+    shape = first.shape if len(piece.parts) == 1 else (sum(len(part) for part in piece.parts), *first.shape[1:])
+    return WeightEntry(
+        names=piece.names,
+        dtype=_dtype_name(first),
+        shape=tuple(shape),
+        strides=first.stride(),
+        offset=starts[0] - buffer.data_ptr(),
+        num_bytes=sum(sizes),
+    )
+
+
+def _release(tensor: torch.Tensor) -> None:
+    """Let go of a tensor's memory; its shape stays, since the model is still to be described."""
+    tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _complete_biases(model: nn.Module) -> None:
+    """Give linears without a bias one of zeros where a sibling has one, so that they can be fused."""
+    for names in siblings(model).values():
+        linears = _linears(model, names)
+        if any(linear.bias is not None for linear in linears):
+            for linear in linears:
+                if linear.bias is None:
+                    linear.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features), requires_grad=False)
+
+
+def _linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
+    return [cast(nn.Linear, model.get_submodule(name)) for name in names]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and buffer, tied ones under each of their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,100 @@
+"""Memory that is written once and then mapped by any number of processes.
+
+::
+
+    writer = MemoryWriter()        a file in memory, without a name
+    writer.append(bytes) ...       written through the file, never through a mapping
+    memory = writer.seal()         from here on the operating system refuses every write
+    memory.map()                   here, or in a process that was handed ``memory.fd``
+
+A mapping is *copy on write*. Torch does not know memory that cannot be written, so a stray write to a read-only
+mapping ends the process. Here it changes a private copy of one page, and no other process sees it. ``is_strict`` maps
+read-only.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["ALIGNMENT", "MemoryWriter", "SealedMemory"]
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and the alignment of the kernels' vector loads."""
+
+
+class SealedMemory:
+    """Memory that nothing changes any more.
+
+    Args:
+        fd: Its file descriptor, closed with this object; mappings stay.
+        num_bytes: Its size.
+    """
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self.fd = fd
+        self.num_bytes = num_bytes
+        weakref.finalize(self, os.close, fd)
+
+    def map(self, *, is_strict: bool = False) -> torch.Tensor:
+        """Return the memory as bytes ``[num_bytes]``, mapped for as long as any tensor over it is alive.
+
+        Args:
+            is_strict: A write ends the process instead of making a private copy of a page.
+        """
+        access = mmap.ACCESS_READ if is_strict else mmap.ACCESS_COPY
+        mapping = mmap.mmap(self.fd, self.num_bytes, access=access)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+class MemoryWriter:
+    """Memory that grows as it is written."""
+
+    def __init__(self) -> None:
+        self._fd = _anonymous_file()
+        self._num_bytes = 0
+        self._close = weakref.finalize(self, os.close, self._fd)
+
+    def append(self, content: NDArray[np.uint8]) -> int:
+        """Append ``content``; return its offset, a multiple of ``ALIGNMENT``."""
+        offset = -(-self._num_bytes // ALIGNMENT) * ALIGNMENT
+        rest = content.data
+        position = offset
+        while rest:
+            written = os.pwrite(self._fd, rest, position)
+            rest, position = rest[written:], position + written
+        self._num_bytes = position
+        return offset
+
+    def seal(self) -> SealedMemory:
+        """Return the memory; nothing can be written any more, here or elsewhere."""
+        num_bytes = max(ALIGNMENT, self._num_bytes)
+        os.ftruncate(self._fd, num_bytes)
+        _seal(self._fd)
+        self._close.detach()
+        return SealedMemory(self._fd, num_bytes)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("manylora-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:  # other systems have no files in memory: one on disk, without a name
+        return os.dup(file.fileno())
+
+
+def _seal(fd: int) -> None:
+    if not hasattr(os, "memfd_create"):
+        return
+    import fcntl
+
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
