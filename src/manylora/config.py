@@ -119,12 +119,10 @@ class SchedulerConfig:
             ``None`` cuts them by tokens alone; with a target, tokens bound a step as well.
         max_loras: Most distinct adapters in one step; ``None`` is no limit (there is no slot to run out of).
         max_waiting: Most requests waiting; more are refused with 429.
-        chunked_prefill: Cut prompts to the step; otherwise each runs whole, and a step is as long as it makes it.
-        mixed_steps: Let prompts share steps with decoding; otherwise decoding waits while prompts run.
-        overlap_loads: Copy adapters beside running steps; otherwise a step waits for those its requests were offered
-            with (prefetches stay beside).
-        reserve_output: Claim pages for the longest answer on admission: nobody is pre-empted, and fewer run.
-        steps_between_admissions: Steps that run before anybody else is let in, while anybody runs.
+        step_composition: What shares a step, by name in ``scheduling.STEP_COMPOSITIONS`` or a plug-in. ``mixed`` cuts
+            prompts to the step and runs them beside decoding; ``whole-prompts`` does not cut them; ``s-lora``,
+            ``s-lora-each-step`` and ``s-lora-chunked`` make steps as S-LoRA does, for comparison.
+        reserve_output: Claim pages for the longest answer on admission: no sequence is pre-empted, and fewer run.
         plan_ahead: Plan the next step while one is in flight, so that the device need not wait for it; ``None`` does so
             where steps run on a GPU.
         predictor: What guesses answer lengths, by name in ``scheduling.PREDICTORS``; or somebody's own.
@@ -145,11 +143,8 @@ class SchedulerConfig:
     step_target_s: float | None = None
     max_loras: int | None = None
     max_waiting: int = 2048
-    chunked_prefill: bool = True
-    mixed_steps: bool = True
-    overlap_loads: bool = True
+    step_composition: str = "mixed"
     reserve_output: bool = False
-    steps_between_admissions: int = 0
     plan_ahead: bool | None = None
     predictor: str = "quantile"
     predictor_accuracy: float = 0.8
@@ -176,8 +171,6 @@ class SchedulerConfig:
         _check(self.step_target_s is None or self.step_target_s > 0, "step_target_s", self.step_target_s, "above 0")
         _check(self.max_loras is None or self.max_loras >= 1, "max_loras", self.max_loras, "at least 1")
         _check(self.max_waiting >= 1, "max_waiting", self.max_waiting, "at least 1")
-        gap = self.steps_between_admissions
-        _check(gap >= 0, "steps_between_admissions", gap, "0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

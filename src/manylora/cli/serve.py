@@ -21,7 +21,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import find_factory
-from manylora.scheduling import POLICIES, PREDICTORS, make_predictor
+from manylora.scheduling import POLICIES, PREDICTORS, STEP_COMPOSITIONS, make_predictor, make_step_composition
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -133,32 +133,18 @@ def serve(
         ),
     ] = _SCHEDULER.step_target_s,
     max_waiting: Annotated[int, panel("Scheduling", "Most requests waiting; more get a 429.")] = _SCHEDULER.max_waiting,
-    no_chunked_prefill: Annotated[
-        bool,
-        panel("Scheduling", "Run each prompt whole, however long the step becomes.", "--no-chunked-prefill"),
-    ] = False,
-    no_mixed_steps: Annotated[
-        bool,
-        panel("Scheduling", "Let decoding wait while prompts run, as S-LoRA does.", "--no-mixed-steps"),
-    ] = False,
-    no_overlap_loads: Annotated[
-        bool,
-        panel(
-            "Scheduling", "Let steps wait for the adapters of those they admit, as S-LoRA does.", "--no-overlap-loads"
-        ),
-    ] = False,
+    step_composition: Annotated[
+        str,
+        panel("Scheduling", "How prompts share steps with decoding.", metavar="|".join(sorted(STEP_COMPOSITIONS))),
+    ] = _SCHEDULER.step_composition,
     reserve_output: Annotated[
         bool,
         panel(
             "Scheduling",
-            "Reserve pages for the longest answer on admission: nobody is pre-empted, and fewer run.",
+            "Reserve pages for the longest answer on admission: no request is pre-empted, and fewer run.",
             "--reserve-output",
         ),
     ] = _SCHEDULER.reserve_output,
-    steps_between_admissions: Annotated[
-        int,
-        panel("Scheduling", "Steps that run before anybody else is admitted, while anybody runs."),
-    ] = _SCHEDULER.steps_between_admissions,
     plan_ahead: Annotated[
         bool | None,
         panel(
@@ -313,11 +299,8 @@ def serve(
             step_target_s=step_target,
             max_loras=max_loras,
             max_waiting=max_waiting,
-            chunked_prefill=not no_chunked_prefill,
-            mixed_steps=not no_mixed_steps,
-            overlap_loads=not no_overlap_loads,
+            step_composition=step_composition,
             reserve_output=reserve_output,
-            steps_between_admissions=steps_between_admissions,
             plan_ahead=plan_ahead,
             predictor=predictor,
             predictor_file=predictor_file,
@@ -374,6 +357,7 @@ def _check_early(engine: EngineConfig) -> None:
     find_factory("policy", engine.scheduler.policy, POLICIES)
     find_factory("eviction", engine.adapters.eviction, EVICTION_POLICIES)
     make_predictor(engine.scheduler, engine.seed)
+    make_step_composition(engine.scheduler.step_composition)
     for option, path in (("--request-log", engine.request_log), ("--step-log", engine.step_log)):
         try:
             if path is not None:

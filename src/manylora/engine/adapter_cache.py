@@ -1,13 +1,13 @@
 """The adapter cache: moves versions up the tiers when sequences need them, and lets them idle in free pages.
 
-It has no size of its own on the device: pages come from the one store, and an adapter nobody uses stays until
-somebody needs its room. Loads are asynchronous on every hop, so a step never waits for one.
+It has no size of its own on the device: pages come from the one pool, and an idle adapter stays until its room is
+needed. Loads are asynchronous on every hop, so a step never waits for one.
 
 ::
 
-    ensure(version)   device resident   -> READY
-                      host resident     -> claim pages, start the copy   -> LOADING   (NO_ROOM if none to claim)
-                      on disk           -> start the read                -> LOADING
+    ensure(version)   device resident   -> placed in DEVICE
+                      host resident     -> claim pages, start the copy   -> placed in HOST, loading unless none to claim
+                      on disk           -> start the read                -> placed nowhere, loading
 
 Source: Chameleon, section 4.2; S-LoRA, section 5.
 """
@@ -18,25 +18,39 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+
+import msgspec
 
 from manylora.adapters.residency import Residency, TierState
 from manylora.config import AdapterConfig
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
 from manylora.memory import Depth, IdleItem, PageCache, ReloadCosts
-from manylora.plan import AdapterLoad, LoadResult
+from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, Placement
 from manylora.ports import Executor, Work
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["AdapterCache", "Readiness"]
 
 
-class Readiness(Enum):
-    """Whether an adapter can run in the next step."""
+class Readiness(msgspec.Struct, frozen=True):
+    """How near an adapter is to running: where a step could read its weights, and whether they move up.
 
-    READY = "ready"
-    LOADING = "loading"
-    NO_ROOM = "no_room"
+    The values are a handful of constants, so that asking makes nothing.
+
+    Args:
+        placement: Where a step could read them now; ``None`` while they are on disk alone. Whether a sequence may run
+            from there is the running set's decision.
+        is_loading: A hop up the tiers is on its way; if not, and they are not on the device, there was no room.
+    """
+
+    placement: Placement | None
+    is_loading: bool = False
+
+
+_DEVICE = Readiness(ON_DEVICE)
+_IN_HOST = Placement(Tier.HOST)
+_HOST = {is_loading: Readiness(_IN_HOST, is_loading) for is_loading in (False, True)}
+_DISK = {is_loading: Readiness(None, is_loading) for is_loading in (False, True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +187,7 @@ class AdapterCache:
     def hold(self, key: AdapterKey, now: float) -> None:
         """A sequence starts to run on it."""
         residency = self._residencies[key]
-        assert residency.device is TierState.RESIDENT, "not on the device"
+        assert residency.tier is not Tier.DISK, "on disk alone"
         self.num_active += residency.num_running == 0
         residency.num_running += 1
         residency.last_used_at = now
@@ -225,30 +239,30 @@ class AdapterCache:
             version: Which.
             now: Seconds.
             depth: ``WANTED`` may take pages from adapters that others wait for, and overshoot the host limit: it is
-                for whoever is first in line, so that it always gets on.
+                for the sequence that is first in line, so that it always gets on.
         """
         key = version.key
         residency = self._residencies[key]
         if residency.device is TierState.RESIDENT:
-            return Readiness.READY
-        if residency.is_loading:
-            return Readiness.LOADING
-        if residency.host is TierState.ABSENT:
-            if depth is Depth.IDLE and not self._has_host_room(version):
-                return Readiness.NO_ROOM
-            self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
-            return Readiness.LOADING
-        pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth)
-        if pages is None:
-            return Readiness.NO_ROOM
-        self._host.move_to_end(key)
-        self._start(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages), now)
-        return Readiness.LOADING
+            return _DEVICE
+        if residency.host is not TierState.RESIDENT:
+            if residency.host is TierState.ABSENT:
+                if depth is Depth.IDLE and not self._has_host_room(version):
+                    return _DISK[False]
+                self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
+            return _DISK[True]
+        if residency.device is TierState.ABSENT:
+            pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth)
+            if pages is None:
+                return _HOST[False]
+            self._host.move_to_end(key)
+            self._start(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages), now)
+        return _HOST[True]
 
     def warm(self, version: AdapterVersion, now: float) -> Readiness:
-        """Bring a version all the way to the device without anybody waiting for it."""
+        """Bring a version all the way to the device before any sequence waits for it."""
         readiness = self.ensure(version, now, Depth.IDLE)
-        if readiness is Readiness.LOADING:
+        if readiness.is_loading:
             self._warming[version.key] = None
         return readiness
 
@@ -270,7 +284,7 @@ class AdapterCache:
         self._loads = in_flight
         for key in list(self._warming):
             residency = self._residencies.get(key)
-            if residency is None or self.warm(residency.version, now) is not Readiness.LOADING:
+            if residency is None or not self.warm(residency.version, now).is_loading:
                 del self._warming[key]
         return failures
 
@@ -298,7 +312,7 @@ class AdapterCache:
                 self.host_bytes += load.version.host_bytes
                 self._trim_host(now)
             else:
-                # Somebody may have read the same content meanwhile, and not been let to register it.
+                # The same content may have been read meanwhile, and its registration refused.
                 self._executor.drop_adapter(key, Tier.HOST)
         elif ok:
             self.num_loads += 1
@@ -323,7 +337,7 @@ class AdapterCache:
     # -- giving up copies --------------------------------------------------------------------------------------------
 
     def on_dropped(self, key: AdapterKey, now: float) -> None:
-        """The store took an adapter's pages for something else."""
+        """The page cache took an adapter's pages for another use."""
         residency = self._residencies[key]
         residency.drop(Tier.DEVICE)
         self.num_evictions += 1
@@ -373,9 +387,9 @@ class AdapterCache:
 
     @staticmethod
     def _can_drop_host(residency: Residency) -> bool:
-        """Whether the host copy may go: nobody is about to copy from it, and it could be read again."""
-        is_about_to_move = residency.num_waiting > 0 and residency.device is not TierState.RESIDENT
-        return not (is_about_to_move or residency.is_retired or residency.device is TierState.LOADING)
+        """Whether the host copy may go: no copy from it is due, no step reads it, and it could be read again."""
+        is_needed = residency.is_referenced and residency.device is not TierState.RESIDENT
+        return not (is_needed or residency.is_retired or residency.device is TierState.LOADING)
 
     def _trim_host(self, now: float) -> None:
         """Drop the least recently used host copies beyond the limit; the disk tier has them still."""

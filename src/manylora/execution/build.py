@@ -38,6 +38,7 @@ from manylora.execution.storage.reader import HostReader
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.execution.storage.tile_tables import GroupDirectory
 from manylora.ports import EngineParts
+from manylora.scheduling import make_step_composition
 from manylora.types import AdapterKey
 
 __all__ = ["build_parts"]
@@ -183,8 +184,9 @@ def _num_pages(config: EngineConfig, base: BaseShape, model: torch.nn.Module, de
 
 
 def _most_tokens_in_a_step(config: EngineConfig, base: BaseShape) -> int:
-    budget = config.scheduler.max_num_batched_tokens
-    return budget if config.scheduler.chunked_prefill else max(budget, base.max_model_len)
+    scheduler = config.scheduler
+    composition = make_step_composition(scheduler.step_composition)
+    return composition.most_tokens(scheduler.max_num_batched_tokens, base.max_model_len)
 
 
 def _fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape:

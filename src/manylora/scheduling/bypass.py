@@ -46,7 +46,7 @@ class Bypass:
         is_exhausted = False
         for older in self._refused.values():
             if older.seq_id < sequence.seq_id:
-                older.num_bypassed += 1
+                older.passed()
                 is_exhausted |= older.num_bypassed >= MAX_BYPASS
         return is_exhausted
 

@@ -39,7 +39,7 @@ class SimulatedTarget:
         num_pages: Pages in its pool.
         cost: What its steps and loads take.
         machine: What it would run on, in words.
-        drag: How much loads slow down the step beside them, by tier.
+        interference: How much loads slow down the step beside them, by tier.
         speed: How slow the machine is over time; steady when ``None``.
     """
 
