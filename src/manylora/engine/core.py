@@ -317,25 +317,25 @@ class EngineCore:
 
     def _take_in(self, step: Step, result: StepResult, now: float) -> None:
         """Give every sequence of a step its token, then end those that are over."""
-        prefix_caching, tokens = self._memory.prefix_caching, result.tokens
-        served: list[str] = []
+        prefix_caching, tokens, answer = self._memory.prefix_caching, result.tokens, self._answers.token
+        served: list[Sequence] = []
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if not part.is_sampled:
                 sequence.took_chunk()
             elif sequence.took_token(tokens[part.seq_id].token_id, now):
-                served.append(sequence.request.request_id)
+                served.append(sequence)
             if prefix_caching and sequence.status is not SequenceStatus.FINISHED:
                 sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, self.page_cache.prefix)
         self._counters.generated_tokens += len(served)
         if served and self._sinks:
-            self._emit(TokensEmitted(now, tuple(served)))
+            self._emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in served])))
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if sequence.status is SequenceStatus.FINISHED:
                 self._running.stop(sequence, now)  # it ended while this step was in flight
             elif sequence.is_cancelled:
                 self._answers.finish(sequence, FinishReason.CANCELLED, now)
             elif part.is_sampled:
-                self._answers.token(sequence, tokens[part.seq_id], now)
+                answer(sequence, tokens[part.seq_id], now)
         self._counters.steps += 1
         took_s = now - step.began_at
         self._costs.step.observe(step.num_tokens, took_s)
