@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from harness import make_rig, policy_context, request, sequence
 
 from manylora.config import AdapterConfig
+from manylora.errors import ConfigError
 from manylora.events import RequestPreempted, StepLaunched
-from manylora.scheduling import Outcome, StrictFifoPolicy
+from manylora.scheduling import STEP_COMPOSITIONS, Outcome, StrictFifoPolicy, make_step_composition
 
 
 def tokens_in_flight(rig) -> list[int]:
@@ -106,3 +108,20 @@ def test_nobody_passes_under_strict_fifo():
     while (one := policy.offer()) is not None:
         policy.report(one, Outcome.ADMITTED)
     assert len(policy) == 0
+
+
+def test_a_composition_is_found_by_name():
+    with pytest.raises(ConfigError, match="expected one of mixed, s-lora"):
+        make_rig(step_composition="no such")
+    with pytest.raises(ConfigError, match="lacks most_tokens"):
+        make_step_composition("builtins:object")
+
+
+@pytest.mark.parametrize("name", sorted(STEP_COMPOSITIONS))
+def test_no_step_holds_more_tokens_than_its_composition_says(name):
+    rig = make_rig(step_composition=name, max_num_batched_tokens=8, max_model_len=64, prefix_caching=False)
+    for index in range(6):
+        rig.add(request(str(index), num_prompt=(3, 30)[index % 2], max_tokens=12))
+    rig.drain()
+    largest = max(event.num_tokens for event in rig.events if isinstance(event, StepLaunched))
+    assert largest <= make_step_composition(name).most_tokens(8, 30)

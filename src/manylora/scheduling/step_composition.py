@@ -94,8 +94,8 @@ class WholePromptSteps(MixedSteps):
     """As ``MixedSteps``, but each prompt runs whole: a step is as long as its last prompt makes it."""
 
     def most_tokens(self, budget: int, longest: int) -> int:
-        """Return the longest prompt, if it is more than the budget."""
-        return max(budget, longest)
+        """Return the budget but for one token, and the longest prompt in its place."""
+        return budget - 1 + longest
 
     def chunk(self, num_tokens: int, room: int) -> int:
         """Return all of the prompt."""
