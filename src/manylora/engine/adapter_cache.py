@@ -68,7 +68,7 @@ class AdapterCache:
         page_cache: The pages.
         executor: Carries loads out.
         config: Limits of the host tier.
-        costs: Kept up to date with what loads take.
+        costs: Kept up to date with the durations of loads.
         is_pinned: Whether a version is pinned to the device.
         emit: Takes events.
     """
@@ -100,7 +100,7 @@ class AdapterCache:
         self.num_disk_loads = 0
         self.num_evictions = 0
 
-    # -- what is where -----------------------------------------------------------------------------------------------
+    # -- placement ---------------------------------------------------------------------------------------------------
 
     def residency(self, key: AdapterKey) -> Residency:
         """Return the state of a known version."""
@@ -115,7 +115,7 @@ class AdapterCache:
         return key in self._residencies
 
     def reload_s(self, key: AdapterKey) -> float:
-        """Return what bringing a version to the device from where it is would take, in seconds."""
+        """Return the seconds that bringing a version to the device would take from its present tier."""
         version = self._residencies[key].version
         item = IdleItem(key, version.num_pages, 0.0, version.host_bytes, self._read_bytes(key))
         return self._costs.reload_s(item)
@@ -149,7 +149,7 @@ class AdapterCache:
             self._trim_host(now)
 
     def price(self, key: AdapterKey, now: float) -> float | None:
-        """Return what keeping a version on the device saves, if it is idle there and the eviction policy knows."""
+        """Return the worth of keeping a version on the device, if it is idle there and the eviction policy knows."""
         return self._page_cache.adapter_price(key, now)
 
     def refuse(self, version: AdapterVersion) -> None:
@@ -226,7 +226,7 @@ class AdapterCache:
         self._page_cache.set_adapter_depth(key, depth, now, read_bytes=self._read_bytes(key))
 
     def _read_bytes(self, key: AdapterKey) -> int:
-        """Return what has to be read from disk before the version can be copied to the device."""
+        """Return the bytes to be read from disk before the version can be copied to the device."""
         residency = self._residencies[key]
         return 0 if residency.host is TierState.RESIDENT else residency.version.disk_bytes
 
@@ -326,7 +326,7 @@ class AdapterCache:
         self._free_if_over(key, now)
 
     def _measure(self, load: _Load, now: float, *, ok: bool) -> None:
-        """Learn what the load itself took: a link serves first in, first out, so its turn came when it was free."""
+        """Learn the duration of the load itself, from its turn on the link, which serves first in, first out."""
         took_s = now - max(load.started_at, self._link_free_at[load.tier])
         self._link_free_at[load.tier] = now
         if ok and load.tier is Tier.HOST:

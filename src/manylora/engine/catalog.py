@@ -1,4 +1,4 @@
-"""The catalog of adapters: what people do to them by name, on top of what the cache does to versions.
+"""The catalog of adapters: actions on them by name, on top of the cache's actions on versions.
 
 Every method runs on the loop's thread and returns at once; reading files has happened elsewhere by then.
 """
@@ -25,7 +25,7 @@ class AdapterCatalog:
     """Registers, replaces, pins, warms and forgets adapters by name.
 
     Args:
-        registry: Names and what they point to.
+        registry: Names and the versions they point to.
         cache: Where versions are.
         num_pages: Pages in the pool.
         pages_needed: Most KV pages a request in flight may come to need.

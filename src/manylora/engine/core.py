@@ -199,8 +199,8 @@ class EngineCore:
         """Return a core on parts that were built for ``config``.
 
         Args:
-            parts: What a builder made.
-            config: What it made them for.
+            parts: Made by a builder.
+            config: The configuration they were made for.
             served_name: Name of the base model in requests.
             executor: In place of the parts' own, as one that logs.
             sinks: Take every event, in order.

@@ -152,7 +152,7 @@ class RunningSet:
             self._first_in_line = None
 
     def _budget_after(self, decodes: list[_Planned]) -> StepBudget:
-        """Return what is left of the step for prompts."""
+        """Return the part of the step that is left for prompts."""
         beside = self._composition.beside_prompts(decodes)
         num_tokens = self._scheduler.max_num_batched_tokens - len(beside)
         longest_s = self._scheduler.step_target_s
@@ -166,7 +166,7 @@ class RunningSet:
         """Give running sequences their tokens: decoding ones first, then prompt chunks, each oldest first.
 
         Returns:
-            Both, and what is left of the step.
+            Both, and the budget that is left.
         """
         decodes: list[_Planned] = []
         prompts: list[_Planned] = []

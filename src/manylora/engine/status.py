@@ -31,7 +31,7 @@ class AdapterStatus:
 
     Args:
         name: The name requests use.
-        version: What it points to now.
+        version: The version it points to now.
         generation: 1 when first loaded, one more with every replacement in place.
         tier: Highest tier its weights are in.
         state: ``idle``, ``active``, ``loading`` or ``evicting`` (waiting for its last request to end).
