@@ -71,6 +71,7 @@ class AdapterCache:
         costs: Kept up to date with the durations of loads.
         is_pinned: Whether a version is pinned to the device.
         emit: Takes events.
+        on_arrived: Told of a version that came to the device while sequences run on it.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class AdapterCache:
         costs: ReloadCosts,
         is_pinned: Callable[[AdapterKey], bool],
         emit: EventSink,
+        on_arrived: Callable[[AdapterKey], None] = lambda key: None,
     ) -> None:
         self._page_cache = page_cache
         self._executor = executor
@@ -89,6 +91,7 @@ class AdapterCache:
         self._costs = costs
         self._is_pinned = is_pinned
         self._emit = emit
+        self._on_arrived = on_arrived
         self._residencies: dict[AdapterKey, Residency] = {}
         self._loads: list[_Load] = []
         self._host: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
@@ -318,6 +321,8 @@ class AdapterCache:
             self.num_loads += 1
             # Start from "held": the claim left it so.
             self.refresh(key, now)
+            if residency.num_running:
+                self._on_arrived(key)
         else:
             self._page_cache.release_adapter(key)
         if not ok:

@@ -52,7 +52,7 @@ from manylora.memory import (
     make_eviction_policy,
     prefix_root,
 )
-from manylora.plan import StepPlan, StepResult
+from manylora.plan import ON_DEVICE, StepPlan, StepResult
 from manylora.ports import EngineParts, Executor
 from manylora.scheduling import (
     LengthPredictor,
@@ -126,6 +126,7 @@ class EngineCore:
             costs=self._costs,
             is_pinned=self._registry.is_pinned,
             emit=self._emit,
+            on_arrived=lambda key: self._running.moved(key, ON_DEVICE),
         )
         self._limits = RequestLimits(
             base=base,

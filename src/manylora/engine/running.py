@@ -26,11 +26,11 @@ from manylora.engine.status import Counters
 from manylora.engine.step_budget import StepBudget, target_s
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
-from manylora.plan import ON_DEVICE
+from manylora.plan import ON_DEVICE, Placement
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, make_step_composition
 from manylora.types import AdapterKey
 
-__all__ = ["RunningSet", "StepDraft"]
+__all__ = ["RunningSet", "StepDraft", "may_run_from"]
 
 _Planned = tuple[Sequence, int]
 """A sequence and its tokens in the step."""
@@ -49,6 +49,11 @@ class StepDraft(NamedTuple):
 
 
 _NOTHING = StepDraft([])
+
+
+def may_run_from(placement: Placement) -> bool:
+    """Decide whether a step may read an adapter's weights there: from device pages, with all layers."""
+    return placement is ON_DEVICE
 
 
 class RunningSet:
@@ -145,6 +150,12 @@ class RunningSet:
         self._page_cache.release_kv(sequence.table.clear(), now)
         if sequence.adapter is not None:
             self._cache.release(sequence.adapter, now)
+
+    def moved(self, key: AdapterKey, placement: Placement) -> None:
+        """Learn that an adapter's weights are elsewhere now: its sequences read them there from the next step on."""
+        for sequence in self._running:
+            if sequence.adapter == key:
+                sequence.moved(placement)
 
     def forget(self, sequence: Sequence) -> None:
         """Learn that a sequence is over."""
@@ -271,11 +282,11 @@ class RunningSet:
             if self._is_capped(sequence):
                 return Outcome.ADAPTER_CAP
             readiness = self._cache.ensure(sequence.version, now, depth)
-            may_run = readiness.placement is ON_DEVICE  # a policy: from device pages alone, with all layers there
-            if sequence.looked_at(is_resident=may_run) and may_run:
+            is_resident = readiness.placement is ON_DEVICE
+            if sequence.looked_at(is_resident=is_resident) and is_resident:
                 self._on_hit(sequence)
             was_resident = sequence.found_resident
-            if readiness.placement is None or not may_run:
+            if readiness.placement is None or not may_run_from(readiness.placement):
                 if not readiness.is_loading:
                     return Outcome.ADAPTER_NO_PAGES
                 self._note_wait(sequence, sequence.version.key, now, depth)

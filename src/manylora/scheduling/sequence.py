@@ -231,6 +231,10 @@ class Sequence:
             placement=self.placement,
         )
 
+    def moved(self, placement: Placement) -> None:
+        """Its adapter's weights are elsewhere now."""
+        self.placement = placement
+
     def took_chunk(self) -> None:
         """A step ran a part of its prompt, and yields no token."""
         self.num_in_flight -= 1
