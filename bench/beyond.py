@@ -37,9 +37,7 @@ SCHEDULER: Table = {
 OURS: Table = {"policy": "boost", "step_target_s": TARGET_S, "max_num_batched_tokens": 1024}
 S_LORA: Table = {
     "policy": "chameleon",
-    "chunked_prefill": False,
-    "mixed_steps": False,
-    "overlap_loads": False,
+    "step_composition": "s-lora-each-step",
     "reserve_output": True,
     "max_num_batched_tokens": 8192,
 }

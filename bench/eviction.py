@@ -39,8 +39,9 @@ from manylora.catalog.models import base_shape
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig
 from manylora.costs.model import FixedCost
-from manylora.engine.adapter_cache import AdapterCache, Readiness
+from manylora.engine.adapter_cache import AdapterCache
 from manylora.memory import EVICTION_POLICIES, Depth, Owner, PageCache, ReloadCosts, make_eviction_policy
+from manylora.plan import ON_DEVICE
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import AdapterKey, AdapterVersion
 
@@ -226,7 +227,7 @@ def run(uses: Uses, policy: str, num_pages: int, bound_bytes: float) -> Outcome:
         version = known[adapter]
         clock.wait_until(max(at, clock.now()))
         cache.ask(version.key, clock.now())
-        if cache.ensure(version, clock.now(), Depth.WANTED) is Readiness.READY:
+        if cache.ensure(version, clock.now(), Depth.WANTED).placement is ON_DEVICE:
             num_hits += 1
             saved_bytes += version.host_bytes
         else:

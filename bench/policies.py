@@ -196,7 +196,7 @@ def unloaded_mean_s(workload: Workload) -> float:
 
 POLICY_ROWS: dict[str, dict[str, object]] = {
     **{name: {"policy": name} for name in sorted(POLICIES)},
-    "fifo, whole prompts": {"policy": "fifo", "chunked_prefill": False},
+    "fifo, whole prompts": {"policy": "fifo", "step_composition": "whole-prompts"},
 }
 VARIANTS: dict[str, dict[str, object]] = {
     "chameleon, accuracy 100 %": {"policy": "chameleon", "predictor": "oracle"},

@@ -131,27 +131,13 @@ class SchedulerConfig:
         None, unit="adapters", at_least=1, help="Most distinct adapters in one step; by default no limit."
     )
     max_waiting: int = _scheduling(2048, unit="requests", at_least=1, help="Most requests waiting; more get a 429.")
-    chunked_prefill: bool = _scheduling(
-        True, help="Cut prompts to the step.", without="Run each prompt whole, however long the step becomes."
-    )
-    mixed_steps: bool = _scheduling(
-        True,
-        help="Let prompts share steps with decoding.",
-        without="Let decoding wait while prompts run, as S-LoRA does.",
-    )
-    overlap_loads: bool = _scheduling(
-        True,
-        help="Copy adapters beside running steps.",
-        without="Let steps wait for the adapters of the requests they admit, as S-LoRA does.",
+    step_composition: str = _scheduling(
+        "mixed",
+        plugin="step_composition",
+        help="How prompts and decoding share steps, and which loads they wait for.",
     )
     reserve_output: bool = _scheduling(
         False, help="Reserve pages for the longest answer on admission: no request is pre-empted, and fewer run."
-    )
-    steps_between_admissions: int = _scheduling(
-        0,
-        unit="steps",
-        at_least=0,
-        help="Steps that run before the next requests are admitted, while any request runs.",
     )
     plan_ahead: bool | None = _scheduling(
         None,

@@ -1,4 +1,4 @@
-"""What the engine core asks of the machinery below it: protocols, owned by the core.
+"""Protocols that the machinery below the engine core implements; owned by the core.
 
 The torch executor implements them on a device, the simulated one on a cost model, the fake one in tests.
 """
@@ -51,7 +51,7 @@ class Executor(Protocol):
         ...
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Forget what is kept for an adapter in ``tier`` (host buffers, device views); its pages are already free.
+        """Forget all that is kept for an adapter in ``tier`` (host buffers, device views); its pages are already free.
 
         Never called while a planned step in flight uses it.
         """
@@ -65,7 +65,7 @@ class AdapterReader(Protocol):
         """Read, check and pack an adapter. Blocks; safe from any thread, so that the loop never waits for a disk.
 
         Args:
-            name: What the caller calls it, for messages.
+            name: The caller's name for it, for messages.
             path: Its directory.
 
         Raises:
@@ -76,7 +76,7 @@ class AdapterReader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """What an engine core is put together from; made by ``execution.build`` or ``sim.build``.
+    """The parts that an engine core is put together from; made by ``execution.build`` or ``sim.build``.
 
     Args:
         base: The base model's shape.
@@ -84,7 +84,7 @@ class EngineParts:
         executor: Carries plans out.
         reader: Reads adapters.
         close: Stops threads and frees the device.
-        machine: What carries plans out, in words: what a measurement was made on.
+        machine: The machine that carries plans out, in words; for reports of measurements.
         is_accelerated: Whether steps run on a device of their own, beside this process.
     """
 

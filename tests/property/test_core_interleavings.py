@@ -32,10 +32,12 @@ DISCIPLINES: list[dict[str, object]] = [
     {},
     {"plan_ahead": True},
     {"plan_ahead": True},
-    {"mixed_steps": False, "steps_between_admissions": 2},
-    {"overlap_loads": False},
-    {"mixed_steps": False, "overlap_loads": False, "reserve_output": True, "steps_between_admissions": 3},
-    {"plan_ahead": True, "mixed_steps": False, "overlap_loads": False, "steps_between_admissions": 2},
+    {"step_composition": "s-lora-each-step"},
+    {"step_composition": "whole-prompts"},
+    {"step_composition": "s-lora-chunked"},
+    {"step_composition": "s-lora", "reserve_output": True},
+    {"plan_ahead": True, "step_composition": "whole-prompts"},
+    {"plan_ahead": True, "step_composition": "s-lora-each-step"},
 ]
 """How steps are made: mostly as by default."""
 NUM_SOAKS = 20
@@ -63,7 +65,6 @@ class EngineMachine(RuleBasedStateMachine):
         max_cpu_loras=st.none() | st.integers(1, 4),
         policy=st.sampled_from(NAMES_OF_POLICIES),
         predictor=st.sampled_from(["oracle", "noisy", "quantile"]),
-        chunked_prefill=st.booleans(),
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         prefetch=st.sampled_from(PREFETCHES),
         discipline=st.sampled_from(DISCIPLINES),
@@ -78,7 +79,6 @@ class EngineMachine(RuleBasedStateMachine):
         max_cpu_loras,
         policy,
         predictor,
-        chunked_prefill,
         eviction,
         prefetch,
         discipline,
@@ -86,7 +86,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.rig = make_rig(
             policy=policy,
             predictor=predictor,
-            chunked_prefill=chunked_prefill,
             policy_options={"refresh_s": 8.0},
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,
@@ -280,7 +279,6 @@ def soak(seed: int) -> tuple[EngineStats, int]:
         max_cpu_loras=rng.choice([None, 2, 4]),
         policy=NAMES_OF_POLICIES[seed % len(NAMES_OF_POLICIES)],
         predictor=rng.choice(["oracle", "noisy", "quantile"]),
-        chunked_prefill=rng.random() < 0.7,
         eviction=sorted(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
         prefetch=PREFETCHES[seed % len(PREFETCHES)],
         discipline=DISCIPLINES[seed // 4 % len(DISCIPLINES)],

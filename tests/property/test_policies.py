@@ -22,6 +22,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.events import Event, RequestAdmitted, RequestArrived, RequestFinished, RequestPreempted
 from manylora.scheduling import (
     POLICIES,
+    STEP_COMPOSITIONS,
     ChameleonPolicy,
     KeyedPolicy,
     Outcome,
@@ -112,19 +113,13 @@ ASKS = st.lists(
 
 
 S_LORA = {
-    "chunked_prefill": False,
-    "mixed_steps": False,
-    "overlap_loads": False,
+    "step_composition": "s-lora",
     "reserve_output": True,
-    "steps_between_admissions": 10,
 }
 DISCIPLINES = st.fixed_dictionaries(
     {
-        "chunked_prefill": st.booleans(),
-        "mixed_steps": st.booleans(),
-        "overlap_loads": st.booleans(),
+        "step_composition": st.sampled_from(sorted(STEP_COMPOSITIONS)),
         "reserve_output": st.booleans(),
-        "steps_between_admissions": st.sampled_from([0, 0, 1, 10]),
         "step_target_s": st.sampled_from([None, 0.0201, 0.022]),
     }
 )
@@ -217,7 +212,7 @@ def test_a_queue_with_work_and_quota_is_never_skipped(demands, refusals, num_pag
             told = next(outcomes, Outcome.ADMITTED)
             made.report(one, told)
             if told is Outcome.ADMITTED:
-                one.admitted_at = float(now)
+                one.admitted(float(now), shared=(), pages=())
                 running.append(one)
             is_stopped = made._bypass.exhausted is not None
             made.check_integrity()

@@ -82,10 +82,10 @@ def test_vllm_flags_are_taken_out_and_explained() -> None:
         [
             *("llama", "--enable-lora", "--max-lora-rank", "64", "--port", "1"),
             *("-tp", "1", "--lora-dtype=auto", "--no-enable-prefix-caching"),
-            "--no-enable-chunked-prefill",
+            *("--no-enable-chunked-prefill", "--no-chunked-prefill"),
         ]
     )
-    assert ours == ["llama", "--port", "1", "--no-prefix-caching", "--no-chunked-prefill"]
+    assert ours == ["llama", "--port", "1", "--no-prefix-caching", *["--step-composition=whole-prompts"] * 2]
     assert [remark.split(":")[0] for remark in remarks] == [
         "--enable-lora is not needed",
         "--max-lora-rank is not needed",

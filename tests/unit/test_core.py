@@ -9,6 +9,7 @@ from harness import make_rig, policy_context, request
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig
+from manylora.engine import running
 from manylora.engine.loop import EngineLoop
 from manylora.errors import (
     AdapterError,
@@ -390,3 +391,27 @@ def test_a_loop_with_requests_and_nothing_pending_says_so():
     rig.add(request("r"))
     with pytest.raises(Stalled, match="nothing is pending"):
         EngineLoop(rig.core, VirtualClock(), on_outputs=lambda outputs, now: None).run()
+
+
+def test_a_step_reads_an_adapter_from_the_host_where_that_is_allowed(monkeypatch):
+    monkeypatch.setattr(running, "may_run_from", lambda placement: True)
+    rig = make_rig()
+    rig.register("x")
+    rig.add(request("a", model="x", max_tokens=4))
+    tiers = []
+
+    def step() -> None:
+        rig.core.check_integrity()
+        tiers.append(rig.executor.plan.sequences[0].placement.tier)
+        rig.executor.complete_step()
+        rig.turn()
+
+    rig.turn()
+    step()
+    step()
+    rig.executor.complete_load()
+    step()
+    step()
+    assert tiers == [Tier.HOST, Tier.HOST, Tier.HOST, Tier.DEVICE]
+    assert rig.finish("a") == "length"
+    rig.core.check_integrity()

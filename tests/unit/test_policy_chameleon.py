@@ -46,7 +46,7 @@ def step(policy: ChameleonPolicy, outcome: Callable[[Sequence], Outcome] = lambd
     while (one := policy.offer()) is not None:
         told = outcome(one)
         if told is Outcome.ADMITTED:
-            one.admitted_at = 0.0
+            one.admitted(0.0, shared=(), pages=())
             admitted.append(one.seq_id)
         policy.report(one, told)
         policy.check_integrity()
@@ -164,8 +164,9 @@ class Bypassing:
         self.policy.add(self.older, 0.0)
 
     def run(self, one: Sequence, pages: int) -> None:
-        one.table.pages.extend(range(pages))
-        one.num_computed = len(one.tokens) - 1
+        one.table.grow(range(pages))
+        one.launched(len(one.tokens) - 1)
+        one.took_chunk()
 
     def step(self) -> list[int]:
         def outcome(one: Sequence) -> Outcome:

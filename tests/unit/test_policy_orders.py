@@ -153,7 +153,7 @@ def test_when_pages_run_out_the_first_in_line_is_still_tried():
 
 
 def test_without_chunking_a_prompt_runs_whole_and_ends_the_step():
-    rig = make_rig(max_num_batched_tokens=10, chunked_prefill=False, prefix_caching=False)
+    rig = make_rig(max_num_batched_tokens=10, step_composition="whole-prompts", prefix_caching=False)
     rig.add(request("a", num_prompt=7), request("b", num_prompt=20), request("c", num_prompt=3))
     rig.turn()
     assert [part.num_tokens for part in rig.executor.plan.sequences] == [7, 20]

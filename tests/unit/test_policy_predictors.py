@@ -143,7 +143,7 @@ def test_predictors_by_name():
 def test_the_engine_tells_the_predictor_how_answers_ended_but_not_those_cancelled():
     rig = make_rig()
     told = []
-    rig.core._predictor.observe = lambda one: told.append((one.request.request_id, one.num_output_tokens))
+    rig.core._answers._predictor.observe = lambda one: told.append((one.request.request_id, one.num_output_tokens))
     rig.add(request("whole", max_tokens=3), request("cancelled", max_tokens=50))
     rig.turn()
     rig.step()

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from harness import make_rig, request, small_base, version
+from msgspec import structs
 
 from manylora.costs.features import step_features
 from manylora.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, StepLog, StepRecord, read_step_log
 from manylora.errors import ConfigError
-from manylora.plan import PlannedSequence, StepPlan
+from manylora.plan import Placement, PlannedSequence, StepPlan
 from manylora.types import AdapterKey, SamplingParams, Tier
 
 
@@ -51,6 +52,17 @@ def test_features_tell_what_a_step_is():
     assert (features.num_adapters, features.sum_rank, features.max_rank) == (2, 24, 16)
     assert (features.num_adapted_decodes, features.decode_row_rank) == (2, 16)
     assert features.prompt_row_rank == 3 * 16 + 5 * 8
+
+
+def test_features_tell_what_is_read_from_the_host():
+    parts = [
+        part(0, start=10, num_tokens=1, adapter="a", rank=8),
+        structs.replace(part(1, start=0, num_tokens=5, adapter="b", rank=16), placement=Placement(Tier.HOST)),
+        structs.replace(part(2, start=9, num_tokens=1, adapter="c", rank=4), placement=Placement(Tier.DEVICE, 3)),
+        structs.replace(part(3, start=9, num_tokens=1, adapter="d", rank=4), placement=Placement(Tier.DEVICE)),
+    ]
+    features = step_features(StepPlan(step_id=0, sequences=tuple(parts)))
+    assert (features.num_host_adapted, features.host_row_rank) == (2, 5 * 16 + 4)
 
 
 def test_a_chunked_prompt_attends_to_as_many_pairs_as_a_whole_one():

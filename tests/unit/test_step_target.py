@@ -59,11 +59,11 @@ def test_nothing_is_learnt_until_somebody_asks():
 def test_a_budget_is_cut_by_rank():
     costs = OnlineCosts()
     teach(costs)
-    small, large = sequence(0, num_prompt=4000), sequence(1, num_prompt=4000)
-    small.version, large.version = version("small", rank=8), version("large", rank=128)
+    small = sequence(0, num_prompt=4000, adapter=version("small", rank=8))
+    large = sequence(1, num_prompt=4000, adapter=version("large", rank=128))
     rooms = []
     for one in (small, large):
-        budget = StepBudget(2000, costs, None, 0.1)
+        budget = StepBudget(2000, costs, step_s=0.1)
         num_tokens = budget.room_for(one)
         budget.take(one, num_tokens)
         assert budget.is_spent
@@ -82,7 +82,7 @@ def test_prompts_keep_a_share_however_many_decode():
 
 
 def test_tokens_bound_a_step_with_a_target_as_well():
-    budget = StepBudget(100, OnlineCosts(), None, 1e6)
+    budget = StepBudget(100, OnlineCosts(), step_s=1e6)
     assert budget.room_for(sequence(0, num_prompt=400)) == 100
 
 

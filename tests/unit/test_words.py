@@ -82,7 +82,6 @@ NOT_YET = {
     "src/manylora/planning",
     "src/manylora/scheduling",
     "src/manylora/server",
-    "src/manylora/sim",
     "src/manylora/text",
     "src/manylora/workloads",
 }

@@ -1,4 +1,4 @@
-"""What a step's time depends on, as a handful of sums over its plan.
+"""The quantities that a step's time depends on, as a handful of sums over its plan.
 
 A cost model that is fitted needs numbers rather than a plan, and so does the log it is fitted from. Everything here
 follows from the plan alone: the simulator, which has nothing else, computes the same numbers as the live engine.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from manylora.plan import StepPlan
+from manylora.plan import ON_DEVICE, StepPlan
 from manylora.types import AdapterKey
 
 __all__ = ["StepFeatures", "step_features"]
@@ -36,6 +36,8 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
         num_adapted_prompt_tokens: Tokens in them.
         prompt_rank: Sum of ranks over prompt chunks: what is read where every sequence fetches its own adapter.
         num_ranks: Distinct ranks.
+        num_host_adapted: Sequences whose adapter is read from host memory, in whole or for layers not yet copied.
+        host_row_rank: Sum of ranks over their tokens: the adapters' arithmetic there.
     """
 
     num_decodes: int
@@ -55,6 +57,8 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
     num_adapted_prompt_tokens: int = 0
     prompt_rank: int = 0
     num_ranks: int = 0
+    num_host_adapted: int = 0
+    host_row_rank: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -88,16 +92,20 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_features(plan: StepPlan) -> StepFeatures:
-    """Return a plan's features; one pass, for a simulator asks for them every step."""
+    """Return a plan's features; one pass, because a simulator asks for them every step."""
     num_decodes = num_prompt_tokens = num_sampled = context_tokens = prompt_pairs = 0
     num_adapted_decodes = decode_row_rank = prompt_row_rank = 0
     prompt_context_tokens = num_adapted_prompts = num_adapted_prompt_tokens = prompt_rank = 0
+    num_host_adapted = host_row_rank = 0
     ranks: dict[AdapterKey, int] = {}
     for part in plan.sequences:
         num_tokens, rank = part.num_tokens, part.rank
         num_sampled += part.is_sampled
         if part.adapter is not None:
             ranks[part.adapter] = rank
+            if part.placement is not ON_DEVICE and part.placement != ON_DEVICE:
+                num_host_adapted += 1
+                host_row_rank += rank * num_tokens
         if num_tokens == 1:
             num_decodes += 1
             context_tokens += part.start + 1
@@ -130,4 +138,6 @@ def step_features(plan: StepPlan) -> StepFeatures:
         num_adapted_prompt_tokens=num_adapted_prompt_tokens,
         prompt_rank=prompt_rank,
         num_ranks=len(set(ranks.values())),
+        num_host_adapted=num_host_adapted,
+        host_row_rank=host_row_rank,
     )

@@ -1,12 +1,12 @@
-"""What a step takes, learnt while steps run: so that prompts can be cut to time, and weighed against each other.
+"""Costs of steps, learnt while steps run: so that prompts can be cut to time, and compared with each other.
 
-A step's seconds are taken to be a constant, so much per token, so much per token and unit of its adapter's rank, and so
-much per token of KV that is read. The four are fitted to the steps lately run, older ones fading, by least squares that
-starts from a guess. A step counts by its tokens: where it is short the device mostly waits for its weights, and says
-little of what a long one costs.
+A step's seconds are modelled as a constant, plus a cost per token, per token and unit of its adapter's rank, and per
+token of KV that is read. The four are fitted to recent steps, older ones fading, by least squares that starts from a
+guess. A step's weight is its tokens: a short step mostly waits for the base weights, and tells little of the cost of a
+long one.
 
-Only the *form* is assumed, and little hangs on it: whoever asks wants to know how one prompt compares with another, or
-how many tokens make a step as long as those it has seen. ``costs/calibrate.py`` fits a device more closely, from a log.
+Only the *form* is assumed, and little depends on it: the questions are how one prompt compares with another, and how
+many tokens make a step as long as recent ones. ``costs/calibrate.py`` fits a device more closely, from a log.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import NamedTuple
 
 from manylora.scheduling import Sequence
 
-__all__ = ["OnlineCosts", "StepLoad"]
+__all__ = ["ONE_STEP", "OnlineCosts", "StepLoad"]
 
 FADE = 0.99
-"""Weight that what is known keeps with every step as long as a usual one: a memory of about 100 of those."""
+"""Weight that earlier steps keep with every step as long as a usual one: a memory of about 100 of those."""
 
 GUESS_WEIGHT = 0.1
-"""Weight of the guess, in usual steps: enough to settle what steps leave open."""
+"""Weight of the guess, in usual steps: enough to settle coefficients that steps leave open."""
 
 
 class StepLoad(NamedTuple):
-    """What a step's time is made of, each in the unit of its coefficient.
+    """The quantities that a step's time depends on, each in the unit of its coefficient.
 
     Args:
-        steps: 1, for what a step costs by itself.
+        steps: 1, for the fixed cost of a step.
         tokens: Tokens that run.
         row_rank: Sum over them of their adapter's rank.
         context: Tokens of KV that are read.
@@ -41,15 +41,18 @@ class StepLoad(NamedTuple):
     context: float
 
 
+ONE_STEP = StepLoad(1.0, 0.0, 0.0, 0.0)
+"""A step without tokens: its fixed cost."""
+
 USUAL = StepLoad(1.0, 512.0, 512.0 * 32.0, 16_384.0)
 """Sizes of a usual step: features are measured in these, for the sums' sake."""
 
 GUESS = (0.005, 512 * 1.5e-4, 0.0, 0.005)
-"""Seconds of a usual step by what takes them: a 7B model on a data-centre GPU."""
+"""Seconds of a usual step, by quantity: a 7B model on a data-centre GPU."""
 
 
 class OnlineCosts:
-    """Prices steps. It learns only once somebody has asked: until then ``is_asked`` is false."""
+    """Prices steps. It learns only once a price was asked for: until then ``is_asked`` is false."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -58,7 +61,7 @@ class OnlineCosts:
         self._coefficients = _per_unit(list(GUESS))
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn that a step took so long."""
+        """Learn the duration of a step."""
         weight = min(1.0, load.tokens / USUAL.tokens)
         faded = FADE**weight
         features = [value / usual for value, usual in zip(load, USUAL, strict=True)]
@@ -73,11 +76,11 @@ class OnlineCosts:
         self._coefficients = _per_unit(_solve_nonnegative(self._gram, self._moment))
 
     def step_s(self, load: StepLoad) -> float:
-        """Return what a step would take, in seconds."""
+        """Return the seconds a step would take."""
         return sum([value * price for value, price in zip(load, self._coefficients, strict=True)])
 
     def token_s(self, rank: int) -> float:
-        """Return what one more token of a prompt adds to a step, in seconds.
+        """Return the seconds that one more token of a prompt adds to a step.
 
         Args:
             rank: Its adapter's; 0 for the base.
@@ -86,14 +89,14 @@ class OnlineCosts:
         return token_s + rank * row_rank_s + context_s
 
     def prompt_s(self, sequence: Sequence) -> float:
-        """Return what the tokens whose KV a sequence lacks add to steps, in seconds; above 0."""
+        """Return the seconds that the tokens whose KV a sequence lacks add to steps; above 0."""
         self.is_asked = True
         rank = sequence.version.rank if sequence.version else 0
         return max(1e-6, sequence.num_to_run * self.token_s(rank))
 
     @staticmethod
     def load_of(planned: Iterable[tuple[Sequence, int]]) -> StepLoad:
-        """Return what sequences with so many tokens each amount to."""
+        """Return the load of sequences with so many tokens each."""
         tokens = row_rank = context = 0
         for sequence, num_tokens in planned:
             tokens += num_tokens
@@ -109,7 +112,7 @@ def _per_unit(usual: list[float]) -> tuple[float, float, float, float]:
 
 
 def _solve_nonnegative(gram: list[list[float]], moment: list[float]) -> list[float]:
-    """Solve the normal equations; whatever would be negative is left out, the worst first, and is 0."""
+    """Solve the normal equations; negative coefficients are left out, the worst first, and are 0."""
     kept = list(range(len(moment)))
     while kept:
         solution = _solve([[gram[row][column] for column in kept] for row in kept], [moment[row] for row in kept])

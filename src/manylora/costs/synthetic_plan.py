@@ -1,4 +1,4 @@
-"""Plans that nobody makes, to ask a cost model what a step like that would take."""
+"""Synthetic plans, to ask a cost model for the time of a step of that shape."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The engine: decides each step, and the one loop that serves and simulates."""
+"""The engine: decides each step. Its loop drives one, live or simulated."""

@@ -1,13 +1,13 @@
 """The adapter cache: moves versions up the tiers when sequences need them, and lets them idle in free pages.
 
-It has no size of its own on the device: pages come from the one store, and an adapter nobody uses stays until
-somebody needs its room. Loads are asynchronous on every hop, so a step never waits for one.
+It has no size of its own on the device: pages come from the one pool, and an idle adapter stays until its room is
+needed. Loads are asynchronous on every hop, so a step never waits for one.
 
 ::
 
-    ensure(version)   device resident   -> READY
-                      host resident     -> claim pages, start the copy   -> LOADING   (NO_ROOM if none to claim)
-                      on disk           -> start the read                -> LOADING
+    ensure(version)   device resident   -> placed in DEVICE
+                      host resident     -> claim pages, start the copy   -> placed in HOST, loading unless none to claim
+                      on disk           -> start the read                -> placed nowhere, loading
 
 Source: Chameleon, section 4.2; S-LoRA, section 5.
 """
@@ -18,25 +18,39 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+
+import msgspec
 
 from manylora.adapters.residency import Residency, TierState
 from manylora.config import AdapterConfig
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
 from manylora.memory import Depth, IdleItem, PageCache, ReloadCosts
-from manylora.plan import AdapterLoad, LoadResult
+from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, Placement
 from manylora.ports import Executor, Work
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["AdapterCache", "Readiness"]
 
 
-class Readiness(Enum):
-    """Whether an adapter can run in the next step."""
+class Readiness(msgspec.Struct, frozen=True):
+    """How near an adapter is to running: where a step could read its weights, and whether they move up.
 
-    READY = "ready"
-    LOADING = "loading"
-    NO_ROOM = "no_room"
+    The values are a handful of constants, so that asking makes nothing.
+
+    Args:
+        placement: Where a step could read them now; ``None`` while they are on disk alone. Whether a sequence may run
+            from there is the running set's decision.
+        is_loading: A hop up the tiers is on its way; if not, and they are not on the device, there was no room.
+    """
+
+    placement: Placement | None
+    is_loading: bool = False
+
+
+_DEVICE = Readiness(ON_DEVICE)
+_IN_HOST = Placement(Tier.HOST)
+_HOST = {is_loading: Readiness(_IN_HOST, is_loading) for is_loading in (False, True)}
+_DISK = {is_loading: Readiness(None, is_loading) for is_loading in (False, True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +68,10 @@ class AdapterCache:
         page_cache: The pages.
         executor: Carries loads out.
         config: Limits of the host tier.
-        costs: Kept up to date with what loads take.
+        costs: Kept up to date with the durations of loads.
         is_pinned: Whether a version is pinned to the device.
         emit: Takes events.
+        on_arrived: Told of a version that came to the device while sequences run on it.
     """
 
     def __init__(
@@ -68,6 +83,7 @@ class AdapterCache:
         costs: ReloadCosts,
         is_pinned: Callable[[AdapterKey], bool],
         emit: EventSink,
+        on_arrived: Callable[[AdapterKey], None] = lambda key: None,
     ) -> None:
         self._page_cache = page_cache
         self._executor = executor
@@ -75,6 +91,7 @@ class AdapterCache:
         self._costs = costs
         self._is_pinned = is_pinned
         self._emit = emit
+        self._on_arrived = on_arrived
         self._residencies: dict[AdapterKey, Residency] = {}
         self._loads: list[_Load] = []
         self._host: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
@@ -86,7 +103,7 @@ class AdapterCache:
         self.num_disk_loads = 0
         self.num_evictions = 0
 
-    # -- what is where -----------------------------------------------------------------------------------------------
+    # -- placement ---------------------------------------------------------------------------------------------------
 
     def residency(self, key: AdapterKey) -> Residency:
         """Return the state of a known version."""
@@ -101,7 +118,7 @@ class AdapterCache:
         return key in self._residencies
 
     def reload_s(self, key: AdapterKey) -> float:
-        """Return what bringing a version to the device from where it is would take, in seconds."""
+        """Return the seconds that bringing a version to the device would take from its present tier."""
         version = self._residencies[key].version
         item = IdleItem(key, version.num_pages, 0.0, version.host_bytes, self._read_bytes(key))
         return self._costs.reload_s(item)
@@ -135,7 +152,7 @@ class AdapterCache:
             self._trim_host(now)
 
     def price(self, key: AdapterKey, now: float) -> float | None:
-        """Return what keeping a version on the device saves, if it is idle there and the eviction policy knows."""
+        """Return the worth of keeping a version on the device, if it is idle there and the eviction policy knows."""
         return self._page_cache.adapter_price(key, now)
 
     def refuse(self, version: AdapterVersion) -> None:
@@ -173,7 +190,7 @@ class AdapterCache:
     def hold(self, key: AdapterKey, now: float) -> None:
         """A sequence starts to run on it."""
         residency = self._residencies[key]
-        assert residency.device is TierState.RESIDENT, "not on the device"
+        assert residency.tier is not Tier.DISK, "on disk alone"
         self.num_active += residency.num_running == 0
         residency.num_running += 1
         residency.last_used_at = now
@@ -212,7 +229,7 @@ class AdapterCache:
         self._page_cache.set_adapter_depth(key, depth, now, read_bytes=self._read_bytes(key))
 
     def _read_bytes(self, key: AdapterKey) -> int:
-        """Return what has to be read from disk before the version can be copied to the device."""
+        """Return the bytes to be read from disk before the version can be copied to the device."""
         residency = self._residencies[key]
         return 0 if residency.host is TierState.RESIDENT else residency.version.disk_bytes
 
@@ -225,30 +242,30 @@ class AdapterCache:
             version: Which.
             now: Seconds.
             depth: ``WANTED`` may take pages from adapters that others wait for, and overshoot the host limit: it is
-                for whoever is first in line, so that it always gets on.
+                for the sequence that is first in line, so that it always gets on.
         """
         key = version.key
         residency = self._residencies[key]
         if residency.device is TierState.RESIDENT:
-            return Readiness.READY
-        if residency.is_loading:
-            return Readiness.LOADING
-        if residency.host is TierState.ABSENT:
-            if depth is Depth.IDLE and not self._has_host_room(version):
-                return Readiness.NO_ROOM
-            self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
-            return Readiness.LOADING
-        pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth)
-        if pages is None:
-            return Readiness.NO_ROOM
-        self._host.move_to_end(key)
-        self._start(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages), now)
-        return Readiness.LOADING
+            return _DEVICE
+        if residency.host is not TierState.RESIDENT:
+            if residency.host is TierState.ABSENT:
+                if depth is Depth.IDLE and not self._has_host_room(version):
+                    return _DISK[False]
+                self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
+            return _DISK[True]
+        if residency.device is TierState.ABSENT:
+            pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth)
+            if pages is None:
+                return _HOST[False]
+            self._host.move_to_end(key)
+            self._start(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages), now)
+        return _HOST[True]
 
     def warm(self, version: AdapterVersion, now: float) -> Readiness:
-        """Bring a version all the way to the device without anybody waiting for it."""
+        """Bring a version all the way to the device before any sequence waits for it."""
         readiness = self.ensure(version, now, Depth.IDLE)
-        if readiness is Readiness.LOADING:
+        if readiness.is_loading:
             self._warming[version.key] = None
         return readiness
 
@@ -270,7 +287,7 @@ class AdapterCache:
         self._loads = in_flight
         for key in list(self._warming):
             residency = self._residencies.get(key)
-            if residency is None or self.warm(residency.version, now) is not Readiness.LOADING:
+            if residency is None or not self.warm(residency.version, now).is_loading:
                 del self._warming[key]
         return failures
 
@@ -298,12 +315,14 @@ class AdapterCache:
                 self.host_bytes += load.version.host_bytes
                 self._trim_host(now)
             else:
-                # Somebody may have read the same content meanwhile, and not been let to register it.
+                # The same content may have been read meanwhile, and its registration refused.
                 self._executor.drop_adapter(key, Tier.HOST)
         elif ok:
             self.num_loads += 1
             # Start from "held": the claim left it so.
             self.refresh(key, now)
+            if residency.num_running:
+                self._on_arrived(key)
         else:
             self._page_cache.release_adapter(key)
         if not ok:
@@ -312,7 +331,7 @@ class AdapterCache:
         self._free_if_over(key, now)
 
     def _measure(self, load: _Load, now: float, *, ok: bool) -> None:
-        """Learn what the load itself took: a link serves first in, first out, so its turn came when it was free."""
+        """Learn the duration of the load itself, from its turn on the link, which serves first in, first out."""
         took_s = now - max(load.started_at, self._link_free_at[load.tier])
         self._link_free_at[load.tier] = now
         if ok and load.tier is Tier.HOST:
@@ -323,7 +342,7 @@ class AdapterCache:
     # -- giving up copies --------------------------------------------------------------------------------------------
 
     def on_dropped(self, key: AdapterKey, now: float) -> None:
-        """The store took an adapter's pages for something else."""
+        """The page cache took an adapter's pages for another use."""
         residency = self._residencies[key]
         residency.drop(Tier.DEVICE)
         self.num_evictions += 1
@@ -373,9 +392,9 @@ class AdapterCache:
 
     @staticmethod
     def _can_drop_host(residency: Residency) -> bool:
-        """Whether the host copy may go: nobody is about to copy from it, and it could be read again."""
-        is_about_to_move = residency.num_waiting > 0 and residency.device is not TierState.RESIDENT
-        return not (is_about_to_move or residency.is_retired or residency.device is TierState.LOADING)
+        """Whether the host copy may go: no copy from it is due, no step reads it, and it could be read again."""
+        is_needed = residency.is_referenced and residency.device is not TierState.RESIDENT
+        return not (is_needed or residency.is_retired or residency.device is TierState.LOADING)
 
     def _trim_host(self, now: float) -> None:
         """Drop the least recently used host copies beyond the limit; the disk tier has them still."""

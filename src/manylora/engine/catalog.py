@@ -1,4 +1,4 @@
-"""The catalog of adapters: what people do to them by name, on top of what the cache does to versions.
+"""The catalog of adapters: actions on them by name, on top of the cache's actions on versions.
 
 Every method runs on the loop's thread and returns at once; reading files has happened elsewhere by then.
 """
@@ -9,9 +9,10 @@ import heapq
 from collections.abc import Callable
 
 from manylora.adapters.registry import AdapterRegistry, NamedAdapter
-from manylora.engine.adapter_cache import AdapterCache, Readiness
+from manylora.engine.adapter_cache import AdapterCache
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound
+from manylora.plan import ON_DEVICE
 from manylora.scheduling import Sequence
 from manylora.types import AdapterVersion, Tier
 
@@ -24,7 +25,7 @@ class AdapterCatalog:
     """Registers, replaces, pins, warms and forgets adapters by name.
 
     Args:
-        registry: Names and what they point to.
+        registry: Names and the versions they point to.
         cache: Where versions are.
         num_pages: Pages in the pool.
         pages_needed: Most KV pages a request in flight may come to need.
@@ -111,13 +112,14 @@ class AdapterCatalog:
         return self.status(name, now)
 
     def warm(self, name: str, now: float) -> AdapterStatus:
-        """Start bringing an adapter to the device before anybody asks for it.
+        """Start bringing an adapter to the device before any request asks for it.
 
         Raises:
             AdapterNotFound: No such name.
             CapacityError: There is no idle memory for it.
         """
-        if self._cache.warm(self._registry.get(name).version, now) is Readiness.NO_ROOM:
+        readiness = self._cache.warm(self._registry.get(name).version, now)
+        if readiness.placement is not ON_DEVICE and not readiness.is_loading:
             raise CapacityError(f"no idle memory for adapter {name!r}", retry_after_s=1.0, status=503)
         return self.status(name, now)
 

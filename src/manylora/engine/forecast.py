@@ -1,4 +1,4 @@
-"""When is an adapter due? A histogram of the gaps between its requests, for prefetching what nobody asks for yet.
+"""When is an adapter due? A histogram of the gaps between its requests, for prefetching before it is asked for.
 
 A gap that keeps coming back (a job every five minutes, a user who takes half a minute to read an answer) makes the
 next request foreseeable. After each request the adapter is *due* from just before the shortest usual gap until just
@@ -45,7 +45,7 @@ class _Gaps:
 
 
 class Forecast:
-    """Learns gaps and tells what is due. ``now`` is in seconds."""
+    """Learns gaps and names the adapters that are due. ``now`` is in seconds."""
 
     def __init__(self) -> None:
         self._gaps: dict[AdapterKey, _Gaps] = {}
@@ -78,7 +78,7 @@ class Forecast:
         return [(key, self._gaps[key].closes_at) for key in self._due]
 
     def forget(self, key: AdapterKey) -> None:
-        """Drop what was learnt about an adapter."""
+        """Forget the gaps of an adapter."""
         self._gaps.pop(key, None)
         self._due.pop(key, None)
 

@@ -1,14 +1,16 @@
-"""What must always add up in an engine, whatever happened to it; asked by tests and soak runs."""
+"""The invariants of an engine that span its parts; checked by tests and soak runs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
+from manylora.adapters.residency import TierState
 from manylora.engine.adapter_cache import AdapterCache
 from manylora.memory import PageCache
-from manylora.plan import StepPlan
+from manylora.plan import PlannedSequence, StepPlan
 from manylora.scheduling import Sequence, SequenceStatus
+from manylora.types import Tier
 
 __all__ = ["check_integrity"]
 
@@ -27,8 +29,8 @@ def check_integrity(
 
     Args:
         sequences: Of all requests in flight.
-        running: Those that run, and those that are over but for a step in flight.
-        num_waiting: How many the policy holds.
+        running: Those that run, and those that ended while a step in flight still uses them.
+        num_waiting: Sequences that the policy holds.
         plans: Steps in flight.
         page_cache: The pages.
         cache: The adapters.
@@ -43,7 +45,18 @@ def check_integrity(
         assert sequence.num_in_flight == len(parts)
         assert sequence.num_pending == sum(part.is_sampled for part in parts)
         assert len(sequence.table.pages) * block_size >= sequence.num_computed
+        for part in parts:
+            assert _holds(cache, part), f"{part.adapter} is planned from {part.placement} and is not there"
     for residency in cache.residencies():
         users = [sequence for sequence in (*sequences, *over) if sequence.adapter == residency.version.key]
         assert residency.num_running == sum(one.status is not SequenceStatus.WAITING for one in users)
         assert residency.num_waiting == sum(one.status is SequenceStatus.WAITING for one in users)
+
+
+def _holds(cache: AdapterCache, part: PlannedSequence) -> bool:
+    """Whether weights are where a step in flight reads them; where layers are missing, they may be on their way."""
+    if part.adapter is None:
+        return True
+    residency = cache.residency(part.adapter)
+    state = residency.host if part.placement.tier is Tier.HOST else residency.device
+    return state is TierState.RESIDENT or (state is TierState.LOADING and part.placement.num_layers is not None)

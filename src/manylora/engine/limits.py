@@ -1,4 +1,4 @@
-"""What a request may ask of an engine: whatever could never be served is refused on arrival, with the reason."""
+"""The limits of a request: one that could never be served is refused on arrival, with the reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestLimits:
         """Return how many tokens a request may generate.
 
         Args:
-            request: What is asked for.
+            request: The request.
             version: The adapter it runs with.
 
         Raises:

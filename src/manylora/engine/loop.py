@@ -1,22 +1,21 @@
-"""The one loop: serves on the wall clock and simulates on the virtual one.
+"""The loop of one engine, on the wall clock or on a virtual one.
 
-A turn never blocks except in ``clock.wait_until``: collect what is complete, take arrivals that are due,
-launch, hand out what was collected (while the device works already), wait for the next event.
+A turn never blocks except in ``clock.wait_until``: collect completed work, take arrivals that are due, launch, hand out
+the collected outputs (while the device works already), wait for the next event.
 
-Several engines can share one clock: each is turned when something of its own is due, so what one does never depends on
-how often another woke the loop, and one loop simulates a whole service.
+Several simulated engines on one clock have a driver of their own (``sim/run/driver.py``), made of the same turn.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterable
 
 from manylora.clock import Clock
+from manylora.engine.arrivals import Arrivals
 from manylora.engine.core import EngineCore
-from manylora.errors import ManyloraError, Stalled
+from manylora.errors import Stalled
 from manylora.types import Output, Request
 
 __all__ = ["EngineLoop"]
@@ -25,19 +24,14 @@ Command = Callable[[EngineCore, float], None]
 
 
 class EngineLoop:
-    """Drives one engine core, or several replicas on one clock.
+    """Drives an engine core.
 
     Args:
-        core: The engine; the first of them where there are several.
+        core: The engine.
         clock: Wall or virtual.
-        on_outputs: Takes what requests got in a turn of one engine, and the time in seconds; called on the loop's
-            thread.
-        arrivals: Requests by time of arrival in seconds, in order; how simulations and replays are fed.
-        on_rejected: Takes an arrival the core refused; without it the refusal is raised.
+        on_outputs: Takes the outputs of a turn, and the time in seconds; called on the loop's thread.
+        arrivals: Requests by time of arrival in seconds, in order; one that is refused raises.
         live: Keep waiting for posted commands when nothing is left, until ``stop``.
-        others: Further replicas, whose executors must know when their work completes, as simulated ones do. Posted
-            commands reach the first engine alone.
-        route: Says which replica an arrival goes to, 0 being ``core``, and is told the time.
     """
 
     def __init__(
@@ -47,19 +41,13 @@ class EngineLoop:
         *,
         on_outputs: Callable[[list[Output], float], None],
         arrivals: Iterable[tuple[float, Request]] = (),
-        on_rejected: Callable[[Request, ManyloraError, float], None] | None = None,
         live: bool = False,
-        others: Seq[EngineCore] = (),
-        route: Callable[[Request, float], int] = lambda request, now: 0,
     ) -> None:
-        self._cores = (core, *others)
+        self._core = core
         self._clock = clock
         self._on_outputs = on_outputs
-        self._on_rejected = on_rejected
+        self._arrivals = Arrivals(arrivals)
         self._live = live
-        self._route = route
-        self._arrivals: Iterator[tuple[float, Request]] = iter(arrivals)
-        self._next_arrival = next(self._arrivals, None)
         self._inbox: deque[Command] = deque()  # append and popleft are atomic
         self._is_stopping = False
 
@@ -83,46 +71,23 @@ class EngineLoop:
             Stalled: Requests are left and nothing is pending that could move them.
             Exception: The device failed.
         """
-        cores = self._cores
+        core = self._core
         while not self._is_stopping:
             now = self._clock.now()
             while self._inbox:
-                self._inbox.popleft()(cores[0], now)
-            due = cores if len(cores) == 1 else [core for core in cores if core.next_event_at() <= now]
-            collected = [core.collect(now) for core in due]
-            for core in self._take_arrivals(now, due):
-                core.launch(now)
-            for outputs in collected:
-                if outputs:
-                    self._on_outputs(outputs, now)
+                self._inbox.popleft()(core, now)
+            outputs = core.collect(now)
+            self._arrivals.hand_over(now, lambda request: core)
+            core.launch(now)
+            if outputs:
+                self._on_outputs(outputs, now)
             if self._inbox:
                 continue
-            next_event_at = min(core.next_event_at() for core in cores)
-            if self._next_arrival is not None:
-                next_event_at = min(next_event_at, self._next_arrival[0])
-            if math.isinf(next_event_at) and not any(core.has_pending_work for core in cores):
-                stalled = [core.stats() for core in cores if core.has_requests]
-                if stalled:
-                    raise Stalled(f"requests are left but nothing is pending: {stalled}")
+            next_event_at = min(core.next_event_at(), self._arrivals.next_at)
+            if math.isinf(next_event_at) and not core.has_pending_work:
+                if core.has_requests:
+                    raise Stalled(f"requests are left but nothing is pending: {core.stats()}")
                 if not self._live:
                     return
             if next_event_at > now:
                 self._clock.wait_until(next_event_at)
-
-    def _take_arrivals(self, now: float, due: Seq[EngineCore]) -> Seq[EngineCore]:
-        """Hand arrivals over that are due; return the engines with something to launch, each once, in their order."""
-        reached = set()
-        while self._next_arrival is not None and self._next_arrival[0] <= now:
-            request = self._next_arrival[1]
-            replica = self._route(request, now)
-            reached.add(replica)
-            try:
-                self._cores[replica].add_request(request, now)
-            except ManyloraError as error:
-                if self._on_rejected is None:
-                    raise
-                self._on_rejected(request, error, now)
-            self._next_arrival = next(self._arrivals, None)
-        if len(due) == len(self._cores) or not reached:
-            return due
-        return [core for index, core in enumerate(self._cores) if index in reached or core in due]

@@ -6,12 +6,12 @@
     core     launch n    plan n + 1 |collect n    plan n + 2 |collect n + 1
                          ^ ``plan_at``
 
-Nothing about the next step depends on *which* tokens come, but for one thing: a token may end its request. Such a
-sequence runs once more for nothing, its result is dropped, and what it held is given back when that step is over. Its
-client has its answer by then.
+The next step does not depend on *which* tokens come, with one exception: a token may end its request. Such a sequence
+runs once more for nothing, its result is dropped, and its pages are given back when that step is over. Its client has
+its answer by then.
 
-What the next step decides it decides early, so whoever arrives after ``plan_at`` waits one step more. That is why it
-is planned late: in the second half of the step in flight, and only so long before its end as planning may take.
+The next step is decided early, so a request that arrives after ``plan_at`` waits one step more. That is why it is
+planned late: in the second half of the step in flight, and only so long before its end as planning may take.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Prefetching: bring adapters to the device before their requests can be admitted.
 
-Admission starts the loads of all it looks at. It stops looking when the seats are taken, the token budget is spent
-or somebody lacks pages; those behind would find their adapters missing when their turn comes. So after each turn
-the next few waiting sequences, in the policy's order, are looked at for what can be brought meanwhile.
+Admission starts the loads of all sequences it looks at. It stops looking when the seats are taken, the token budget is
+spent or a sequence lacks pages; those behind would find their adapters missing when their turn comes. So after each
+turn the next few waiting sequences, in the policy's order, are looked at for adapters that can be brought meanwhile.
 
 Three rules keep a guess from doing harm:
 
 * *It never delays a demanded load.* A link carries loads first in, first out. So a prefetch starts only on a link with
   nothing on it, one at a time: a load demanded later waits for the rest of one copy at most, and that copy is of an
-  adapter somebody waits for already.
-* *It takes only what those ahead will not need.* Pages come from free and idle ones (never from adapters that are
-  wanted or in use), and what the sequences before it in line need, KV and adapters, is set aside first.
-* *It never evicts something worth more than itself.* An adapter that a request waits for is certain to be used, an idle
-  thing is not. One that is merely due (``forecast.py``, off by default) is priced by the same rule as what it would
-  displace, and only while nobody waits.
+  adapter that a sequence waits for already.
+* *It takes only pages that sequences ahead will not need.* Pages come from free and idle ones (never from adapters that
+  are wanted or in use), and the need of the sequences before it in line, KV and adapters, is set aside first.
+* *It never evicts an item worth more than itself.* An adapter that a request waits for is certain to be used, an idle
+  item is not. One that is merely due (``forecast.py``, off by default) is priced by the same rule as the items it would
+  displace, and only while no request waits.
 
 Source: Chameleon, section 4.2, "Prefetching"; look-ahead of ten after "vLLM multi-LoRA" (spec VL-5).
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from manylora.adapters.residency import TierState
 from manylora.config import AdapterConfig
-from manylora.engine.adapter_cache import AdapterCache, Readiness
+from manylora.engine.adapter_cache import AdapterCache
 from manylora.engine.forecast import Forecast
 from manylora.memory import Depth, PageCache, num_blocks
 from manylora.scheduling import Policy
@@ -37,7 +37,7 @@ class Prefetcher:
     Args:
         cache: Brings adapters.
         page_cache: Says how much could be claimed.
-        policy: Says who comes next.
+        policy: Says which sequence comes next.
         config: How far to look.
         block_size: Tokens per page.
     """
@@ -59,7 +59,7 @@ class Prefetcher:
             self._forecast.used(key, now)
 
     def launch(self, now: float) -> None:
-        """Start what is worth starting now."""
+        """Start the loads that are worth starting now."""
         idle = [tier for tier in (Tier.HOST, Tier.DEVICE) if not self._cache.is_link_busy(tier)]
         if idle and self._look_ahead and len(self._policy):
             self._look(idle, now)
@@ -85,7 +85,7 @@ class Prefetcher:
             room -= num_blocks(sequence.num_tokens_to_hold, self._block_size)
 
     def _foresee(self, forecast: Forecast, idle: list[Tier], now: float) -> None:
-        """Prefetch one adapter that is due, if keeping it till then is worth more than what it displaces."""
+        """Prefetch one adapter that is due, if keeping it till then is worth more than the items it displaces."""
         for key, until in forecast.due(now):
             if not self._cache.knows(key):
                 forecast.forget(key)
@@ -108,4 +108,4 @@ class Prefetcher:
         return Tier.DEVICE if residency.host is TierState.RESIDENT else Tier.HOST
 
     def _prefetch(self, version: AdapterVersion, now: float) -> None:
-        self.num_prefetches += self._cache.ensure(version, now, Depth.IDLE) is Readiness.LOADING
+        self.num_prefetches += self._cache.ensure(version, now, Depth.IDLE).is_loading

@@ -1,18 +1,14 @@
-"""The running set: who is in it, who gets how many tokens in a step, who is let in and who must leave.
+"""The running set: the sequences in it, their tokens in a step, admission and pre-emption.
 
-A step is ``{sequence: number of tokens}``. Decoding sequences get their one token first, then prompts share
-what is left of the budget (tokens, or time: ``step_budget.py``) in chunks, so a long prompt slows decoding by a
-bounded amount and never stops it. Every sequence is admitted with pages for all tokens it has, so only decoding
-ones grow; when a page is missing then, idle things go first, then adapters others wait for, then the youngest
-sequence is pre-empted (its tokens stay, its KV is computed again).
+A step is a list of sequences, each with a number of tokens. Decoding sequences get their one token first, then prompts
+share the rest of the budget (tokens, or time: ``step_budget.py``). How a prompt is cut and whether it shares the step
+with decoding is the step composition's decision (``scheduling/step_composition.py``). Every sequence is admitted with
+pages for all tokens it has, so only decoding ones grow; when a page is missing then, idle pages go first, then adapters
+that others wait for, then the youngest sequence is pre-empted (its tokens stay, its KV is computed again).
 
 Liveness: sequences are ordered by arrival. The oldest running one may pre-empt every other; the one the policy
 puts first in line may claim everything that running ones do not hold; a request is accepted only if it fits
 alone. So the oldest always ends, and by induction all do.
-
-Four options of ``SchedulerConfig`` make steps as S-LoRA has them, so that what is published against it can be
-compared on this engine (``docs/adr/0016``): prompts in steps of their own, a step that waits for the adapters of
-those it lets in, pages claimed for the longest answer, and so many steps between two admissions.
 
 Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Orca, both through vLLM v1.
 """
@@ -21,20 +17,43 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from typing import NamedTuple
 
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts, StepLoad
-from manylora.engine.adapter_cache import AdapterCache, Readiness
+from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.status import Counters
 from manylora.engine.step_budget import StepBudget, target_s
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
-from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus
+from manylora.plan import ON_DEVICE, Placement
+from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, make_step_composition
 from manylora.types import AdapterKey
 
-__all__ = ["RunningSet"]
+__all__ = ["RunningSet", "StepDraft", "may_run_from"]
 
 _Planned = tuple[Sequence, int]
 """A sequence and its tokens in the step."""
+
+
+class StepDraft(NamedTuple):
+    """A step that was decided and not launched.
+
+    Args:
+        parts: Sequences, each with its tokens, in the order of the batch; empty if nothing can run.
+        load: Its size, for learning its cost once it has run; ``None`` while no cost is asked for.
+    """
+
+    parts: list[tuple[Sequence, int]]
+    load: StepLoad | None = None
+
+
+_NOTHING = StepDraft([])
+
+
+def may_run_from(placement: Placement) -> bool:
+    """Decide whether a step may read an adapter's weights there: from device pages, with all layers."""
+    return placement is ON_DEVICE
 
 
 class RunningSet:
@@ -43,10 +62,11 @@ class RunningSet:
     Args:
         page_cache: The pages.
         cache: The adapters.
-        policy: Who goes first.
-        scheduler: What a step may hold.
+        policy: The order of waiting sequences.
+        scheduler: Limits and composition of a step.
         memory: Block size and prefix caching.
-        costs: What steps take; told of each that was planned here.
+        costs: Costs of steps; told of each that was planned here.
+        counters: Counts pre-emptions, squashes, prompt tokens and cached tokens.
         on_hit: Told of each sequence that found its adapter on the device when first looked at.
         emit: Takes events.
     """
@@ -60,6 +80,7 @@ class RunningSet:
         scheduler: SchedulerConfig,
         memory: MemoryConfig,
         costs: OnlineCosts,
+        counters: Counters,
         on_hit: Callable[[Sequence], None],
         emit: EventSink,
     ) -> None:
@@ -69,19 +90,14 @@ class RunningSet:
         self._scheduler = scheduler
         self._memory = memory
         self._costs = costs
-        self.load: StepLoad | None = None  # of the step planned last, while somebody asks for costs
+        self._counters = counters
+        self._composition = make_step_composition(scheduler.step_composition)
         self._on_hit = on_hit
         self._emit = emit
         # A running sequence needs at least one token of every step's budget.
         self._num_seats = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self._running: list[Sequence] = []
         self._first_in_line: Sequence | None = None  # of the last step, if it was not admitted
-        self._num_steps_since_admission = scheduler.steps_between_admissions
-        self._is_held_up = False  # in the middle of letting sequences in, for an adapter on its way
-        self.num_preemptions = 0
-        self.num_squashes = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
 
     def __len__(self) -> int:
         return len(self._running)
@@ -90,46 +106,39 @@ class RunningSet:
         """Return the running sequences, oldest first."""
         return list(self._running)
 
-    def plan(self, now: float, *, is_ahead: bool = False) -> list[tuple[Sequence, int]]:
-        """Decide the next step: who runs and how many tokens each. Admits and pre-empts on the way.
+    def plan(self, now: float, *, is_ahead: bool = False) -> StepDraft:
+        """Decide the next step: its sequences, and how many tokens of each. Admits and pre-empts on the way.
 
         Args:
             now: In seconds.
-            is_ahead: A step is in flight. Nobody whose pages it may be writing can be sent back then, so where somebody
-                must be, nothing is planned yet.
+            is_ahead: A step is in flight. A sequence whose pages it may be writing cannot be sent back then, so where
+                one must be, nothing is planned yet.
         """
         squashed = self._policy.squash(now)
         if squashed and is_ahead:
-            return []
+            return _NOTHING
         for sequence in squashed:
-            self.num_squashes += 1
+            self._counters.squashes += 1
             self._emit(RequestSquashed(now, sequence.request.request_id, sequence.num_computed))
             self._send_back(sequence, now)
-        num_preemptions = self.num_preemptions
         if is_ahead and not self._claim_growth(now):
-            return []
+            return _NOTHING
+        composition, preemptions = self._composition, self._counters.preemptions
         decodes, prompts, budget = self._plan_running(now)
-        is_short = self.num_preemptions > num_preemptions  # of memory: let the step run before anybody is let in
-        if not (decodes or prompts) or (self._may_admit() and not is_short):
+        is_short = self._counters.preemptions > preemptions  # of memory: let the step run before others are admitted
+        if not (decodes or prompts) or (composition.may_admit() and not is_short):
             admitted, is_loading = self._admit(budget, now)
-            if admitted:
-                prompts += admitted
-                self._num_steps_since_admission = -1  # the step that comes is theirs
-            self._is_held_up = is_loading and not self._scheduler.overlap_loads
-            if self._is_held_up:
-                return []
-        self._num_steps_since_admission += 1
-        planned = prompts if prompts and not self._scheduler.mixed_steps else decodes + prompts
-        self.load = self._costs.load_of(planned) if self._costs.is_asked else None
-        return planned
+            prompts += admitted
+            if composition.round_ended(has_admitted=bool(admitted), is_loading=is_loading):
+                return _NOTHING
+        composition.step_planned()
+        parts = composition.beside_prompts(decodes) + prompts if prompts else decodes
+        return StepDraft(parts, self._costs.load_of(parts) if self._costs.is_asked else None)
 
     def took(self, load: StepLoad | None, seconds: float) -> None:
-        """Learn how long a step took; ``load`` is what ``load`` was when it had been planned."""
+        """Learn how long a step with that load took."""
         if load is not None and load.tokens:
             self._costs.observe(load, seconds)
-
-    def _may_admit(self) -> bool:
-        return self._is_held_up or self._num_steps_since_admission >= self._scheduler.steps_between_admissions
 
     def stop(self, sequence: Sequence, now: float) -> None:
         """Take a sequence out that ended, with its pages and its hold on the adapter."""
@@ -142,27 +151,33 @@ class RunningSet:
         if sequence.adapter is not None:
             self._cache.release(sequence.adapter, now)
 
+    def moved(self, key: AdapterKey, placement: Placement) -> None:
+        """Learn that an adapter's weights are elsewhere now: its sequences read them there from the next step on."""
+        for sequence in self._running:
+            if sequence.adapter == key:
+                sequence.moved(placement)
+
     def forget(self, sequence: Sequence) -> None:
         """Learn that a sequence is over."""
         if sequence is self._first_in_line:
             self._first_in_line = None
 
     def _budget_after(self, decodes: list[_Planned]) -> StepBudget:
-        """Return what is left of the step for prompts."""
-        is_mixed = self._scheduler.mixed_steps
-        num_tokens = self._scheduler.max_num_batched_tokens - (len(decodes) if is_mixed else 0)
+        """Return the part of the step that is left for prompts."""
+        beside = self._composition.beside_prompts(decodes)
+        num_tokens = self._scheduler.max_num_batched_tokens - len(beside)
         longest_s = self._scheduler.step_target_s
         if longest_s is None:
-            return StepBudget(num_tokens, self._costs, None, None)
+            return StepBudget(num_tokens, self._costs)
         self._costs.is_asked = True
         step_s = target_s(longest_s, self._page_cache.num_claimable(Depth.IDLE) / self._page_cache.allocator.num_pages)
-        return StepBudget(num_tokens, self._costs, self._costs.load_of(decodes) if is_mixed else None, step_s)
+        return StepBudget(num_tokens, self._costs, self._costs.load_of(beside), step_s)
 
     def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned], StepBudget]:
         """Give running sequences their tokens: decoding ones first, then prompt chunks, each oldest first.
 
         Returns:
-            Both, and what is left of the step.
+            Both, and the budget that is left.
         """
         decodes: list[_Planned] = []
         prompts: list[_Planned] = []
@@ -185,26 +200,23 @@ class RunningSet:
         return decodes, prompts, budget
 
     def _take(self, sequence: Sequence, budget: StepBudget) -> int:
-        """Return how much of a prompt goes into the step, and count it.
-
-        Without chunking a prompt runs whole: the last one in a step may overshoot the budget, and ends it.
-        """
-        num_tokens = budget.room_for(sequence) if self._scheduler.chunked_prefill else sequence.num_to_run
+        """Return how many tokens of a prompt go into the step, and count them."""
+        num_tokens = self._composition.chunk(sequence.num_to_run, budget.room_for(sequence))
         budget.take(sequence, num_tokens)
         return num_tokens
 
     def _grow(self, sequence: Sequence, now: float, *, may_preempt: bool = True) -> bool:
         """Claim a page for a decoding sequence's next token; return whether it can run in this step.
 
-        Idle things go first, then adapters that others wait for (that of the first in line only if it is
-        younger), then younger running sequences, youngest first; at last the sequence itself.
+        Idle pages go first, then adapters that others wait for (that of the first in line only if it is younger), then
+        younger running sequences, youngest first; at last the sequence itself.
         """
         first = self._first_in_line
         spare = first.adapter if first is not None and first.seq_id < sequence.seq_id else None
         while True:
             pages = self._page_cache.claim_kv(1, now, Depth.WANTED, spare=spare)
             if pages is not None:
-                sequence.table.pages.extend(pages)
+                sequence.table.grow(pages)
                 return True
             if not may_preempt:
                 return False
@@ -216,7 +228,7 @@ class RunningSet:
                 return False
 
     def _claim_growth(self, now: float) -> bool:
-        """Claim a page for every decoding sequence that lacks one, from idle things; return whether all have theirs."""
+        """Claim an idle page for every decoding sequence that lacks one; return whether all have theirs."""
         block_size = self._memory.block_size
         return all(
             sequence.num_tokens <= len(sequence.table.pages) * block_size
@@ -227,25 +239,23 @@ class RunningSet:
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
         """Take a running sequence's pages for an older one."""
-        self.num_preemptions += 1
+        self._counters.preemptions += 1
         self._emit(RequestPreempted(now, sequence.request.request_id, sequence.num_computed))
         self._send_back(sequence, now)
 
     def _send_back(self, sequence: Sequence, now: float) -> None:
         """Let a running sequence wait again; its tokens stay and are computed again."""
-        sequence.num_preemptions += 1
         if sequence.adapter is not None:
             self._cache.want(sequence.adapter, now)
         self._take_out(sequence, now)
-        sequence.num_computed = 0
-        sequence.status = SequenceStatus.WAITING
+        sequence.sent_back()
         self._policy.send_back(sequence, now)
 
     def _admit(self, budget: StepBudget, now: float) -> tuple[list[_Planned], bool]:
-        """Let waiting sequences in, in the policy's order, while there are seats and room in the step.
+        """Admit waiting sequences, in the policy's order, while there are seats and room in the step.
 
         Returns:
-            Who was let in with how many tokens, and whether any other could not be because its adapter is on its way.
+            The admitted ones with their tokens, and whether any other was not admitted because its adapter is loading.
         """
         planned: list[_Planned] = []
         is_loading = False
@@ -267,57 +277,52 @@ class RunningSet:
 
     def _try_admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
         """Admit a waiting sequence if its adapter is on the device and its KV has room."""
-        was_resident = True
+        placement, was_resident = ON_DEVICE, True
         if sequence.version is not None:
             if self._is_capped(sequence):
                 return Outcome.ADAPTER_CAP
             readiness = self._cache.ensure(sequence.version, now, depth)
-            was_resident = self._look(sequence, readiness)
-            if readiness is Readiness.LOADING:
+            is_resident = readiness.placement is ON_DEVICE
+            if sequence.looked_at(is_resident=is_resident) and is_resident:
+                self._on_hit(sequence)
+            was_resident = sequence.found_resident
+            if readiness.placement is None or not may_run_from(readiness.placement):
+                if not readiness.is_loading:
+                    return Outcome.ADAPTER_NO_PAGES
                 self._note_wait(sequence, sequence.version.key, now, depth)
                 return Outcome.ADAPTER_LOADING
-            if readiness is Readiness.NO_ROOM:
-                return Outcome.ADAPTER_NO_PAGES
-        cached = sequence.table.match(sequence.tokens, self._page_cache.prefix) if self._memory.prefix_caching else []
-        num_missing = num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) - len(cached)
-        pages = self._page_cache.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=cached)
+            placement = readiness.placement
+        shared = sequence.table.match(sequence.tokens, self._page_cache.prefix) if self._memory.prefix_caching else []
+        num_missing = num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) - len(shared)
+        pages = self._page_cache.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=shared)
         if pages is None:
             return Outcome.NO_PAGES
-        sequence.table.adopt(cached)
-        sequence.num_shared_pages = len(cached)
-        sequence.table.pages.extend(pages)
-        sequence.num_computed = len(cached) * self._memory.block_size
-        self._start(sequence, now, was_resident)
-        return Outcome.ADMITTED
-
-    def _start(self, sequence: Sequence, now: float, was_resident: bool) -> None:
-        if sequence.admitted_at is None:
-            sequence.admitted_at = now
-            sequence.num_cached = sequence.num_computed
-            self.num_prompt_tokens += sequence.num_prompt_tokens
-            self.num_cached_tokens += sequence.num_cached
-            waited_s = now - sequence.arrived_at
-            self._emit(
-                RequestAdmitted(
-                    now, sequence.request.request_id, sequence.adapter, waited_s, sequence.num_cached, was_resident
-                )
-            )
-        sequence.status = SequenceStatus.RUNNING
+        if sequence.admitted(now, shared=shared, pages=pages, placement=placement):
+            self._note_admission(sequence, now, was_resident)
         insort(self._running, sequence, key=lambda other: other.seq_id)
         if sequence.adapter is not None:
             self._cache.hold(sequence.adapter, now)
             self._cache.unwant(sequence.adapter, now)
+        return Outcome.ADMITTED
+
+    def _note_admission(self, sequence: Sequence, now: float, was_resident: bool) -> None:
+        """Count and report the first admission of a sequence."""
+        self._counters.prompt_tokens += sequence.num_prompt_tokens
+        self._counters.cached_tokens += sequence.num_cached
+        waited_s = now - sequence.arrived_at
+        request_id, num_cached = sequence.request.request_id, sequence.num_cached
+        self._emit(RequestAdmitted(now, request_id, sequence.adapter, waited_s, num_cached, was_resident))
 
     def _note_wait(self, sequence: Sequence, adapter: AdapterKey, now: float, depth: Depth) -> None:
-        """Say once for each load that a sequence waits for nothing else.
+        """Report once for each load that a sequence waits for nothing else.
 
-        Pages it may find in the prefix cache are not reckoned with, so a wait is rather missed than made up.
+        Pages it may find in the prefix cache are not counted, so a wait can be missed and is never invented.
         """
         load = self._cache.residency(adapter).num_loads
         if sequence.awaited_load == load:
             return
         if num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) <= self._page_cache.num_claimable(depth):
-            sequence.awaited_load = load
+            sequence.awaited(load)
             self._emit(AdapterAwaited(now, sequence.request.request_id, adapter))
 
     def _is_capped(self, sequence: Sequence) -> bool:
@@ -326,12 +331,3 @@ class RunningSet:
         if cap is None or sequence.adapter is None:
             return False
         return self._cache.num_active >= cap and not self._cache.residency(sequence.adapter).num_running
-
-    def _look(self, sequence: Sequence, readiness: Readiness) -> bool:
-        """Count a hit if the adapter is there when its sequence is first looked at; return whether it was then."""
-        if not sequence.was_looked_at:
-            sequence.was_looked_at = True
-            sequence.found_resident = readiness is Readiness.READY
-            if sequence.found_resident:
-                self._on_hit(sequence)
-        return sequence.found_resident

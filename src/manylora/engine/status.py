@@ -7,7 +7,22 @@ from dataclasses import dataclass
 from manylora.scheduling import QueueStatus
 from manylora.types import AdapterVersion, Tier
 
-__all__ = ["AdapterStatus", "EngineStats"]
+__all__ = ["AdapterStatus", "Counters", "EngineStats"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events since the start, by the names of ``EngineStats``; each is counted where it happens."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    adapter_requests: int = 0
+    adapter_hits: int = 0
+    prefix_evictions: int = 0
+    preemptions: int = 0
+    squashes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +31,7 @@ class AdapterStatus:
 
     Args:
         name: The name requests use.
-        version: What it points to now.
+        version: The version it points to now.
         generation: 1 when first loaded, one more with every replacement in place.
         tier: Highest tier its weights are in.
         state: ``idle``, ``active``, ``loading`` or ``evicting`` (waiting for its last request to end).
@@ -26,8 +41,8 @@ class AdapterStatus:
         num_requests: Requests it has been asked for since it was loaded.
         num_hits: Those that found it on the device.
         last_used_s: Seconds since its last use, ``None`` if never used.
-        price: What keeping it on the device saves while it idles there, in seconds of reloading per second and page;
-            ``None`` where it is in use, elsewhere, or the eviction policy reckons in something else.
+        price: The worth of keeping it on the device while it idles there, in seconds of reloading saved per second and
+            page; ``None`` where it is in use, elsewhere, or the eviction policy has another unit.
     """
 
     name: str
@@ -68,7 +83,7 @@ class EngineStats:
         num_disk_loads: Disk to host reads completed by the engine.
         num_evictions: Adapters dropped from the device for room.
         num_prefix_evictions: Prefix pages dropped for room.
-        num_preemptions: Sequences that gave their pages back for want of memory.
+        num_preemptions: Sequences that gave their pages back because memory was short.
         num_steps: Steps completed.
         num_prompt_tokens: Prompt tokens of admitted requests.
         num_cached_tokens: Those that the prefix cache held.

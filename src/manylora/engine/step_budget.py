@@ -1,4 +1,4 @@
-"""What is left of a step for prompts: tokens, and where a step has a target, seconds.
+"""The part of a step that is left for prompts: tokens, and where a step has a target, seconds.
 
 ::
 
@@ -6,17 +6,16 @@
                    |-- chunk --|-- chunk --|  left ....|   until tokens or seconds are spent
 
 Tokens alone make steps uneven: 512 tokens on adapters of rank 128 may take twice the time of as many at rank 8. A
-target cuts prompts to time instead, so that those who decode feel every step alike, and none is shorter than it
-needs to be.
+target cuts prompts to time instead, so that decoding sequences see even steps, and no step is shorter than it needs to
+be.
 
-A long step serves prompts at the expense of those who decode, who stay longer and hold their pages longer. While there
-are pages that costs nothing but their pace; when pages run short it costs everybody's turn, for who decodes slowly is
-who fills the pool. So the fuller the pool, the shorter the steps.
+A long step serves prompts at the expense of decoding: slow decodes hold pages longer. While there are pages this costs
+only their pace; when pages run short it delays every admission. So the fuller the pool, the shorter the steps.
 """
 
 from __future__ import annotations
 
-from manylora.costs.online import OnlineCosts, StepLoad
+from manylora.costs.online import ONE_STEP, OnlineCosts, StepLoad
 from manylora.scheduling import Sequence
 
 __all__ = ["StepBudget", "target_s"]
@@ -49,22 +48,24 @@ class StepBudget:
 
     Args:
         num_tokens: Left after decoding.
-        costs: What tokens cost.
-        decoding: What decodes in the same step.
-        step_s: How long the step should take, in seconds; ``None`` for no matter.
+        costs: Costs of tokens.
+        decoding: The load of the sequences that decode in the same step.
+        step_s: Seconds that the step should take; ``None`` for no target.
     """
 
-    def __init__(self, num_tokens: int, costs: OnlineCosts, decoding: StepLoad | None, step_s: float | None) -> None:
+    def __init__(
+        self, num_tokens: int, costs: OnlineCosts, decoding: StepLoad = ONE_STEP, step_s: float | None = None
+    ) -> None:
         self._num_tokens = num_tokens
         self._costs = costs
         self._seconds: float | None = None
         if step_s is not None:
-            spent_s = costs.step_s(decoding or StepLoad(1.0, 0.0, 0.0, 0.0))
+            spent_s = costs.step_s(decoding)
             self._seconds = max(step_s - spent_s, PROMPT_SHARE * step_s, LEAST_TOKENS * costs.token_s(0))
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left that would be worth a chunk."""
+        """Whether less is left than is worth a chunk."""
         if self._num_tokens <= 0:
             return True
         return self._seconds is not None and self._seconds < LEAST_TOKENS * self._costs.token_s(0)
@@ -79,7 +80,7 @@ class StepBudget:
         return min(num_tokens, max(LEAST_TOKENS, in_time))
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count a chunk, which may be more than there is room for."""
+        """Count a chunk, which may exceed the room."""
         self._num_tokens -= num_tokens
         if self._seconds is not None:
             rank = sequence.version.rank if sequence.version else 0

@@ -12,6 +12,7 @@ from manylora.config import GIB, EngineConfig
 from manylora.errors import ConfigError
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import measure_activations
+from manylora.scheduling import make_step_composition
 
 __all__ = ["count_pages", "fit_context"]
 
@@ -73,5 +74,6 @@ def fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape
 
 
 def _most_tokens_in_a_step(config: EngineConfig, base: BaseShape) -> int:
-    budget = config.scheduler.max_num_batched_tokens
-    return budget if config.scheduler.chunked_prefill else max(budget, base.max_model_len)
+    scheduler = config.scheduler
+    composition = make_step_composition(scheduler.step_composition)
+    return composition.most_tokens(scheduler.max_num_batched_tokens, base.max_model_len)

@@ -1,4 +1,4 @@
-"""The pool: equal pages, each owned by exactly one thing.
+"""The pool: equal pages, each with exactly one owner.
 
 A page is one KV block across all layers, or the same bytes seen flat for adapter weights, so any free page
 serves any need: nothing is contiguous, nothing is reserved, nothing fragments.
@@ -16,7 +16,7 @@ __all__ = ["Owner", "PageAllocator"]
 
 
 class Owner(IntEnum):
-    """Who holds a page."""
+    """The holder of a page."""
 
     FREE = 0
     KV = 1
@@ -46,7 +46,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody owns."""
+        """Pages without an owner."""
         return len(self._free)
 
     def count(self, owner: Owner) -> int:

@@ -29,12 +29,12 @@ class BlockTable:
         block_size: Tokens per page.
     """
 
-    __slots__ = ("_block_size", "_digests", "_num_indexed", "_root", "pages")
+    __slots__ = ("_digests", "_num_indexed", "_root", "block_size", "pages")
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self.pages: list[int] = []
         self._root = root
-        self._block_size = block_size
+        self.block_size = block_size
         self._digests: list[bytes] = []
         self._num_indexed = 0
 
@@ -44,17 +44,21 @@ class BlockTable:
         The last token is always run: its logits are what the next token is drawn from.
         """
         self._extend_digests(tokens, len(tokens))
-        return index.match(self._digests, (len(tokens) - 1) // self._block_size)
+        return index.match(self._digests, (len(tokens) - 1) // self.block_size)
 
-    def adopt(self, pages: list[int]) -> None:
+    def adopt(self, pages: Seq[int]) -> None:
         """Start from shared pages."""
         assert not self.pages
         self.pages.extend(pages)
         self._num_indexed = len(pages)
 
+    def grow(self, pages: Seq[int]) -> None:
+        """Add pages for further positions."""
+        self.pages.extend(pages)
+
     def index_computed(self, tokens: Seq[int], num_computed: int, index: PrefixIndex) -> None:
         """Put every full block below ``num_computed`` into the index."""
-        num_full = num_computed // self._block_size
+        num_full = num_computed // self.block_size
         if num_full <= self._num_indexed:
             return
         self._extend_digests(tokens, num_computed)
@@ -64,12 +68,15 @@ class BlockTable:
         self._num_indexed = num_full
 
     def clear(self) -> list[int]:
-        """Forget and return the pages; digests stay, for the tokens stay."""
+        """Forget and return the pages; digests stay, because the tokens stay.
+
+        The list itself is left to those that still read it: the table starts another.
+        """
         pages, self.pages = self.pages, []
         self._num_indexed = 0
         return pages
 
     def _extend_digests(self, tokens: Seq[int], stop: int) -> None:
-        start = len(self._digests) * self._block_size
+        start = len(self._digests) * self.block_size
         parent = self._digests[-1] if self._digests else self._root
-        self._digests += block_digests(parent, tokens, start, stop, self._block_size)
+        self._digests += block_digests(parent, tokens, start, stop, self.block_size)

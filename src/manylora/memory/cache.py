@@ -3,15 +3,17 @@
 Nothing here has a size of its own. Idle prefix blocks and idle adapters fill whatever running sequences
 leave free, and a claim drops exactly as many of them as it needs, in the order of the eviction policy.
 
-A thing with pages is in one of these classes; a claim may reach down to a depth that its claimant is owed:
+An item with pages is in one of these classes; a claim may reach down to the depth that is due to its claimant:
 
 ::
 
-    free                     anybody
-    idle     prefix blocks and adapters nobody asks for            anybody           Depth.IDLE
-    wanted   adapters that waiting requests ask for                running sequences and the first in line,
-                                                                   when nothing idle is left    Depth.WANTED
-    held     KV of running sequences, adapters in use, on their way, or pinned       nobody
+    class    items                                                  claimed by                               depth
+    free     none                                                   all
+    idle     prefix blocks and adapters that are not asked for      all                                      IDLE
+    wanted   adapters that waiting requests ask for                 running sequences, the first in line,    WANTED
+                                                                    when nothing idle is left
+    held     KV of running sequences; adapters in use, on their     none
+             way, or pinned
 
 Source: Chameleon, section 4.2 (cache in idle memory; adapters of queued requests are spared while anything
 else can go).
@@ -39,7 +41,7 @@ class PageCache:
         num_pages: Pages in the pool.
         page_bytes: Bytes in a page.
         block_size: Tokens of KV in a page.
-        policy: Ranks what may be dropped.
+        policy: Ranks the items that may be dropped.
         on_adapter_dropped: Told, with the time, of each adapter dropped for room; its pages are free by then.
         on_prefix_dropped: Told, with the time, how many prefix pages were dropped for room.
     """
@@ -69,7 +71,7 @@ class PageCache:
 
     @property
     def keeps_idle_adapters(self) -> bool:
-        """Whether the policy leaves adapters on the device once nobody uses or waits for them."""
+        """Whether the policy leaves adapters on the device once no sequence uses or waits for them."""
         return self._policy.keeps_idle_adapters
 
     # -- claims ------------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class PageCache:
     def claim(
         self, num_pages: int, owner: Owner, now: float, depth: Depth, *, spare: AdapterKey | None = None
     ) -> list[int] | None:
-        """Take pages, dropping idle (then wanted) things as needed; all, or ``None`` and nothing is dropped."""
+        """Take pages, dropping idle (then wanted) items as needed; all, or ``None`` and nothing is dropped."""
         if num_pages > self.num_claimable(depth, spare):
             return None
         num_blocks_dropped = 0
@@ -106,7 +108,7 @@ class PageCache:
         return pages
 
     def can_displace(self, num_pages: int, price: float, now: float) -> bool:
-        """Return whether that many pages could be had from free ones and from idle things cheaper than ``price``.
+        """Return whether that many pages could be had from free ones and from idle items cheaper than ``price``.
 
         Args:
             num_pages: How many.
@@ -241,13 +243,13 @@ class PageCache:
         return self._adapter_pages[key]
 
     def set_adapter_depth(self, key: AdapterKey, depth: Depth | None, now: float, *, read_bytes: int = 0) -> None:
-        """Say who may claim an adapter's pages: anybody, those owed wanted ones, or (``None``) nobody.
+        """Set the depth that a claim on an adapter's pages must reach; with ``None`` they cannot be claimed.
 
         Args:
             key: Which; it has pages.
             depth: How far down a claim must reach.
             now: Seconds.
-            read_bytes: What would have to be read from disk to bring it back, 0 while the host holds a copy.
+            read_bytes: Bytes to read from disk to bring it back, 0 while the host holds a copy.
         """
         item, old = self._droppable.get(key, (None, None))
         if old is depth and (item is None or item.read_bytes == read_bytes):
@@ -266,9 +268,9 @@ class PageCache:
         self._policy.used(key, now)
 
     def adapter_price(self, key: AdapterKey, now: float) -> float | None:
-        """Return what keeping an idle adapter saves, in seconds of reloading per second and page.
+        """Return the worth of keeping an idle adapter, in seconds of reloading saved per second and page.
 
-        ``None`` if it is held or not here, or if the eviction policy reckons in something else.
+        ``None`` if it is held or not here, or if the eviction policy has another unit.
         """
         if key not in self._droppable:
             return None

@@ -1,9 +1,10 @@
-"""Scheduling: the order in which waiting sequences are tried, one file per policy."""
+"""Scheduling: the order in which waiting sequences are tried, and the composition of steps; one file per policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from manylora.plugins import find_factory, made_by, options_for
 from manylora.scheduling.adapter_aware import AdapterAwarePolicy
@@ -13,13 +14,16 @@ from manylora.scheduling.fifo import FifoPolicy
 from manylora.scheduling.keyed_policy import KeyedPolicy
 from manylora.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
 from manylora.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
+from manylora.scheduling.s_lora_steps import ChunkedSLoraSteps, SLoraSteps
 from manylora.scheduling.sequence import Sequence, SequenceStatus
 from manylora.scheduling.sjf import ShortestFirstPolicy
+from manylora.scheduling.step_composition import MixedSteps, StepComposition, WholePromptSteps
 from manylora.scheduling.strict_fifo import StrictFifoPolicy
 
 __all__ = [
     "POLICIES",
     "PREDICTORS",
+    "STEP_COMPOSITIONS",
     "AdapterAwarePolicy",
     "BoostPolicy",
     "ChameleonPolicy",
@@ -36,9 +40,11 @@ __all__ = [
     "SequenceStatus",
     "ShortestFirstPolicy",
     "StaticQueuesPolicy",
+    "StepComposition",
     "StrictFifoPolicy",
     "make_policy",
     "make_predictor",
+    "make_step_composition",
 ]
 
 POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
@@ -51,13 +57,21 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "strict-fifo": StrictFifoPolicy,
 }
 
+STEP_COMPOSITIONS: dict[str, Callable[[], StepComposition]] = {
+    "mixed": MixedSteps,
+    "s-lora": SLoraSteps,
+    "s-lora-chunked": ChunkedSLoraSteps,
+    "s-lora-each-step": partial(SLoraSteps, steps_between_admissions=0),
+    "whole-prompts": WholePromptSteps,
+}
+
 
 def make_policy(name: str, context: PolicyContext) -> Policy:
     """Make a scheduling policy by name.
 
     Args:
-        name: In ``POLICIES``, or somebody's own (``plugins.py``).
-        context: What it may know of the engine it decides for; its options are read from what people chose.
+        name: In ``POLICIES``, or a plug-in (``plugins.py``).
+        context: The part of the engine that it may know; its options are read from the configuration.
 
     Raises:
         ConfigError: No policy has that name, it is none, or an option of it is wrong.
@@ -65,3 +79,16 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
     factory = find_factory("policy", name, POLICIES)
     options = options_for("policy", name, POLICIES, context.config.policy_options)
     return made_by("policy", name, factory, replace(context, options=options), seam=Policy)
+
+
+def make_step_composition(name: str) -> StepComposition:
+    """Make a step composition by name, in its first state.
+
+    Args:
+        name: In ``STEP_COMPOSITIONS``, or a plug-in (``plugins.py``).
+
+    Raises:
+        ConfigError: No step composition has that name, or it is none.
+    """
+    factory = find_factory("step_composition", name, STEP_COMPOSITIONS)
+    return made_by("step_composition", name, factory, seam=StepComposition)

@@ -1,11 +1,11 @@
-"""Whoever can run goes first: adapters on the device, then on their way, then on the host, then on disk.
+"""Requests that can run go first: adapters on the device, then on their way, then on the host, then on disk.
 
 Inside each class it is first come, first served. The cap on distinct adapters in a step is the core's
 (``max_loras``), and adapters of those up next are fetched ahead by the core's prefetching.
 
-Nobody starves: a request is *due* once ``MAX_BYPASS`` more requests were admitted than stood before it when it
-came. While the oldest is due it goes first, whatever its class, and if it cannot go nobody else does, except
-while its adapter is on its way. So nobody is passed by more than ``MAX_BYPASS`` younger ones.
+No request starves: one is *due* once ``MAX_BYPASS`` more requests were admitted than stood before it when it
+came. While the oldest is due it goes first, whatever its class, and if it cannot go no other does, except
+while its adapter is on its way. So none is passed by more than ``MAX_BYPASS`` younger ones.
 
 Source: the LoRA scheduler extension of the vLLM multi-adapter article (``reorder_waiting_queue``), which lets
 cold requests starve; the due date is ours. Only the oldest ``LOOK_AHEAD`` are put in order.
@@ -49,7 +49,7 @@ class AdapterAwarePolicy:
         del self._due[sequence.seq_id]
 
     def squash(self, now: float) -> list[Sequence]:
-        """Nobody: who passes stays."""
+        """None: a request that passed stays."""
         return []
 
     def begin(self, now: float) -> None:
@@ -82,13 +82,13 @@ class AdapterAwarePolicy:
         return sequence
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Go on, or stop: for want of KV pages, or because nobody may pass a due one any more."""
+        """Go on, or stop: for want of KV pages, or because a due one may not be passed any more."""
         if outcome is Outcome.ADMITTED:
             self._waiting.remove(sequence)
             del self._due[sequence.seq_id]
             self._num_admitted += 1
         elif outcome is Outcome.NO_PAGES:
-            # Adapters that others wait for may hold what is missing, and only the first in line may take those.
+            # Adapters that others wait for may hold the missing pages, and only the first in line may take those.
             self._is_blocked = sequence is self._first
             self._by_age, self._by_nearness = ([self._first], [self._first]) if self._first else ([], [])
         elif outcome is not Outcome.ADAPTER_LOADING:

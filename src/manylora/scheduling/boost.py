@@ -1,23 +1,23 @@
 """First come, first served, except that a small request is dated back: by more, the longer the line.
 
 A request's key is ``arrival + backlog * log(size)``: one whose size is less by a factor of e goes ahead of those that
-came up to a backlog before it. *Backlog* is what the prompts that wait would take of the device, in seconds. With a
-short line the order is that of arrival, and a small request passes only who came a moment earlier; with a long one it
-passes nearly everybody who is larger, when that helps it most and costs the others least beside what they wait anyway.
+came up to a backlog before it. *Backlog* is the device time of the prompts that wait, in seconds. With a short line the
+order is that of arrival, and a small request passes only those that came a moment earlier; with a long one it passes
+nearly all larger ones, when that helps it most and costs the others least beside their wait.
 
 Why this form: shortest first has the best mean and a long tail, order of arrival has nearly the best tail and a poor
 mean. Between them lies dating back: arrival less ``log(1 / (1 - exp(-g * size))) / g``, where ``g`` is the rate at
 which the tail falls off, has the shortest tail of all orders that know sizes which are not heavy-tailed, and a mean not
 far from the best. Near saturation ``1/g`` is the mean wait and sizes are small beside it, which leaves the logarithm.
-We take the backlog for the mean wait: it is the wait of who comes now, not of who came.
+We take the backlog for the mean wait: it is the wait of requests that come now, not of those that came.
 
-*Size* is a product, so that each factor dates back by itself: what the prompt takes of the device, for a first token
+*Size* is a product, so that each factor dates back by itself: the device time of the prompt, because a first token
 waits for prompts; the pages of the adapter; and, squared, the weighted size of Chameleon, which knows of the predicted
 answer. Wrong predictions move a request by a part of its key, and never into another queue.
 
-Nobody starves. Whoever is first in line stays so until admitted. The oldest of all is passed by ``MAX_BYPASS``
-admissions at most (``bypass.py``), then is first in line, and alone; so everybody comes to be the oldest. The backlog
-that counts is bounded, so that the order does not turn to shortest first where more comes than can ever be served.
+No request starves. The first in line stays so until admitted. The oldest of all is passed by ``MAX_BYPASS`` admissions
+at most (``bypass.py``), then is first in line, and alone; so every request comes to be the oldest. The backlog that
+counts is bounded, so that the order does not turn to shortest first where more comes than can ever be served.
 
 Source: the key after Yu and Scully, "Strongly tail-optimal scheduling in the light-tailed M/G/1" (2024), the weighted
 size after Chameleon, section 4.3.1; the backlog in place of a constant, and the bound, are ours (``docs/adr/0022``).
@@ -46,7 +46,7 @@ FIRST_FIT_AFTER, WINDOW = 16, 2048
 
 
 class BoostPolicy(KeyedPolicy):
-    """Offers the first in line, then sequences by key; a pre-empted one comes back measured by what is left of it."""
+    """Offers the first in line, then sequences by key; a pre-empted one comes back measured by its rest."""
 
     Options = SizeOptions
 
@@ -76,7 +76,7 @@ class BoostPolicy(KeyedPolicy):
         super().begin(now)
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Go on, count who was passed, or stop."""
+        """Go on, count the passed ones, or stop."""
         super().report(sequence, outcome)
         if outcome is Outcome.ADMITTED:
             self._forget(sequence)

@@ -15,7 +15,7 @@ A younger request passes one that lacks memory for its adapter only if it is pre
 comes free, and is squashed if the older could run after all (``opportunity.py``). While an adapter is on its
 way, its request's tokens are kept for it and younger ones pass freely.
 
-Nobody starves. A queue's quota comes back as its running requests end, and its oldest takes it before any
+No request starves. A queue's quota comes back as its running requests end, and its oldest takes it before any
 younger one; an empty queue lends nothing once it has work. For memory, the oldest of all is first in line. The
 oldest of a queue that has its quota and is not admitted, for want of memory or because smaller requests took the
 seats, is passed a bounded number of times (``bypass.py``), then is first in line, and alone. Squashing ends: only
@@ -46,7 +46,7 @@ __all__ = ["ChameleonPolicy", "StaticQueuesPolicy"]
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of a sequence in flight."""
+    """The record of a sequence in flight."""
 
     sequence: Sequence
     demand: Demand
@@ -216,7 +216,7 @@ class ChameleonPolicy:
         return self._bypass.exhausted or min(heads, key=lambda head: head.seq_id, default=None)
 
     def _alone(self, sequence: Sequence) -> Iterator[Sequence]:
-        """Offer nobody but one that was passed too often, once its queue's quota allows."""
+        """Offer only one that was passed too often, once its queue's quota allows."""
         if self._has_quota(sequence):
             entry = self._waiting[sequence.seq_id]
             self._charging = self._charge(entry), [entry.queue]
@@ -254,7 +254,7 @@ class ChameleonPolicy:
                 case Outcome.ADAPTER_NO_PAGES:
                     lacking.append((sequence, self._steps_until_room(sequence)))
                 case Outcome.NO_PAGES:
-                    lacking.append((sequence, 0))  # nobody of this queue passes it, in the second pass neither
+                    lacking.append((sequence, 0))  # none of this queue passes it, in the second pass neither
                     return
 
     def _has_quota(self, sequence: Sequence) -> bool:
@@ -271,7 +271,7 @@ class ChameleonPolicy:
     # -- opportunistic bypass ----------------------------------------------------------------------------------------
 
     def squash(self, now: float) -> list[Sequence]:
-        """Name those that passed somebody who could run in their stead: as few as it takes, youngest first."""
+        """Name those that passed one that could run in their stead: as few as it takes, youngest first."""
         passers: dict[int, list[tuple[Sequence, int]]] = {}  # by seq_id of the older one
         for seq_id, entry in self._running.items():
             for older in entry.passed:
@@ -299,7 +299,7 @@ class ChameleonPolicy:
     # -- queues ------------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        """Plan the queues by recent requests, and move everybody to where they belong now."""
+        """Plan the queues by recent requests, and move every sequence to its queue of now."""
         if now >= self._plan_again_at or self._plan_again_at == inf:
             self._plan_again_at = now + self._options.refresh_s
         self._plan_after = 2 * self._history.num_arrivals

@@ -4,9 +4,9 @@ A sequence whose adapter is on its way is passed by younger ones: it could not r
 for its adapter, or that the adapter cap keeps out, may be passed as well, a bounded number of times
 (``bypass.py``). One that lacks room for KV is never passed.
 
-Nobody starves: the oldest is first in line until admitted, and is passed a bounded number of times.
+No request starves: the oldest is first in line until admitted, and is passed a bounded number of times.
 
-Source: vLLM admits first come first served. S-LoRA does as well, and lets nobody pass: ``strict_fifo.py``, whose line
+Source: vLLM admits first come first served. S-LoRA does as well, and lets none pass: ``strict_fifo.py``, whose line
 this is.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["FifoPolicy"]
 
 
 class FifoPolicy(StrictFifoPolicy):
-    """Offers sequences by order of arrival, whoever was refused before them; a pre-empted one keeps its place."""
+    """Offers sequences by order of arrival, also behind refused ones; a pre-empted one keeps its place."""
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -53,7 +53,7 @@ class FifoPolicy(StrictFifoPolicy):
         return self._offers.pop()
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Go on, count who was passed, or stop."""
+        """Go on, count the passed ones, or stop."""
         if outcome is Outcome.ADMITTED:
             self._waiting.remove(sequence)
         self._is_blocked = self._bypass.report(sequence, outcome)

@@ -1,8 +1,8 @@
-"""A waiting line by key, least first, that owes the first in it its turn: what orders by size share.
+"""A waiting line by key, least first, that keeps the first in it its turn; shared by orders by size.
 
-Keys do not change by themselves while sequences wait, so a sorted list is enough. Whoever is first in line stays so
-until admitted, whatever comes with a lesser key, unless somebody else has been passed as often as anybody may be
-(``bypass.py``): then that one is. Both are what keeps an order by size from starving anybody.
+Keys do not change by themselves while sequences wait, so a sorted list is enough. The first in line stays so
+until admitted, whatever comes with a lesser key, unless another has been passed as often as a request may be
+(``bypass.py``): then that one is. Both keep an order by size from starving requests.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class KeyedLine:
         return self._offers.pop() if self._offers and not self._is_blocked else None
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Take out who was admitted; go on, count who was passed, or stop."""
+        """Take out an admitted one; go on, count the passed ones, or stop."""
         if outcome is Outcome.ADMITTED:
             self._take_out(sequence)
         self._is_blocked = self._bypass.report(sequence, outcome)

@@ -1,15 +1,15 @@
-"""A policy that is one number per request: least goes first, and nobody starves whatever the number is.
+"""A policy that is one number per request: least goes first, and no request starves whatever the number is.
 
-What differs between orders by size, by deadline or by importance is the number alone; the rest of ``policy.py`` is the
-same for all of them and is here::
+Orders by size, by deadline or by importance differ in the number alone; the rest of ``policy.py`` is the same for all
+of them and is here::
 
     def by_prompt(context: PolicyContext) -> Policy:
         return KeyedPolicy(lambda sequence, now: sequence.num_to_run)
 
-Nobody starves: whoever is first in line stays so until admitted. The oldest of all is passed by ``MAX_BYPASS``
-admissions at most (``bypass.py``), whether it was offered or not, then is first in line, and alone; so everybody comes
-to be the oldest, and behind ``n`` others waits for ``n + 1`` times as many at the worst. A key that grows with the time
-of arrival needs no such bound, for nobody who comes late enough goes before (``sjf.py``).
+No request starves: the first in line stays so until admitted. The oldest of all is passed by ``MAX_BYPASS`` admissions
+at most (``bypass.py``), whether it was offered or not, then is first in line, and alone; so every request comes to be
+the oldest, and behind ``n`` others waits for ``n + 1`` times as many at the worst. A key that grows with the time of
+arrival needs no such bound, because none that comes late enough goes before (``sjf.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class KeyedPolicy:
     """Offers the first in line, then sequences by key; a pre-empted one comes back with a new key.
 
     Args:
-        key: Least goes first; of equals, whoever arrived first.
-        ages: Whether keys grow with the time of arrival, so that by themselves they let everybody come to the front.
+        key: Least goes first; of equals, the first to arrive.
+        ages: Whether keys grow with the time of arrival, so that every request comes to the front by them alone.
     """
 
     def __init__(self, key: Key, *, ages: bool = False) -> None:
@@ -56,13 +56,13 @@ class KeyedPolicy:
             self._by_arrival.remove(sequence)
 
     def squash(self, now: float) -> list[Sequence]:
-        """Nobody: who passes stays."""
+        """None: a request that passed stays."""
         return []
 
     def begin(self, now: float) -> None:
         """Keep the first in line if it still waits, else name the one of least key."""
         if self._by_arrival is not None and self._by_arrival.head is not None:
-            # Whoever goes before the oldest passes it, whether it was offered or not.
+            # A request that goes before the oldest passes it, whether that was offered or not.
             self._line.pass_by(self._by_arrival.head)
         self._line.begin()
 
@@ -76,7 +76,7 @@ class KeyedPolicy:
         return self._line.offer()
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Go on, count who was passed, or stop."""
+        """Go on, count the passed ones, or stop."""
         if outcome is Outcome.ADMITTED and self._by_arrival is not None:
             self._by_arrival.remove(sequence)
         self._line.report(sequence, outcome)

@@ -25,7 +25,7 @@ class Line:
 
     @property
     def head(self) -> Sequence | None:
-        """The oldest, if anybody waits."""
+        """The oldest, if any waits."""
         return self._sequences[0] if self._sequences else None
 
     def oldest(self, count: int) -> list[Sequence]:

@@ -1,4 +1,4 @@
-"""Opportunistic bypass: who may pass a request that lacks memory for its adapter, and when that is taken back.
+"""Opportunistic bypass: which requests may pass one that lacks memory for its adapter, and when that is taken back.
 
 Everything is counted in steps: a running request makes one token in each, so no clock is needed.
 
@@ -93,7 +93,7 @@ class Opportunity:
     def who_must_go(
         self, older: Sequence, num_tokens: int, passers: Iterable[tuple[Sequence, int]], *, is_first: bool
     ) -> list[Sequence]:
-        """Return the fewest of those who passed whose pages and tokens, with what is free, let the older one run.
+        """Return the fewest of those that passed whose pages and tokens, with what is free, let the older one run.
 
         Args:
             older: Waits.
@@ -103,7 +103,7 @@ class Opportunity:
                 may it take their pages.
 
         Returns:
-            The youngest first; nobody if all of them were not enough, or if it can run without.
+            The youngest first; none if all of them were not enough, or if it can run without.
         """
         if self._context.nearness(older) < Nearness.HOST:
             return []  # its adapter came after all
@@ -130,7 +130,7 @@ class Opportunity:
 
 
 def _own_pages(sequence: Sequence) -> int:
-    """Return the pages of KV that nobody else is likely to share: not those found in the prefix cache."""
+    """Return the pages of KV that no other is likely to share: not those found in the prefix cache."""
     return max(0, len(sequence.table.pages) - sequence.num_shared_pages)
 
 

@@ -1,23 +1,23 @@
-"""Who goes first: the interface every policy implements, and what it may ask of the engine.
+"""The order of waiting sequences: the interface every policy implements, and its view of the engine.
 
-Each step the core asks the policy for one waiting sequence after the other, tries to admit it, and tells the
-policy what happened; the policy decides whether to go on to the next, and never touches memory itself. The
-policy names one sequence *first in line*: the core lets it claim whatever running sequences do not hold and keeps
+Each step the core asks the policy for one waiting sequence after the other, tries to admit it, and reports the
+outcome; the policy decides whether to go on to the next, and never touches memory itself. The
+policy names one sequence *first in line*: the core lets it claim all pages that running sequences do not hold and keeps
 its adapter from younger ones.
 
 ::
 
-    for sequence in policy.squash(now):        # normally nobody
+    for sequence in policy.squash(now):        # normally none
         core.preempt(sequence)
     policy.begin(now)
     while there are seats and token budget and (sequence := policy.offer()) is not None:
         policy.report(sequence, core.try_admit(sequence))
 
-Nobody starves under a policy that keeps three promises (each policy says how it does):
+No request starves under a policy that keeps three rules (each policy says how it does):
 
-1. whoever is first in line and was refused stays first in line until admitted, but for older arrivals;
+1. a sequence that is first in line and was refused stays first in line until admitted, but for older arrivals;
 2. it is passed a bounded number of times, not counting while its adapter is on its way;
-3. everybody comes to be first in line, or is admitted before.
+3. every sequence comes to be first in line, or is admitted before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Nearness", "Outcome", "Policy", "PolicyContext", "QueueStatus"]
 
 
 class Outcome(Enum):
-    """What became of an offered sequence."""
+    """The outcome of an offer."""
 
     ADMITTED = "admitted"
     NO_PAGES = "no_pages"
@@ -78,16 +78,16 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyContext:
-    """What a policy may know of the engine it decides for.
+    """The view that a policy has of its engine.
 
     Args:
-        config: What people chose.
+        config: The configuration.
         num_pages: Pages in the pool.
         block_size: Tokens of KV in a page.
         predictor: Guesses output lengths.
         nearness: Where a sequence's adapter is.
         num_claimable_pages: Pages an admission could get now; with ``True``, that of the first in line.
-        prompt_s: What a sequence's prompt takes of the device, in seconds, as learnt so far.
+        prompt_s: Seconds of the device that a sequence's prompt takes, as learnt so far.
         options: The policy's own ``Options``, checked; ``None`` where it has none.
     """
 
@@ -119,7 +119,7 @@ class Policy(Protocol):
     def squash(self, now: float) -> list[Sequence]:
         """Name running sequences to pre-empt before the step, because one that they passed can run after all.
 
-        They go on while a step that writes their pages is in flight: whoever still should go is named again.
+        They go on while a step that writes their pages is in flight: a sequence that still should go is named again.
         """
         ...
 
@@ -140,7 +140,7 @@ class Policy(Protocol):
         ...
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Learn what became of the sequence just offered; one that was admitted waits no more."""
+        """Learn the outcome for the sequence just offered; one that was admitted waits no more."""
         ...
 
     def finish(self, sequence: Sequence, now: float) -> None:
@@ -152,7 +152,7 @@ class Policy(Protocol):
         ...
 
     def upcoming(self, count: int) -> list[Sequence]:
-        """Return up to ``count`` waiting sequences, likeliest to go next first: whose adapters are worth fetching."""
+        """Return up to ``count`` waiting sequences, likeliest to go next first: their adapters are worth fetching."""
         ...
 
     def queues(self) -> tuple[QueueStatus, ...]:

@@ -44,7 +44,7 @@ class QueuePlan:
 
 
 class RequestHistory:
-    """The latest requests: when they came, what they asked for, and how long they took."""
+    """The latest requests: their arrivals, demands and durations."""
 
     def __init__(self) -> None:
         self.arrivals: deque[tuple[float, Demand]] = deque(maxlen=WINDOW)

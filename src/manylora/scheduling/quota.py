@@ -22,7 +22,7 @@ __all__ = ["QueueLoad", "QuotaLedger", "in_proportion", "minimum_quota", "share_
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """What was seen of a queue's requests.
+    """Statistics of a queue's requests.
 
     Args:
         max_tokens: Largest demand of one (S).
@@ -56,7 +56,7 @@ def share_out(total: int, loads: Seq[QueueLoad], slo_s: float, *, least: int = 1
 
     Args:
         total: At least ``least`` per queue.
-        loads: What was seen of each queue.
+        loads: Statistics of each queue.
         slo_s: Seconds a request may take.
         least: What each queue gets at least: enough for one request.
     """
@@ -88,7 +88,7 @@ def in_proportion(total: int, weights: Seq[float], *, least: int = 1) -> tuple[i
 class QuotaLedger:
     """Who holds whose tokens. A request's tokens come from its own queue, or are lent by others.
 
-    Invariant: what is held never exceeds the total. A queue's own part may be overdrawn for a while after the
+    Invariant: held tokens never exceed the total. A queue's own part may be overdrawn for a while after the
     quotas have changed under running requests; nothing is taken from it until enough has come back.
 
     Args:

@@ -1,10 +1,16 @@
-"""A sequence: a request's state in the engine."""
+"""A sequence: a request's state in the engine.
+
+It is changed by its own verbs alone: each notes one thing that happened to it, and leaves it consistent. All other code
+reads its attributes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from enum import Enum
 
 from manylora.memory import BlockTable
+from manylora.plan import ON_DEVICE, Placement, PlannedSequence
 from manylora.types import AdapterKey, AdapterVersion, Request
 
 __all__ = ["Sequence", "SequenceStatus"]
@@ -23,27 +29,32 @@ class Sequence:
 
     ::
 
+        WAITING --admitted--> RUNNING --launched--> in flight --took_token--> ... --finished--> FINISHED
+           ^                     |
+           +----- sent_back -----+
+
         tokens   | prompt ....................... | generated ... | pending |
                  0        num_computed                                  num_tokens
                  |-- KV in pages --|------ to run (1 when decoding) ------|
 
-    Tokens count as computed from the launch of the step that runs them, and those it will yield are *pending* until it
-    has: so the step after it can be planned meanwhile.
+    Tokens count as computed from the launch of the step that runs them. The token that a step in flight will yield is
+    *pending*: so the next step can be planned meanwhile.
 
     Args:
         seq_id: Unique for the life of the engine; also the order of arrival.
-        request: What was asked for.
+        request: The request.
         version: The adapter version it was resolved to on arrival, ``None`` for the base.
-        name: The registered name it was asked by, empty for the base.
+        name: The registered name of that adapter, empty for the base.
         table: Its block table, empty.
         max_tokens: Most tokens to generate.
         stop_token_ids: Tokens that end it.
-        seed: What its draws are keyed by.
+        seed: Seed of its draws.
         arrived_at: Seconds on the loop's clock.
         reserves_output: Whether it claims pages for its longest answer when it is admitted.
     """
 
     __slots__ = (
+        "_rank",
         "adapter",
         "admitted_at",
         "arrived_at",
@@ -61,6 +72,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_shared_pages",
+        "placement",
         "request",
         "reserves_output",
         "seed",
@@ -91,6 +103,7 @@ class Sequence:
         self.request = request
         self.version = version
         self.adapter: AdapterKey | None = version.key if version else None
+        self._rank = version.rank if version else 0
         self.name = name
         self.table = table
         self.max_tokens = max_tokens
@@ -99,6 +112,7 @@ class Sequence:
         self.arrived_at = arrived_at
         self.reserves_output = reserves_output
         self.status = SequenceStatus.WAITING
+        self.placement = ON_DEVICE  # of its adapter's weights, while it runs
         self.tokens: list[int] = list(request.prompt)
         self.num_prompt_tokens = len(self.tokens)
         self.num_computed = 0
@@ -151,3 +165,101 @@ class Sequence:
     def num_adapter_pages(self) -> int:
         """Pages its adapter takes on the device."""
         return self.version.num_pages if self.version else 0
+
+    # -- while it waits ----------------------------------------------------------------------------------------------
+
+    def passed(self) -> None:
+        """A younger one was admitted before it."""
+        self.num_bypassed += 1
+
+    def looked_at(self, *, is_resident: bool) -> bool:
+        """Its adapter was asked for; return whether this was the first time, the one that counts as hit or miss."""
+        if self.was_looked_at:
+            return False
+        self.was_looked_at = True
+        self.found_resident = is_resident
+        return True
+
+    def awaited(self, load: int) -> None:
+        """It waits for nothing but the load of its adapter with this number."""
+        self.awaited_load = load
+
+    def admitted(self, now: float, *, shared: Seq[int], pages: Seq[int], placement: Placement = ON_DEVICE) -> bool:
+        """It runs from now on; return whether for the first time.
+
+        Args:
+            now: In seconds.
+            shared: Pages of its prefix whose KV is computed.
+            pages: Pages for the rest of its tokens.
+            placement: Where its adapter's weights are.
+        """
+        self.table.adopt(shared)
+        self.table.grow(pages)
+        self.num_shared_pages = len(shared)
+        self.num_computed = len(shared) * self.table.block_size
+        self.placement = placement
+        self.status = SequenceStatus.RUNNING
+        if self.admitted_at is not None:
+            return False
+        self.admitted_at = now
+        self.num_cached = self.num_computed
+        return True
+
+    # -- while it runs -----------------------------------------------------------------------------------------------
+
+    def launched(self, num_tokens: int) -> PlannedSequence:
+        """So many of its tokens run in the next step; return its part of that step's plan."""
+        tokens, start, num_pending = self.tokens, self.num_computed, self.num_pending
+        self.num_computed = end = start + num_tokens
+        self.num_in_flight += 1
+        is_sampled = end == len(tokens) + num_pending
+        if is_sampled:
+            self.num_pending = num_pending + 1
+        return PlannedSequence(
+            seq_id=self.seq_id,
+            tokens=tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            start=start,
+            num_tokens=num_tokens,
+            pages=self.table.pages,
+            adapter=self.adapter,
+            rank=self._rank,
+            sampling=self.request.sampling,
+            is_sampled=is_sampled,
+            seed=self.seed,
+            awaits_token=num_pending > 0,
+            placement=self.placement,
+        )
+
+    def moved(self, placement: Placement) -> None:
+        """Its adapter's weights are elsewhere now."""
+        self.placement = placement
+
+    def took_chunk(self) -> None:
+        """A step ran a part of its prompt, and yields no token."""
+        self.num_in_flight -= 1
+
+    def took_token(self, token_id: int, now: float) -> bool:
+        """A step yielded its next token; return whether it is kept: not if the sequence is over or cancelled."""
+        self.num_in_flight -= 1
+        self.num_pending -= 1
+        if self.is_cancelled or self.status is SequenceStatus.FINISHED:
+            return False
+        self.tokens.append(token_id)
+        if self.first_token_at is None:
+            self.first_token_at = now
+        return True
+
+    def sent_back(self) -> None:
+        """It waits again, without its pages; its tokens stay and are computed again."""
+        self.num_preemptions += 1
+        self.num_computed = 0
+        self.status = SequenceStatus.WAITING
+
+    def cancelled(self) -> None:
+        """Its client gave up, and it ends with the steps in flight."""
+        self.is_cancelled = True
+
+    def finished(self) -> None:
+        """It is over."""
+        self.status = SequenceStatus.FINISHED

@@ -4,9 +4,9 @@ A request's key is its predicted tokens plus ``ageing * arrival time``. Among th
 the order of "predicted tokens minus ``ageing`` per second waited", and it never changes while they wait, so
 a sorted list is enough and nothing is recomputed as time goes on.
 
-Nobody starves: a newcomer goes ahead only of those that have waited less than ``(their length - its length) /
-ageing`` seconds, so everybody gets to the front; whoever is first in line stays so until admitted and is
-offered first, and is passed a bounded number of times.
+No request starves: a newcomer goes ahead only of those that have waited less than ``(their length - its length) /
+ageing`` seconds, so every request gets to the front. The first in line stays so until admitted and is offered first,
+and is passed a bounded number of times.
 
 Source: the shortest-job-first scheduler of uServe, as section 5.3 of the Chameleon paper compares with. Neither
 gives a rate of ageing; ours is what one request decodes in a second.

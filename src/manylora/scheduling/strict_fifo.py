@@ -1,8 +1,8 @@
-"""First come, first served, and nobody passes: whoever cannot run holds up all that came later.
+"""First come, first served, without passing: a request that cannot run holds up all that came later.
 
-Nobody starves: the oldest is first in line, and nobody is offered behind one that was refused.
+No request starves: the oldest is first in line, and none is offered behind one that was refused.
 
-Source: S-LoRA's queue, as the baseline that is published against; ``docs/adr/0016`` says what else makes that baseline.
+Source: S-LoRA's queue, as the baseline that is published against; ``docs/adr/0016`` lists the rest of that baseline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StrictFifoPolicy:
         self._waiting.remove(sequence)
 
     def squash(self, now: float) -> list[Sequence]:
-        """Nobody: nobody passes."""
+        """None: no request passes another."""
         return []
 
     def begin(self, now: float) -> None:
@@ -46,7 +46,7 @@ class StrictFifoPolicy:
         return self._waiting.head
 
     def offer(self) -> Sequence | None:
-        """Return the oldest, unless somebody was refused in this step."""
+        """Return the oldest, unless one was refused in this step."""
         return None if self._is_blocked else self._waiting.head
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:

@@ -21,7 +21,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import options_for, options_of
-from manylora.scheduling import POLICIES, PREDICTORS, make_predictor
+from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -122,6 +122,7 @@ def _check_early(engine: EngineConfig) -> None:
     options_for("policy", engine.scheduler.policy, POLICIES, engine.scheduler.policy_options)
     options_for("eviction", engine.adapters.eviction, EVICTION_POLICIES, engine.adapters.eviction_options)
     make_predictor(engine.scheduler, engine.seed)
+    make_step_composition(engine.scheduler.step_composition)
     for option, path in (("--request-log", engine.request_log), ("--step-log", engine.step_log)):
         try:
             if path is not None:

@@ -29,7 +29,7 @@ from manylora.memory import EVICTION_POLICIES
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
 from manylora.routing import ROUTERS
-from manylora.scheduling import POLICIES, PREDICTORS
+from manylora.scheduling import POLICIES, PREDICTORS, STEP_COMPOSITIONS
 
 __all__ = ["PLUGINS", "Chosen", "Flag", "flags_of", "with_flags"]
 
@@ -40,6 +40,7 @@ PLUGINS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "policy": POLICIES,
     "predictor": PREDICTORS,
     "router": ROUTERS,
+    "step_composition": STEP_COMPOSITIONS,
 }
 """All that can be chosen by name, by kind; ``KIND_options`` is the field for its options."""
 

@@ -38,7 +38,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     "--lora-dtype": VllmFlag(why="--adapter-dtype chooses", has_value=True, fine=("auto",)),
     "--fully-sharded-loras": VllmFlag(why=_ONE_DEVICE),
     "--enable-prefix-caching": VllmFlag(why="it is on unless --no-prefix-caching is given"),
-    "--enable-chunked-prefill": VllmFlag(why="it is on unless --no-chunked-prefill is given"),
+    "--enable-chunked-prefill": VllmFlag(why="it is on unless --step-composition says otherwise"),
     "--tensor-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--pipeline-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--data-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
@@ -52,7 +52,8 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
 _SAME_AS = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
 _TRANSLATED = {
     "--no-enable-prefix-caching": "--no-prefix-caching",
-    "--no-enable-chunked-prefill": "--no-chunked-prefill",
+    "--no-chunked-prefill": "--step-composition=whole-prompts",
+    "--no-enable-chunked-prefill": "--step-composition=whole-prompts",
 }
 
 

@@ -1,4 +1,4 @@
-"""Eviction: which idle thing goes first when pages run short, one file per policy.
+"""Eviction: the order in which idle items go when pages run short, one file per policy.
 
 ``policy.py`` is the interface; ``price.py`` ranks adapters and prefix blocks in one order; the published policies
 (``weighted.py``, ``gdsf.py``, ``lru.py``) rank adapters and stand beside blocks as ``by_age.py`` says.
@@ -50,8 +50,8 @@ def make_eviction_policy(name: str, costs: ReloadCosts, given: Mapping[str, obje
     """Make an eviction policy by name.
 
     Args:
-        name: One of ``EVICTION_POLICIES``, or somebody's own (``plugins.py``).
-        costs: What bringing things back takes; the adapter cache keeps it up to date.
+        name: One of ``EVICTION_POLICIES``, or a plug-in (``plugins.py``).
+        costs: Seconds to bring items back; kept up to date by the adapter cache and the core.
         given: Its options, by key.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The published policies rank adapters only; their systems keep no prefix blocks. Here blocks stand in order of last
 use, and a policy for adapters needs a rule for which kind yields. Comparing scores across kinds would be comparing
-unlike things, and a fixed order would starve one kind of cache. So each kind nominates its own worst, and of the
+unlike quantities, and a fixed order would starve one kind of cache. So each kind nominates its own worst, and of the
 two the one idle for longer goes: with ``lru`` for the adapters this is plain LRU over everything.
 """
 
@@ -26,7 +26,7 @@ class AdapterScore(Protocol):
         ...
 
     def forget(self, key: AdapterKey) -> None:
-        """Drop what was learnt: it was unloaded."""
+        """Forget an adapter that was unloaded."""
         ...
 
     def evicted(self, item: IdleItem) -> None:
@@ -51,7 +51,7 @@ class ByAge:
 
     Args:
         score: Ranks adapters.
-        keeps_idle_adapters: Whether adapters stay once nobody uses or waits for them.
+        keeps_idle_adapters: Whether adapters stay once no sequence uses or waits for them.
     """
 
     def __init__(self, score: AdapterScore, *, keeps_idle_adapters: bool = True) -> None:
@@ -62,7 +62,7 @@ class ByAge:
 
     @property
     def keeps_idle_adapters(self) -> bool:
-        """Whether an adapter stays on the device once nobody uses or waits for it."""
+        """Whether an adapter stays on the device once no sequence uses or waits for it."""
         return self._keeps
 
     def used(self, key: ItemKey, now: float) -> None:
@@ -72,7 +72,7 @@ class ByAge:
             self._rescore()
 
     def forget(self, key: AdapterKey, now: float) -> None:
-        """Drop what was learnt."""
+        """Forget it."""
         self._score.forget(key)
 
     def add(self, item: IdleItem, depth: Depth) -> None:

@@ -1,4 +1,4 @@
-"""What bringing something back takes, in seconds, measured on what was brought: copies, reads and steps.
+"""Seconds to bring an item back, measured on copies, reads and steps.
 
 Each is a straight line, a constant and so much per byte (or token), fitted by least squares over the recent past. The
 constant matters: it is why a small adapter costs more per byte than a large one.
@@ -76,7 +76,7 @@ class ReloadCosts:
     def reload_s(self, item: IdleItem) -> float:
         """Return the seconds that bringing an item back takes, queueing left out.
 
-        A block is recomputed within a step that happens anyway: what it adds to the step is what it costs.
+        A block is recomputed within a step that happens anyway: its cost is its addition to the step.
         """
         if isinstance(item.key, int):
             return self.step.marginal_s(item.run_tokens)

@@ -4,7 +4,7 @@
 
     worth = clock at its last use + uses while on the device * seconds to bring it back / pages
 
-Evicting an adapter sets the clock to its worth, so whoever is used later starts above it.
+Evicting an adapter sets the clock to its worth, so an adapter that is used later starts above it.
 
 Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy" (1998), in the
 form FaasCache (ASPLOS '21) uses for functions: frequency starts afresh when an item has been evicted.
@@ -57,7 +57,7 @@ class GdsfScore:
         return None, self._worth[item.key]
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
-        """Nobody overtakes."""
+        """No adapter overtakes another."""
         return ()
 
     def worth(self, item: IdleItem, now: float) -> float:

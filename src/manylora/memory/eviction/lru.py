@@ -27,7 +27,7 @@ class LruScore:
         return None, item.idle_since
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
-        """Nobody overtakes."""
+        """No adapter overtakes another."""
         return ()
 
     def worth(self, item: IdleItem, now: float) -> float:

@@ -1,8 +1,8 @@
-"""Which idle thing goes first when pages run short: the interface every eviction policy implements.
+"""The order in which idle items go when pages run short: the interface every eviction policy implements.
 
-Idle adapters and idle prefix blocks compete for the same pages. A policy is told what becomes idle, what is used
-and what is gone, and names the one least worth keeping. What may go at all (idle, not pinned, not on its way) and
-that a prefix block never goes before the blocks that need it, is decided by ``memory/cache.py``.
+Idle adapters and idle prefix blocks compete for the same pages. A policy learns of each item that becomes idle,
+is used or is gone, and names the one least worth keeping. ``memory/cache.py`` decides which may go at all (idle, not
+pinned, not on its way), and that a prefix block never goes before the blocks that need it.
 
 ::
 
@@ -54,7 +54,7 @@ class EvictionPolicy(Protocol):
 
     @property
     def keeps_idle_adapters(self) -> bool:
-        """Whether an adapter stays on the device once nobody uses or waits for it."""
+        """Whether an adapter stays on the device once no sequence uses or waits for it."""
         ...
 
     def used(self, key: ItemKey, now: float) -> None:
@@ -62,7 +62,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def forget(self, key: AdapterKey, now: float) -> None:
-        """Drop what was learnt about an adapter that is gone for good."""
+        """Forget an adapter that is gone for good."""
         ...
 
     def add(self, item: IdleItem, depth: Depth) -> None:

@@ -47,7 +47,7 @@ class PriceEviction:
             self._adapter_reuse.used(key, now)
         else:
             self._block_reuse.used(key, now)
-        self._idle.rescore()  # what was learnt may change every price
+        self._idle.rescore()  # the new estimate may change every price
         self._wanted.rescore()
 
     def forget(self, key: AdapterKey, now: float) -> None:

@@ -10,7 +10,7 @@ the head of each group is scored:
     group (used 4x, 8 pages)    [idle 70 s] idle 2 s              <- one score per group: min of the heads
     group (used 4x, 32 pages)   [idle 31 s]
 
-Scores of heads are kept while the time stands still, so a claim that drops many things scores each group once
+Scores of heads are kept while the time stands still, so a claim that drops many items scores each group once
 and then only the groups it took from; and of those not a head that differs from the one before in its name alone, as
 the blocks of one prompt do.
 """

@@ -1,4 +1,4 @@
-"""How likely an idle thing is used again: a hazard rate, learnt online from every gap between two uses.
+"""How likely an idle item is used again: a hazard rate, learnt online from every gap between two uses.
 
 *Frequency* says how often it was used, *recency* how long ago; which of them tells more differs from one workload
 to the next (independent draws: frequency alone; sessions: recency almost alone). So neither is weighted by
@@ -62,7 +62,7 @@ class _History:
 
 
 class ReuseModel(Generic[_Key]):
-    """Learns gaps of one kind of thing, and answers with rates."""
+    """Learns gaps of one kind of item, and answers with rates."""
 
     def __init__(self) -> None:
         self._histories: OrderedDict[_Key, _History] = OrderedDict()  # those whose time at risk to book next in front
@@ -114,7 +114,7 @@ class ReuseModel(Generic[_Key]):
             self._book(history, now - history.since)
 
     def group(self, key: _Key, now: float) -> int:
-        """Return the class of an item: what it shares its popularity with."""
+        """Return the class of an item, whose members share a popularity."""
         return self._history(key, now).group
 
     def rate(self, key: _Key, now: float) -> float:

@@ -8,7 +8,7 @@
 The paper says "within a specific time frame" and gives neither its length nor how the terms are normalised. Here
 the window is five minutes (the paper's own period for everything else it refreshes), and each term lies in [0, 1]:
 frequency against the most used adapter in the window, recency against the window, size against the largest
-adapter seen. Normalisers do not depend on who is idle just now, so dropping one adapter changes no other's score.
+adapter seen. Normalisers do not depend on the set of idle adapters, so dropping one adapter changes no other's score.
 
 Large adapters score high as the paper has it (a miss costs more): the score is per adapter, not per byte.
 

@@ -147,8 +147,9 @@ def _as_sequence(record: RequestRecord, *, is_done: bool) -> Sequence:
         seed=0,
         arrived_at=record.arrived_at,
     )
-    if is_done:
-        sequence.tokens.extend([0] * record.output_tokens)
+    for _ in range(record.output_tokens if is_done else 0):
+        sequence.launched(sequence.num_to_run)
+        sequence.took_token(0, record.arrived_at)
     return sequence
 
 

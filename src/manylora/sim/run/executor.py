@@ -1,4 +1,4 @@
-"""The simulated executor: work completes when the cost model says so, and tokens are made up.
+"""The simulated executor: work completes when the cost model says so, and tokens are synthetic.
 
 On the virtual clock this turns the engine into a simulator; on the wall clock into a server that needs no
 model. Loads share one link per tier, first in first out, and run beside steps, which they may slow down.
@@ -20,7 +20,7 @@ __all__ = ["SimulatedExecutor", "SimulatedWork", "synthetic_token"]
 
 @dataclass(slots=True)
 class SimulatedWork:
-    """Work whose result is known and whose time has not come.
+    """Work with a known result and a known end.
 
     Args:
         ready_at: When it completes, in seconds.
@@ -57,12 +57,12 @@ class SimulatedExecutor:
     Args:
         cost: Step and load times.
         vocab_size: Tokens are drawn below this.
-        avoid: Tokens never made up (those that would end a sequence early).
+        avoid: Tokens never chosen (those that would end a sequence early).
         choose: Makes the token of a sequence; by default ``synthetic_token``.
-        scheduler_time_s: What deciding a step takes, in seconds: a constant, so that a run does not depend on the
+        scheduler_time_s: Seconds that deciding a step takes: a constant, so that a run does not depend on the
             machine that simulates it. Behind a step in flight it costs nothing that the step outlasts.
-        drag: How much a load to each tier slows down the step beside it: seconds of delay per second of the load,
-            below 1; none where nothing is said.
+        interference: How much a load to each tier slows down the step beside it: seconds of delay per second of the
+            load, below 1; none for tiers that are missing.
         speed: How slow the machine is over time; steady without it.
     """
 
@@ -94,7 +94,7 @@ class SimulatedExecutor:
             step_s *= self._speed.factor(begins_at)
         ready_at = begins_at + step_s
         for tier in self._interference:
-            ready_at = self._dragged(ready_at, tier, begins_at, self._link_free_at[tier])
+            ready_at = self._delayed(ready_at, tier, begins_at, self._link_free_at[tier])
         self._steps = [*self._steps[-1:], SimulatedWork(ready_at, StepResult(tokens=tokens), begins_at)]
         return self._steps[-1]
 
@@ -104,19 +104,19 @@ class SimulatedExecutor:
         begins_at = max(now, self._link_free_at[tier])
         self._link_free_at[tier] = ready_at = begins_at + self._cost.load_time_s(load)
         if tier in self._interference:
-            self._drag_steps(tier, begins_at, ready_at)
+            self._delay_steps(tier, begins_at, ready_at)
         return SimulatedWork(ready_at, LoadResult(), begins_at)
 
-    def _drag_steps(self, tier: Tier, begins_at: float, ends_at: float) -> None:
-        """Slow down the steps in flight beside which a load runs, and move the second by what the first is late."""
+    def _delay_steps(self, tier: Tier, begins_at: float, ends_at: float) -> None:
+        """Slow down the steps in flight beside which a load runs, and move the second by the delay of the first."""
         late_s = 0.0
         for step in self._steps:
             step.begins_at += late_s
             step.ready_at += late_s
-            ready_at = self._dragged(step.ready_at, tier, max(begins_at, step.begins_at), ends_at)
+            ready_at = self._delayed(step.ready_at, tier, max(begins_at, step.begins_at), ends_at)
             late_s, step.ready_at = late_s + ready_at - step.ready_at, ready_at
 
-    def _dragged(self, step_ends_at: float, tier: Tier, begins_at: float, ends_at: float) -> float:
+    def _delayed(self, step_ends_at: float, tier: Tier, begins_at: float, ends_at: float) -> float:
         """Return when a step ends beside which a load runs from ``begins_at`` to ``ends_at``."""
         interference = self._interference[tier]
         together_s = min(ends_at - begins_at, (step_ends_at - begins_at) / (1.0 - interference))

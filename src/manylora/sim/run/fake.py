@@ -1,8 +1,7 @@
-"""The fake executor: work completes when a test says so, and every promise the core makes is checked.
+"""The fake executor: work completes when a test says so, and every guarantee of the core is checked.
 
-It keeps a model of device memory: which adapter's weights lie in which page and which token's KV lies where.
-A step that would read KV or weights which are not there, or that uses a page two things think they own, fails
-at once, in the test that caused it.
+It keeps a model of device memory: the adapter in each page and the token in each KV slot. A step that would read KV or
+weights which are not there, or that uses a page with two owners, fails at once, in the test that caused it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections import deque
 
 from manylora.engine.plan_ahead import fill_in
-from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.sim.run.executor import synthetic_token
 from manylora.types import AdapterKey, SampledToken, Tier
 
@@ -26,7 +25,7 @@ class FakeWork:
 
     @property
     def ready_at(self) -> float:
-        """Nobody knows."""
+        """Unknown until it is done."""
         return -math.inf if self.result is not None else math.inf
 
     def poll(self, now: float) -> StepResult | LoadResult | None:
@@ -55,7 +54,7 @@ class FakeExecutor:
 
     @property
     def plan(self) -> StepPlan | None:
-        """What is to be completed next."""
+        """The plan to be completed next."""
         return self._steps[0][0] if self._steps else None
 
     @property
@@ -97,7 +96,7 @@ class FakeExecutor:
         plan = fill_in(plan, self._tokens)
         tokens: dict[int, SampledToken] = {}
         for part in plan.sequences:
-            self._check_adapter(part.adapter)
+            self._check_adapter(part)
             for position in range(part.start + part.num_tokens):
                 page, slot = part.pages[position // self._block_size], position % self._block_size
                 expected = (part.adapter, tuple(part.tokens[: position + 1]))
@@ -127,8 +126,12 @@ class FakeExecutor:
             self._adapter_pages[key] = load.pages
         work.result = LoadResult(error=error)
 
-    def _check_adapter(self, key: AdapterKey | None) -> None:
+    def _check_adapter(self, part: PlannedSequence) -> None:
+        key = part.adapter
         if key is None:
+            return
+        if part.placement.tier is Tier.HOST:
+            assert key in self.host, f"{key} is read from a host that has it not"
             return
         assert key in self._adapter_pages, f"{key} runs but is not on the device"
         assert all(self._contents[page] == key for page in self._adapter_pages[key]), f"pages of {key} were overwritten"

@@ -1,11 +1,11 @@
 """Prompts without text: tokens that are equal exactly where the workload says that prompts are.
 
-Nobody reads them but the prefix cache, which hashes blocks in a chain: a block that differs in its first tokens
+Only the prefix cache reads them: it hashes blocks in a chain, and a block that differs in its first tokens
 differs, and so does everything behind it. So a prompt is filler that costs a copy, behind a few tokens that say whose
 it is::
 
     | name of block 7 | filler ........ | name of block 9 | filler ........ | own name | filler ....... |
-      prefix_block_tokens                 prefix_block_tokens                 what is left
+      prefix_block_tokens                 prefix_block_tokens                 the rest
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PromptMaker:
     def _named(self, kind: int, number: int, num_tokens: int) -> tuple[int, ...]:
         """Return ``num_tokens`` tokens that begin with a name, cut off where they are fewer than it has.
 
-        A name is its kind and its digits, lowest first: filler of zeros behind it leaves the number what it is.
+        A name is its kind and its digits, lowest first: filler of zeros behind it leaves the number as it is.
         """
         name = [kind]
         while number:

@@ -1,7 +1,7 @@
 """A simulated run: a workload, one or more replicas of the engine that serves, and a clock that jumps.
 
-Nothing here schedules, caches or evicts: the core, the loop and the cache are those of the server, and only the device
-is made up. A run is a function of its workload and its configuration, to the byte, on any machine.
+Nothing here schedules, caches or evicts: the core and its turns are those of the server, and only the device is
+simulated. A run is a function of its workload and its configuration, to the byte, on any machine.
 
 ::
 
@@ -26,8 +26,8 @@ from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.model import CostModel
 from manylora.costs.speed import MachineSpeed
+from manylora.engine.arrivals import Arrivals
 from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
 from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
@@ -39,6 +39,7 @@ from manylora.routing.step_model import step_model
 from manylora.scheduling import LengthPredictor, Sequence
 from manylora.scheduling.prediction import PREDICTORS, NoisyPredictor, OraclePredictor
 from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.run.driver import drive
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.sim.run.prompts import PromptMaker
 from manylora.types import Output, Request, SampledToken, SamplingParams, Tier
@@ -55,20 +56,20 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """What serves the workload.
+    """The engines that serve the workload.
 
     Args:
         base: The base model's shape; its page is one replica's, whatever devices share it.
-        cost: What steps and loads take.
+        cost: Times of steps and loads.
         num_pages: Pages in each replica's pool.
-        scheduler: What a step may hold, who goes first, and who guesses lengths.
-        memory: Block size and prefix caching; its sizes are not looked at, ``num_pages`` is.
+        scheduler: Limits of a step, policy, and length predictor.
+        memory: Block size and prefix caching; ``num_pages`` takes the place of its sizes.
         adapters: The adapter cache.
         num_replicas: Engines that share the workload.
-        router: Which of them serves a request, by name in ``routing.ROUTERS``; or somebody's own.
+        router: Chooses the replica of a request, by name in ``routing.ROUTERS`` or a plug-in.
         router_options: The router's options, by key.
-        scheduler_time_s: What deciding a step takes, in seconds.
-        drag: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
+        scheduler_time_s: Seconds that deciding a step takes.
+        interference: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
         speed: Makes the speed of the replica with this number; all are steady without it.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
         exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask; for engines
@@ -110,7 +111,7 @@ class SimulationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What came of it.
+    """The outcome of a simulated run.
 
     Args:
         workload: Its name.
@@ -147,8 +148,8 @@ def simulate(
     """Serve a workload to its end, in virtual time.
 
     Args:
-        workload: Who asks for what, when.
-        config: What serves it.
+        workload: The requests, by time of arrival.
+        config: The engines.
         on_progress: Called each time requests have ended.
         sinks: Take every event of every replica, beside the recorders.
 
@@ -183,15 +184,8 @@ def simulate(
         num_ended += 1
         recorders[dispatcher.ended(request.request_id)].refuse(request, error, now)
 
-    EngineLoop(
-        cores[0],
-        clock,
-        others=cores[1:],
-        route=lambda request, now: dispatcher.dispatch(request),
-        on_outputs=take,
-        on_rejected=refuse,
-        arrivals=_arrivals(workload, config),
-    ).run()
+    arrivals = Arrivals(_arrivals(workload, config), on_rejected=refuse)
+    drive(cores, clock, arrivals, dispatch=dispatcher.dispatch, on_outputs=take)
     records = [record for recorder in recorders for record in recorder.records]
     return Run(
         workload=workload.name,
@@ -220,7 +214,7 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
     lengths = [request.num_output_tokens for request in workload.requests]
 
     def choose(part: PlannedSequence) -> SampledToken:
-        # A request's seed is its number in the workload: the one thing about it that the device is told.
+        # A request's seed is its number in the workload: all that the device is told of it.
         num_output = part.start + part.num_tokens - part.num_prompt_tokens + 1
         return END if num_output >= lengths[part.seed] else TOKEN
 
@@ -258,7 +252,7 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
 
 
 def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[float, Request]]:
-    """Yield requests as they are asked for; made one by one, so that a long trace takes no memory."""
+    """Yield requests one by one, so that a long trace takes no memory."""
     prompts = PromptMaker(config.base.vocab_size, max((r.num_prompt_tokens for r in workload.requests), default=0))
     for index, spec in enumerate(workload.requests):
         yield (
@@ -278,7 +272,7 @@ def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[fl
 
 
 def _cap(spec: RequestSpec, config: SimulationConfig) -> int | None:
-    """Return the cap a request comes with: what was chosen, less what the context leaves no room for."""
+    """Return the cap a request comes with: the configured one, cut to the context."""
     if config.exact_caps:
         return spec.num_output_tokens
     if config.max_tokens is None:

@@ -1,12 +1,14 @@
-"""The options that make steps as S-LoRA has them: each by itself, on the fake executor."""
+"""Step compositions, by name, on the fake executor."""
 
 from __future__ import annotations
 
+import pytest
 from harness import make_rig, policy_context, request, sequence
 
 from manylora.config import AdapterConfig
+from manylora.errors import ConfigError
 from manylora.events import RequestPreempted, StepLaunched
-from manylora.scheduling import Outcome, StrictFifoPolicy
+from manylora.scheduling import STEP_COMPOSITIONS, Outcome, StrictFifoPolicy, make_step_composition
 
 
 def tokens_in_flight(rig) -> list[int]:
@@ -14,7 +16,7 @@ def tokens_in_flight(rig) -> list[int]:
 
 
 def test_prompts_run_in_steps_of_their_own():
-    rig = make_rig(mixed_steps=False, chunked_prefill=False)
+    rig = make_rig(step_composition="s-lora-each-step")
     rig.add(request("a", num_prompt=7))
     rig.step()
     rig.add(request("b", num_prompt=5), request("c", num_prompt=6))
@@ -26,20 +28,20 @@ def test_prompts_run_in_steps_of_their_own():
 
 
 def test_so_many_steps_run_between_two_admissions():
-    rig = make_rig(mixed_steps=False, steps_between_admissions=3)
+    rig = make_rig(step_composition="s-lora")
     rig.add(request("a", max_tokens=20))
     rig.step()
     rig.add(request("b", max_tokens=2))
     steps = []
-    for _ in range(5):
+    for _ in range(12):
         steps.append(tokens_in_flight(rig))
         rig.step()
-    assert steps == [[5], [1], [1], [1], [5]]
+    assert steps == [[5], *[[1]] * 10, [5]]
     rig.drain()
 
 
 def test_nobody_waits_for_an_admission_when_nothing_runs():
-    rig = make_rig(steps_between_admissions=50)
+    rig = make_rig(step_composition="s-lora")
     for name in "abc":
         rig.add(request(name, max_tokens=1))
         rig.step()
@@ -48,7 +50,7 @@ def test_nobody_waits_for_an_admission_when_nothing_runs():
 
 
 def test_a_step_waits_for_the_adapters_of_those_it_lets_in():
-    rig = make_rig(overlap_loads=False, adapters=AdapterConfig(look_ahead=0), policy="strict-fifo")
+    rig = make_rig(step_composition="s-lora-chunked", adapters=AdapterConfig(look_ahead=0), policy="strict-fifo")
     rig.register("x")
     rig.register("y")
     rig.add(request("runs", max_tokens=20))
@@ -67,7 +69,7 @@ def test_a_step_waits_for_the_adapters_of_those_it_lets_in():
 
 
 def test_a_failed_load_lets_the_step_go():
-    rig = make_rig(overlap_loads=False, adapters=AdapterConfig(look_ahead=0))
+    rig = make_rig(step_composition="s-lora-chunked", adapters=AdapterConfig(look_ahead=0))
     rig.register("x")
     rig.add(request("runs", max_tokens=5))
     rig.step()
@@ -106,3 +108,20 @@ def test_nobody_passes_under_strict_fifo():
     while (one := policy.offer()) is not None:
         policy.report(one, Outcome.ADMITTED)
     assert len(policy) == 0
+
+
+def test_a_composition_is_found_by_name():
+    with pytest.raises(ConfigError, match="expected one of mixed, s-lora"):
+        make_rig(step_composition="no such")
+    with pytest.raises(ConfigError, match="lacks most_tokens"):
+        make_step_composition("builtins:object")
+
+
+@pytest.mark.parametrize("name", sorted(STEP_COMPOSITIONS))
+def test_no_step_holds_more_tokens_than_its_composition_says(name):
+    rig = make_rig(step_composition=name, max_num_batched_tokens=8, max_model_len=64, prefix_caching=False)
+    for index in range(6):
+        rig.add(request(str(index), num_prompt=(3, 30)[index % 2], max_tokens=12))
+    rig.drain()
+    largest = max(event.num_tokens for event in rig.events if isinstance(event, StepLaunched))
+    assert largest <= make_step_composition(name).most_tokens(8, 30)

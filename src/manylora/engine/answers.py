@@ -1,0 +1,145 @@
+"""Answers: the tokens that requests get in a turn, and the end of each request.
+
+::
+
+    step's token --> token() --> Output          or, if it is the last one,
+                       +-------> finish() --> Output with a reason, everything given back, ``released`` in the next plan
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.running import RunningSet
+from manylora.events import EventSink, RequestFinished
+from manylora.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
+from manylora.types import FinishReason, Output, SampledToken
+
+__all__ = ["Answers"]
+
+FINISH_WINDOW = 64
+"""Finished requests over which the rate of finishing is taken, for Retry-After."""
+
+
+class Answers:
+    """Collects outputs, and ends requests.
+
+    Args:
+        sequences: All requests in flight by id; one that ends is taken out.
+        running: The running ones.
+        policy: The waiting ones.
+        cache: The adapters.
+        predictor: Learns the lengths of answers.
+        emit: Takes events.
+    """
+
+    def __init__(
+        self,
+        *,
+        sequences: dict[str, Sequence],
+        running: RunningSet,
+        policy: Policy,
+        cache: AdapterCache,
+        predictor: LengthPredictor,
+        emit: EventSink,
+    ) -> None:
+        self._sequences = sequences
+        self._running = running
+        self._policy = policy
+        self._cache = cache
+        self._predictor = predictor
+        self._emit = emit
+        self._outputs: list[Output] = []
+        self._released: list[int] = []
+        self._finish_times: deque[float] = deque(maxlen=FINISH_WINDOW)
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def take(self) -> list[Output]:
+        """Return the outputs since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def take_released(self) -> tuple[int, ...]:
+        """Return the sequences that ended since the last call, for the executor to forget."""
+        released = tuple(self._released)
+        self._released.clear()
+        return released
+
+    def retry_after_s(self, num_waiting: int, now: float) -> float:
+        """Estimate when a place in the queue will be free, from how fast requests ended lately."""
+        if len(self._finish_times) < 2:
+            return 1.0
+        per_request = (now - self._finish_times[0]) / len(self._finish_times)
+        return min(60.0, max(1.0, per_request * num_waiting / 2))
+
+    def token(self, sequence: Sequence, token: SampledToken, now: float) -> None:
+        """Give a request its newest token, and end it if that was the last."""
+        num_output = len(sequence.tokens) - sequence.num_prompt_tokens
+        if token.token_id in sequence.stop_token_ids and num_output >= sequence.request.sampling.min_tokens:
+            self.finish(sequence, FinishReason.STOP, now, token=token)
+        elif num_output >= sequence.max_tokens:
+            self.finish(sequence, FinishReason.LENGTH, now, token=token)
+        else:
+            self._outputs.append(
+                Output(
+                    request_id=sequence.request.request_id,
+                    tokens=(token,),
+                    num_cached_tokens=sequence.num_cached,
+                    adapter=sequence.adapter,
+                )
+            )
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        token: SampledToken | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End a sequence: give everything back, at the latest when no step in flight uses it, and report it."""
+        if sequence.status is SequenceStatus.RUNNING:
+            if not sequence.num_in_flight:
+                self._running.stop(sequence, now)
+        else:
+            self._policy.remove(sequence)
+            if sequence.adapter is not None:
+                self._cache.unwant(sequence.adapter, now)
+        sequence.finished()
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._predictor.observe(sequence)
+        self._running.forget(sequence)
+        request_id = sequence.request.request_id
+        del self._sequences[request_id]
+        self._released.append(sequence.seq_id)
+        self._finish_times.append(now)
+        self._outputs.append(
+            Output(
+                request_id=request_id,
+                tokens=(token,) if token else (),
+                finish=reason,
+                stop_token=token.token_id if token and reason is FinishReason.STOP else None,
+                num_cached_tokens=sequence.num_cached,
+                adapter=sequence.adapter,
+                error=error,
+            )
+        )
+        self._emit(
+            RequestFinished(
+                now,
+                request_id,
+                sequence.adapter,
+                reason,
+                sequence.arrived_at,
+                sequence.admitted_at,
+                sequence.first_token_at,
+                sequence.num_prompt_tokens,
+                sequence.num_output_tokens,
+                sequence.num_cached,
+                sequence.num_preemptions,
+            )
+        )
