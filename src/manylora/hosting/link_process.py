@@ -26,6 +26,7 @@ from manylora.config import EngineConfig
 from manylora.errors import ConfigError
 from manylora.hosting.engine_process import pack_setup
 from manylora.hosting.protocol import Command, EngineSetup, Message, decode_message, encode
+from manylora.hosting.service import Builder
 
 __all__ = ["ProcessLink"]
 
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 class ProcessLink:
     """An ``EngineLink`` to a new engine process."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, builder: str) -> None:
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder) -> None:
+        assert isinstance(builder, str), "a function cannot travel to another process"
         self._config = config
         self._served_name = served_name
         self._builder = builder

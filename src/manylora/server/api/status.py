@@ -31,14 +31,14 @@ async def status(request: Request) -> Response:
     num_adapters = _num_adapters(request.query_params.get("adapters"))
     report = _report(context)
     try:
-        stats, statuses = await context.supervisor.engine.snapshot(num_adapters)
+        stats, statuses = await context.fleet.snapshot(num_adapters)
     except ManyloraError:  # no engine: what the API process knows is all there is
         return json_response(report)
     now = context.monotonic_s()
     report = msgspec.structs.replace(
         report,
         time=context.epoch_s(),
-        page_bytes=context.supervisor.info.page_bytes,
+        page_bytes=context.fleet.info.page_bytes,
         engine=stats,
         adapters=tuple(adapter_row(one, context.latency.of_adapter(one.name, now)) for one in statuses),
     )
@@ -47,15 +47,15 @@ async def status(request: Request) -> Response:
 
 def _report(context: Context) -> StatusReport:
     """Report what is known without an engine."""
-    supervisor, latency, now = context.supervisor, context.latency, context.monotonic_s()
+    fleet, latency, now = context.fleet, context.latency, context.monotonic_s()
     return StatusReport(
-        state=supervisor.state.value,
-        model=supervisor.served_name,
+        state=fleet.state.value,
+        model=fleet.served_name,
         version=metadata.version("manylora"),
         time=context.epoch_s(),
         started_at=context.started_at,
-        num_restarts=supervisor.num_restarts,
-        num_in_flight=supervisor.num_in_flight,
+        num_restarts=fleet.num_restarts,
+        num_in_flight=fleet.num_in_flight,
         window_s=latency.window_s,
         latency=latency.total(now),
         base=latency.of_adapter("", now),

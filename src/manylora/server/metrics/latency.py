@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from manylora.hosting.protocol import Observations
-from manylora.server.metrics.log_histogram import LogHistogram
+from manylora.server.metrics.histograms import LogHistogram
 from manylora.server.metrics.status_report import Latency, Percentiles
 
 __all__ = ["LatencyWindow"]
