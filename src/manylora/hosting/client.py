@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from manylora.engine.status import AdapterStatus, EngineStats
@@ -188,10 +188,18 @@ class EngineClient:
                 answer.set_exception(error)
         self._calls.clear()
 
-    def submit(self, requests: Sequence[Request], stream: OutputStream) -> Awaitable[None]:
-        """Add requests, all or none, whose outputs go to ``stream``; the result is awaited for the engine's consent.
+    def submit(
+        self, requests: Sequence[Request], stream: OutputStream, *, each: bool = False
+    ) -> Awaitable[dict[str, ManyloraError]]:
+        """Add requests whose outputs go to ``stream``; the result is awaited for the engine's consent.
 
         Until then they can be cancelled, as afterwards.
+
+        Args:
+            requests: The requests.
+            stream: Gets their outputs.
+            each: Whether those are added that can be, and the errors of the others are returned by request id;
+                otherwise all are added or none.
 
         Raises:
             RequestError: One of them is wrong.
@@ -201,7 +209,7 @@ class EngineClient:
         request_ids = [request.request_id for request in requests]
         for request_id in request_ids:
             self._streams[request_id] = stream
-        return self._consent(requests, request_ids)
+        return self._consent(requests, request_ids, each)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Stop working on requests; nothing more arrives for them.
@@ -237,15 +245,19 @@ class EngineClient:
         assert reply.stats is not None
         return reply.stats, reply.statuses
 
-    async def _consent(self, requests: Sequence[Request], request_ids: Sequence[str]) -> None:
+    async def _consent(
+        self, requests: Sequence[Request], request_ids: Sequence[str], each: bool
+    ) -> dict[str, ManyloraError]:
         try:
-            await self._call(lambda call: AddRequests(call, list(requests)))
+            reply = await self._call(lambda call: AddRequests(call, list(requests), each))
         except asyncio.CancelledError:
             self.cancel(request_ids)
             raise
         except ManyloraError:
             self._forget(request_ids)
             raise
+        self._forget(reply.refused)
+        return {request_id: fault.to_error() for request_id, fault in reply.refused.items()}
 
     async def _call(self, make: Callable[[int], Command]) -> Reply:
         if self._dead is not None:
@@ -298,7 +310,7 @@ class EngineClient:
         for observations in observed:  # clients wait for tokens, and for no statistics
             self._observe(observations)
 
-    def _forget(self, request_ids: Sequence[str]) -> None:
+    def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if self._streams.pop(request_id, None) is not None and self._on_ended is not None:
                 self._on_ended(request_id)

@@ -85,6 +85,7 @@ def main() -> int:
         setup.config,
         served_name=setup.served_name,
         builder=setup.builder,
+        is_observed=setup.is_observed,
         clock=WallClock(),
         send=send,
     )

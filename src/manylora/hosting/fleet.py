@@ -7,7 +7,7 @@ a fleet of one.
 ::
 
     submit ---> Dispatcher ---> EngineKeeper 0 ---> EngineClient ---> link ---> engine
-    load_adapter, pin ... --+-> EngineKeeper 1 ---> EngineClient ---> link ---> engine
+    adapters.load, pin ... -+-> EngineKeeper 1 ---> EngineClient ---> link ---> engine
                             |
                             +-> AdapterBook: written when all engines have done it, read when one starts again
 """
@@ -17,22 +17,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from random import Random
 from typing import TypeVar
-
-import msgspec
 
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError
-from manylora.hosting.adapter_book import AdapterBook, LoadedAdapter, LoraModule
+from manylora.hosting.adapter_book import AdapterBook, LoraModule
 from manylora.hosting.client import EngineClient, OutputStream
 from manylora.hosting.engine_keeper import EngineKeeper, RestartPolicy, State
+from manylora.hosting.fleet_adapters import FleetAdapters, successes
 from manylora.hosting.link import EngineLink
-from manylora.hosting.protocol import EngineInfo, Fault, Observations
+from manylora.hosting.protocol import EngineInfo, Observations
 from manylora.hosting.snapshot import busiest, merge_stats, merge_statuses
-from manylora.routing import Dispatcher, RouterContext, make_router
+from manylora.routing import AffinityRouter, Dispatcher, Router
 from manylora.types import Request
 
 __all__ = ["Fleet"]
@@ -62,7 +61,8 @@ class Fleet:
         epoch_s: Tells the time for people, in seconds since the epoch.
         restarts: When to restart an engine and when to give it up.
         hang_timeout_s: Seconds without a sign of life after which an engine counts as dead; ``None`` for never.
-        router: Which engine serves a request, by name in ``routing.ROUTERS``; or somebody's own.
+        make_router: Makes the router that picks a request's engine, where there are several; told the adapters' ranks
+            by name. By affinity when ``None``.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Fleet:
         *,
         served_name: str,
         observe: Callable[[Observations], None],
-        epoch_s: Callable[[], float],
+        epoch_s: Callable[[], float] = time.time,
         restarts: RestartPolicy | None = None,
         hang_timeout_s: float | None = None,
-        router: str = "affinity",
+        make_router: Callable[[Mapping[str, int]], Router] | None = None,
     ) -> None:
         self.served_name = served_name
         self._book = AdapterBook(served_name=served_name, epoch_s=epoch_s)
-        self._required: frozenset[str] = frozenset()
-        self._has_started = False
+        self.adapters = FleetAdapters(self._book, self._serving, num_engines=len(links))
+        self._required: frozenset[str] | None = None  # while starting
         self._dispatcher: Dispatcher | None = None  # one engine needs none, nor the work of counting for it
         if len(links) > 1:
-            context = RouterContext(rng=Random(0), base_name=served_name, ranks=self._book.ranks)
-            self._dispatcher = Dispatcher(make_router(router, context), len(links), self._book.ranks)
+            router = AffinityRouter(served_name) if make_router is None else make_router(self._book.ranks)
+            self._dispatcher = Dispatcher(router, len(links), self._book.ranks)
         on_ended = None if self._dispatcher is None else self._dispatcher.ended
 
         def make_client(make_link: Callable[[], EngineLink]) -> EngineClient:
@@ -109,8 +109,7 @@ class Fleet:
     def state(self) -> State:
         """The state of the engine that is best off."""
         states = [keeper.state for keeper in self._keepers]
-        best = next(state for state in BEST_FIRST if state in states)
-        return best if self._has_started or best is not State.SERVING else State.STARTING
+        return next(state for state in BEST_FIRST if state in states)
 
     @property
     def info(self) -> EngineInfo:
@@ -123,11 +122,6 @@ class Fleet:
             if keeper.info is not None:
                 return keeper.info
         raise _unavailable(State.STARTING)
-
-    @property
-    def adapters(self) -> Mapping[str, LoadedAdapter]:
-        """The adapters that are loaded, by name."""
-        return self._book.adapters
 
     @property
     def num_restarts(self) -> int:
@@ -164,8 +158,7 @@ class Fleet:
         self._book.open(modules)
         self._required = frozenset(module.name for module in modules if module.is_required)
         await asyncio.gather(*(keeper.start() for keeper in self._keepers))
-        self._required = frozenset()
-        self._has_started = True
+        self._required = None
 
     async def run(self) -> None:
         """Watch the engines and restart those that die, until drained or stopped.
@@ -205,33 +198,31 @@ class Fleet:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def submit(self, requests: Sequence[Request], stream: OutputStream | None = None) -> OutputStream:
-        """Add requests, all or none, and return the stream of their outputs; once the engines have accepted them.
+    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Add requests, all or none, and return the stream of their outputs, once the engines have accepted them.
 
-        Args:
-            requests: Each goes to the engine that the router picks.
-            stream: Where their outputs shall go; a new one when ``None``.
+        Each goes to the engine that the router picks.
 
         Raises:
             RequestError: One of them is wrong.
             CapacityError: No room now, or no engine.
             EngineDead: An engine died before it had answered.
         """
-        stream = stream or OutputStream()
-        clients = self._serving()
-        if len(self._keepers) == 1:
-            await clients[0].submit(requests, stream)
-            return stream
-        shares: dict[int, list[Request]] = {}
-        assert self._dispatcher is not None
-        for request in requests:
-            shares.setdefault(self._dispatcher.dispatch(request, clients), []).append(request)
-        try:
-            await asyncio.gather(*[clients[engine].submit(share, stream) for engine, share in shares.items()])
-        except BaseException:
-            self.cancel([request.request_id for request in requests])  # all or none
-            raise
+        stream = OutputStream()
+        await self._dispatch(requests, stream, each=False)
         return stream
+
+    async def submit_each(self, requests: Sequence[Request], stream: OutputStream) -> dict[str, ManyloraError]:
+        """Add those requests that can be, with their outputs on a stream that is there; return the others' errors.
+
+        Returns:
+            Why a request was refused, by its id.
+
+        Raises:
+            CapacityError: No engine.
+            EngineDead: An engine died before it had answered; no request is left.
+        """
+        return await self._dispatch(requests, stream, each=True)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Stop working on requests; nothing more arrives for them.
@@ -243,66 +234,6 @@ class Fleet:
         for keeper in self._keepers:
             if keeper.client is not None:
                 keeper.client.cancel(request_ids, stopped=stopped)
-
-    # -- adapters ----------------------------------------------------------------------------------------------------
-
-    async def load_adapter(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
-        """Load an adapter on every engine, and on those that start later.
-
-        Requests that arrive after this returns use the new weights, those that arrived before finish on the old. A
-        new adapter that one engine cannot load is loaded on none; a replacement stays where it succeeded, and the
-        error names the engines that still have the old.
-
-        Raises:
-            AdapterExists: The name is taken.
-            AdapterError: It cannot be served.
-            CapacityError: No engine, or no room.
-        """
-        async with self._book.free(name, may_replace=replace_existing) as before:
-            load = partial(EngineClient.load_adapter, name=name, path=path, replace=replace_existing)
-            undo = None if before is not None else partial(EngineClient.unload_adapter, name=name)
-            status = await self._everywhere(load, undo=undo)
-            self._book.note_load(name, path, status)
-            if before is not None and before.is_pinned and not status.is_pinned:
-                status = await self._everywhere(lambda client: client.pin_adapter(name, True))
-            logger.info("adapter_loaded name=%s path=%s generation=%d", name, path, status.generation)
-            return status
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter and forget it; requests in flight finish on it.
-
-        Raises:
-            AdapterNotFound: No such name.
-            CapacityError: No engine.
-        """
-        async with self._book.known(name):
-            await self._everywhere(lambda client: client.unload_adapter(name))
-            self._book.forget(name)
-            logger.info("adapter_unloaded name=%s", name)
-
-    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """Keep an adapter on the device of every engine, or no longer; engines that start later do the same.
-
-        Raises:
-            AdapterNotFound: No such name.
-            CapacityError: No engine, or no room to pin.
-        """
-        async with self._book.known(name):
-            is_change = self._book.adapters[name].is_pinned != pinned
-            undo = partial(EngineClient.pin_adapter, name=name, pinned=not pinned) if is_change else None
-            status = await self._everywhere(lambda client: client.pin_adapter(name, pinned), undo=undo)
-            self._book.note_pin(name, pinned)
-            return status
-
-    async def warm_adapter(self, name: str) -> AdapterStatus:
-        """Begin to copy an adapter to the device of every engine, before a request asks for it.
-
-        Raises:
-            AdapterNotFound: No such name.
-            CapacityError: No engine, or no room.
-        """
-        async with self._book.known(name):
-            return await self._everywhere(lambda client: client.warm_adapter(name))
 
     async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
         """Return the counters of all engines and the state of every adapter, or of the busiest ``num_adapters``.
@@ -317,7 +248,7 @@ class Fleet:
         # An adapter's figures are to be added up, so every engine has to tell of all of them.
         asked = None if num_adapters != 0 else 0
         taken = await asyncio.gather(*(client.snapshot(asked) for client in clients), return_exceptions=True)
-        parts = _successes(taken)
+        parts = successes(taken)
         statuses = merge_statuses([statuses for _, statuses in parts])
         if num_adapters is not None:
             statuses = busiest(statuses, num_adapters)
@@ -336,76 +267,41 @@ class Fleet:
             for index, keeper in enumerate(self._keepers)
             if keeper.state is State.SERVING and keeper.client is not None
         }
-        if not clients or not self._has_started:
+        if not clients:
             raise _unavailable(self.state)
         return clients
 
-    async def _everywhere(
-        self,
-        act: Callable[[EngineClient], Awaitable[T]],
-        *,
-        undo: Callable[[EngineClient], Awaitable[object]] | None = None,
-    ) -> T:
-        """Act on every engine that serves, and on those that begin to while others are still at it.
-
-        An engine that dies meanwhile does not count, as long as there is another: the book will bring it up to date.
-
-        Args:
-            act: The change.
-            undo: Takes it back where it succeeded, if it fails elsewhere.
-
-        Raises:
-            ManyloraError: It failed somewhere; of several engines the message names those that have not done it.
-        """
-        results: dict[int, T | BaseException] = {}
-        clients: dict[int, EngineClient] = {}
-        serving = self._serving()
-        while pending := {index: one for index, one in serving.items() if clients.get(index) is not one}:
-            clients |= pending
-            done = await asyncio.gather(*map(act, pending.values()), return_exceptions=True)
-            results |= dict(zip(pending, done, strict=True))
-            with contextlib.suppress(CapacityError):
-                serving = self._serving()
-        failed = {
-            index: result
-            for index, result in results.items()
-            if isinstance(result, BaseException) and not isinstance(result, EngineDead)
-        }
-        if failed and undo is not None:
-            undone = (undo(one) for index, one in clients.items() if not isinstance(results[index], BaseException))
-            await asyncio.gather(*undone, return_exceptions=True)
-        if failed:
-            raise self._named(next(iter(failed.values())), list(failed))
-        return _successes(list(results.values()))[0]
-
-    def _named(self, error: BaseException, engines: Sequence[int]) -> BaseException:
-        """Return an error that names the engines it is true of, where there are several."""
-        if len(self._keepers) == 1 or not isinstance(error, ManyloraError):
-            return error
-        where = f"{'engine' if len(engines) == 1 else 'engines'} {', '.join(map(str, engines))} of {len(self._keepers)}"
-        fault = Fault.of(error)
-        return msgspec.structs.replace(
-            fault, message=f"{where}: {fault.message}", reason=f"{where}: {fault.reason}"
-        ).to_error()
+    async def _dispatch(
+        self, requests: Sequence[Request], stream: OutputStream, *, each: bool
+    ) -> dict[str, ManyloraError]:
+        """Submit every request to its engine."""
+        clients = self._serving()
+        if self._dispatcher is None:
+            return await clients[0].submit(requests, stream, each=each)
+        shares: dict[int, list[Request]] = {}
+        for request in requests:
+            shares.setdefault(self._dispatcher.dispatch(request, clients), []).append(request)
+        submitted = [clients[engine].submit(share, stream, each=each) for engine, share in shares.items()]
+        refused: dict[str, ManyloraError] = {}
+        try:
+            for errors in await asyncio.gather(*submitted):
+                refused |= errors
+        except BaseException:
+            self.cancel([request.request_id for request in requests])
+            raise
+        return refused
 
     async def _lose(self, error: AdapterError) -> None:
-        """Strike out an adapter that an engine could not be given: every engine serves the same names.
+        """Go on without an adapter that an engine could not be given; requests for it say 404 from now on.
 
         Raises:
             AdapterError: The service may not start without it.
         """
-        name = error.adapter
-        if name in self._required:
+        if self._required is not None and error.adapter in self._required:
             raise error
-        # The others should not suffer for it; requests for this one say 404 from now on.
-        logger.error(
-            "%s name=%s reason=%s", "adapter_lost" if self._has_started else "adapter_left_out", name, error.reason
-        )
-        self._book.forget(name)
-        for keeper in self._keepers:
-            if keeper.state is State.SERVING and keeper.client is not None:
-                with contextlib.suppress(ManyloraError):
-                    await keeper.client.unload_adapter(name)
+        event = "adapter_lost" if self._required is None else "adapter_left_out"
+        logger.error("%s name=%s reason=%s", event, error.adapter, error.reason)
+        await self.adapters.lose(error.adapter)
 
     async def _keep(self, keeper: EngineKeeper) -> None:
         try:
@@ -419,16 +315,3 @@ class Fleet:
 def _unavailable(state: State) -> CapacityError:
     reason, retry_after_s = UNAVAILABLE[state]
     return CapacityError(reason, retry_after_s=retry_after_s, status=503)
-
-
-def _successes(results: Sequence[T | BaseException]) -> list[T]:
-    """Return the results of the engines that are alive.
-
-    Raises:
-        EngineDead: None is.
-    """
-    succeeded = [result for result in results if not isinstance(result, BaseException)]
-    for result in results:
-        if isinstance(result, BaseException) and not (succeeded and isinstance(result, EngineDead)):
-            raise result
-    return succeeded

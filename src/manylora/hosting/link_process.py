@@ -39,11 +39,12 @@ logger = logging.getLogger(__name__)
 class ProcessLink:
     """An ``EngineLink`` to a new engine process."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder) -> None:
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool) -> None:
         assert isinstance(builder, str), "a function cannot travel to another process"
         self._config = config
         self._served_name = served_name
         self._builder = builder
+        self._is_observed = is_observed
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: asyncio.Future[int] | None = None
         self._directory: str | None = None
@@ -69,6 +70,7 @@ class ProcessLink:
             commands_address=f"ipc://{self._directory}/down",
             messages_address=f"ipc://{self._directory}/up",
             log_level=logging.getLogger().getEffectiveLevel(),
+            is_observed=self._is_observed,
         )
         loop = asyncio.get_running_loop()
         self._context = zmq.Context()

@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 class ThreadLink:
     """An ``EngineLink`` to a new engine in a thread."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder) -> None:
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool) -> None:
         self._config = config
         self._served_name = served_name
         self._builder = builder
+        self._is_observed = is_observed
         self._service: EngineService | None = None
         self._end: asyncio.Future[str] | None = None
 
@@ -56,7 +57,12 @@ class ThreadLink:
                 event_loop.call_soon_threadsafe(deliver_all)
 
         service = self._service = EngineService(
-            self._config, served_name=self._served_name, builder=self._builder, clock=WallClock(), send=send
+            self._config,
+            served_name=self._served_name,
+            builder=self._builder,
+            is_observed=self._is_observed,
+            clock=WallClock(),
+            send=send,
         )
 
         def note_end(how: str) -> None:

@@ -45,10 +45,14 @@ class Observer:
         gathered = self._gathered
         match event:
             case TokensEmitted(at=at, request_ids=request_ids):
+                in_flight = self._in_flight
                 for request_id in request_ids:
-                    request = self._in_flight[request_id]
+                    request = in_flight[request_id]
                     into = gathered.inter_token_s if request.has_token else gathered.ttft_s
-                    into.setdefault(request.adapter, []).append(at - request.last_at)
+                    values = into.get(request.adapter)
+                    if values is None:
+                        values = into[request.adapter] = []
+                    values.append(at - request.last_at)
                     request.last_at, request.has_token = at, True
             case RequestArrived(at=at, request_id=request_id, name=name):
                 self._in_flight[request_id] = _InFlight(at, name)

@@ -59,6 +59,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
         commands_address: Where the engine listens for commands.
         messages_address: Where it sends messages.
         log_level: Level of its standard-error log.
+        is_observed: Whether it sends observations.
     """
 
     config: EngineConfig
@@ -67,6 +68,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     commands_address: str
     messages_address: str
     log_level: int
+    is_observed: bool
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,10 +86,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Add requests, all or none."""
+    """Add requests: all or none, or ``each`` that can be."""
 
     call: int
     requests: list[Request]
+    each: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -225,10 +228,11 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The answer to a call: an error, or whatever the call asked for."""
+    """The answer to a call: an error, or the result. ``refused`` has the error of each request that was not added."""
 
     call: int
     fault: Fault | None = None
+    refused: dict[str, Fault] = msgspec.field(default_factory=dict)
     statuses: tuple[AdapterStatus, ...] = ()
     stats: EngineStats | None = None
     observations: Observations | None = None

@@ -82,6 +82,7 @@ class EngineService:
         config: The engine's configuration.
         served_name: The base model's name in the API.
         builder: Builds its parts.
+        is_observed: Whether to send observations.
         clock: Live time.
         send: Takes messages; called on the loop's thread alone.
     """
@@ -92,6 +93,7 @@ class EngineService:
         *,
         served_name: str,
         builder: Builder,
+        is_observed: bool,
         clock: Clock,
         send: Callable[[Message], None],
     ) -> None:
@@ -100,6 +102,7 @@ class EngineService:
         self._builder = builder
         self._clock = clock
         self._send = send
+        self._is_observed = is_observed
         self._observer = Observer()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
         self._loop: EngineLoop | None = None
@@ -127,7 +130,7 @@ class EngineService:
                 self._config,
                 served_name=self._served_name,
                 executor=self._logged(parts, files),
-                sinks=[self._observer, *self._request_log(files)],
+                sinks=[*([self._observer] if self._is_observed else []), *self._request_log(files)],
             )
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
             if self._is_stopping:  # asked before there was a loop to ask
@@ -224,16 +227,20 @@ class EngineService:
 
     def _add(self, core: EngineCore, now: float, command: AddRequests) -> None:
         added: list[str] = []
-        try:
-            for request in command.requests:
+        refused: dict[str, Fault] = {}
+        for request in command.requests:
+            try:
                 core.add_request(request, now)
+            except ManyloraError as error:
+                if not command.each:
+                    for request_id in added:
+                        core.cancel(request_id, now)
+                    self._send(Reply(command.call, Fault.of(error)))
+                    return
+                refused[request.request_id] = Fault.of(error)
+            else:
                 added.append(request.request_id)
-        except ManyloraError as error:
-            for request_id in added:
-                core.cancel(request_id, now)
-            self._send(Reply(command.call, Fault.of(error)))
-        else:
-            self._send(Reply(command.call))
+        self._send(Reply(command.call, refused=refused))
 
     def _cancel(self, core: EngineCore, now: float, command: Cancel) -> None:
         if command.stopped:

@@ -116,7 +116,6 @@ class Server:
             served_name=served_name,
             restarts=restarts,
             observe=self._observe,
-            epoch_s=time.time,
             # A thread cannot be killed, and a debugger's breakpoint is no hang.
             hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
         )
@@ -305,7 +304,7 @@ def run(
             life.drain()
 
         def say_ready() -> None:
-            adapters = len(life.fleet.adapters)
+            adapters = len(life.fleet.adapters.loaded)
             freeze_start_up_heap()
             print(f"manylora serves {life.fleet.served_name} with {adapters} adapters at {life.url}", flush=True)
 

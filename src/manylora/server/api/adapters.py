@@ -65,7 +65,7 @@ async def _load(
         )
     try:
         resolved = await asyncio.to_thread(resolve_path, path, context.lora_roots)
-        await context.fleet.load_adapter(name, str(resolved), replace_existing=in_place)
+        await context.fleet.adapters.load(name, str(resolved), replace_existing=in_place)
     except AdapterExists:
         if name == context.fleet.served_name:
             raise _invalid(
@@ -86,7 +86,7 @@ async def _load(
 
 async def _unload(context: Context, name: str, field: str) -> Response:
     try:
-        await context.fleet.unload_adapter(name)
+        await context.fleet.adapters.unload(name)
     except AdapterNotFound:
         raise HttpError(404, f"The lora adapter '{name}' cannot be found.", param=field) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -208,17 +208,17 @@ admin_routes = [
     Route("/adapters", create_adapter, methods=["POST"]),
     Route(
         "/adapters/{name:path}/pin",
-        _action(lambda context, name: context.fleet.pin_adapter(name, True)),
+        _action(lambda context, name: context.fleet.adapters.pin(name, True)),
         methods=["POST"],
     ),
     Route(
         "/adapters/{name:path}/unpin",
-        _action(lambda context, name: context.fleet.pin_adapter(name, False)),
+        _action(lambda context, name: context.fleet.adapters.pin(name, False)),
         methods=["POST"],
     ),
     Route(
         "/adapters/{name:path}/warm",
-        _action(lambda context, name: context.fleet.warm_adapter(name)),
+        _action(lambda context, name: context.fleet.adapters.warm(name)),
         methods=["POST"],
     ),
     Route("/adapters/{name:path}", get_adapter, methods=["GET"]),

@@ -57,7 +57,7 @@ async def list_models(request: Request) -> Response:
     context.gate.check_inference(request)
     context.fleet.check_serving()
     cards = [_base_card(context)]
-    cards += [_adapter_card(context, name, adapter) for name, adapter in sorted(context.fleet.adapters.items())]
+    cards += [_adapter_card(context, name, adapter) for name, adapter in sorted(context.fleet.adapters.loaded.items())]
     return json_response({"object": "list", "data": cards})
 
 
@@ -69,8 +69,8 @@ async def get_model(request: Request) -> Response:
     name = request.path_params["name"]
     if name == context.fleet.served_name:
         return json_response(_base_card(context))
-    if name in context.fleet.adapters:
-        return json_response(_adapter_card(context, name, context.fleet.adapters[name]))
+    if name in context.fleet.adapters.loaded:
+        return json_response(_adapter_card(context, name, context.fleet.adapters.loaded[name]))
     raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
 
