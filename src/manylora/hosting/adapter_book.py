@@ -1,7 +1,7 @@
 """Which adapters are loaded from where: all that survives an engine.
 
 The book says what every engine of a fleet shall hold. A change is written down once the engines have carried it out,
-and an engine that starts is given what the book says. Changes of one name wait for each other, those of different names
+and an engine that starts is brought up to the book. Changes of one name wait for each other, those of different names
 do not.
 """
 

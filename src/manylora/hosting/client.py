@@ -90,7 +90,7 @@ class OutputStream:
         self._waiting.append(output)
 
     def wake(self) -> None:
-        """Deliver what was pushed, if it can be consumed now."""
+        """Deliver the outputs that were pushed, if they can be consumed now."""
         consume, interrupted = self._consume, self._interrupted
         if consume is None or interrupted is None or interrupted.done():
             return
@@ -121,7 +121,7 @@ class EngineClient:
     Args:
         link: The engine's life, not yet started.
         observe: Takes the engine's observations, message by message.
-        on_ended: Told of every request that has ended here, however that came about; ``None`` for nobody to tell.
+        on_ended: Told the id of every request that has ended here, however that came about.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class EngineClient:
             self._link.send(Cancel(in_flight, stopped))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
-        """Read and register an adapter; see ``AdapterCatalog.register`` for what it raises."""
+        """Read and register an adapter; see ``AdapterCatalog.register`` for its errors."""
         return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
 
     async def unload_adapter(self, name: str) -> None:

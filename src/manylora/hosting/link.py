@@ -46,7 +46,7 @@ class EngineLink(Protocol):
         ...
 
     async def stop(self) -> None:
-        """End the engine now and free what it held; returns when it is gone. May be called again."""
+        """End the engine now and free its resources; returns when it is gone. May be called again."""
         ...
 
 

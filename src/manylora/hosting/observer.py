@@ -75,7 +75,7 @@ class Observer:
                 self._in_flight[request_id].is_stopped = True
 
     def take(self) -> Observations:
-        """Return what was gathered since the last call."""
+        """Return the observations since the last call."""
         gathered, self._gathered = self._gathered, Observations()
         return gathered
 

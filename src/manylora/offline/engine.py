@@ -122,7 +122,7 @@ class Engine:
 
         Args:
             prompts: Texts or token ids; one prompt or several.
-            adapter: Who answers: one for all, or one per prompt; ``None`` is the base.
+            adapter: The adapter that answers: one for all, or one per prompt; ``None`` is the base.
             sampling: One for all, or one per prompt; the defaults when ``None``.
             progress: Show a progress bar on the terminal.
 

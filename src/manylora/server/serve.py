@@ -199,7 +199,7 @@ class Server:
         version = metadata.version("manylora")
         model = self._engine_config.model
         digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
-        # An adapter named at start may be loaded from there again, beside what the directories allow.
+        # An adapter named at start may be loaded from there again, beside the directories that are allowed.
         roots = [*self._config.lora_dirs, *(module.path for module in self._modules)]
         context = Context(
             engine_config=self._engine_config,

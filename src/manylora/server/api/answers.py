@@ -115,7 +115,7 @@ class Answers:
 
     @contextlib.asynccontextmanager
     async def while_connected(self, receive: Receive) -> AsyncIterator[None]:
-        """Watch for the client leaving while inside, and cancel what is unfinished on the way out."""
+        """Watch for the client leaving while inside, and cancel unfinished requests on the way out."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""Routes that say what is served and how it is: models, tokens, health, version, metrics."""
+"""Routes about the models that are served and their state: models, tokens, health, version, metrics."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def metrics(request: Request) -> Response:
     context = context_of(request)
     try:
         stats, statuses = await context.fleet.snapshot()
-    except ManyloraError:  # no engine: what the API process knows is all there is
+    except ManyloraError:  # no engine: only the API process's own figures
         text = context.metrics.render(context.fleet, None, ())
     else:
         text = context.metrics.render(context.fleet, stats, statuses)

@@ -111,7 +111,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What the answer must look like."""
+    """The form that the answer must have."""
 
     type: str
     json_schema: JsonSchema | None = None

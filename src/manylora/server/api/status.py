@@ -1,6 +1,6 @@
-"""``GET /status``: the engine and the last minute in one call, for ``manylora top`` and for whoever watches.
+"""``GET /status``: the engine and the last minute in one call, for ``manylora top`` and dashboards.
 
-It names adapters and shows how they are used, so it is behind the admin's gate. What it costs the engine does not grow
+It names adapters and shows how they are used, so it is behind the admin's gate. Its cost to the engine does not grow
 with the number of adapters shown beyond the caller's limit, because a live view asks every second.
 """
 
@@ -32,7 +32,7 @@ async def status(request: Request) -> Response:
     report = _report(context)
     try:
         stats, statuses = await context.fleet.snapshot(num_adapters)
-    except ManyloraError:  # no engine: what the API process knows is all there is
+    except ManyloraError:  # no engine: only the API process's own figures
         return json_response(report)
     now = context.monotonic_s()
     report = msgspec.structs.replace(
@@ -46,7 +46,7 @@ async def status(request: Request) -> Response:
 
 
 def _report(context: Context) -> StatusReport:
-    """Report what is known without an engine."""
+    """Return the part of the report that needs no engine."""
     fleet, latency, now = context.fleet, context.latency, context.monotonic_s()
     return StatusReport(
         state=fleet.state.value,

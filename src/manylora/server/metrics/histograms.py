@@ -74,7 +74,7 @@ class LogHistogram:
         return sum(self._counts.values())
 
     def add(self, value_s: float, count: int = 1) -> None:
-        """Count a duration ``count`` times; what is shorter than a microsecond counts as one."""
+        """Count a duration ``count`` times; one shorter than a microsecond counts as that."""
         bucket = math.floor(math.log(max(value_s, LEAST_S)) * _PER_LOG)
         self._counts[bucket] = self._counts.get(bucket, 0) + count
 

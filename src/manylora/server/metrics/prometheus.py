@@ -1,6 +1,6 @@
 """Prometheus metrics: vLLM's names where routers and dashboards scrape them, ``manylora_*`` beside them.
 
-Durations are histograms fed with what the engine observes; everything else is read from one snapshot of the engine
+Durations are histograms fed with the engine's observations; everything else is read from one snapshot of the engine
 at the moment of the scrape, so that nothing is counted twice and an adapter that is gone vanishes with its labels.
 Counters of the engine start again at zero when it is restarted, as Prometheus expects of a restarted process.
 """
@@ -83,7 +83,7 @@ class Metrics(Collector):
         )
 
     def observe(self, observed: Observations) -> None:
-        """Take what the engine observed since its last message."""
+        """Take the engine's observations since its last message."""
         durations: tuple[tuple[BatchHistogram, Iterable[float]], ...] = (
             (self._queue, observed.queue_s),
             (self._ttft, chain.from_iterable(observed.ttft_s.values())),
@@ -119,7 +119,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is read at the moment of the scrape; prometheus-client calls this."""
+        """Yield the metrics that are read at the moment of the scrape; prometheus-client calls this."""
         if self._fleet is None:
             return
         is_up = self._fleet.state is State.SERVING
