@@ -170,6 +170,12 @@ def refusing_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     raise ConfigError("this engine refuses")
 
 
+def late_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Build an engine that recites, and take half a second over it."""
+    time.sleep(0.5)
+    return reciter_parts(config, clock)
+
+
 def breaking_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     """Break."""
     raise RuntimeError("this engine breaks")

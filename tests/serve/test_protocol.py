@@ -7,6 +7,7 @@ import pytest
 from manylora import errors
 from manylora.errors import ManyloraError
 from manylora.events import RequestArrived, RequestFinished, TokensEmitted
+from manylora.hosting.observer import Observer
 from manylora.hosting.protocol import (
     AddRequests,
     Cancel,
@@ -18,7 +19,6 @@ from manylora.hosting.protocol import (
     decode_message,
     encode,
 )
-from manylora.hosting.recorder import Recorder
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken, SamplingParams
 
 
@@ -104,19 +104,19 @@ def finished(at: float, request_id: str, reason: FinishReason) -> RequestFinishe
     )
 
 
-def test_what_the_recorder_makes_of_events() -> None:
-    recorder = Recorder()
+def test_what_the_observer_makes_of_events() -> None:
+    observer = Observer()
     for request_id, adapter in (("r", "m"), ("q", "")):
-        recorder(arrived(10.0, request_id, adapter))
-    recorder(TokensEmitted(10.5, ("r", "q")))
-    recorder(TokensEmitted(10.7, ("r",)))
-    recorder(TokensEmitted(10.9, ("r",)))
-    recorder(finished(11.0, "r", FinishReason.LENGTH))
-    observed = recorder.take()
+        observer(arrived(10.0, request_id, adapter))
+    observer(TokensEmitted(10.5, ("r", "q")))
+    observer(TokensEmitted(10.7, ("r",)))
+    observer(TokensEmitted(10.9, ("r",)))
+    observer(finished(11.0, "r", FinishReason.LENGTH))
+    observed = observer.take()
     assert observed.ttft_s == {"m": [0.5], "": [0.5]}
     assert observed.inter_token_s == {"m": pytest.approx([0.2, 0.2])}
     assert [one.adapter for one in observed.finished] == ["m"]
-    assert recorder.take() == Observations()
+    assert observer.take() == Observations()
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ def test_what_the_recorder_makes_of_events() -> None:
     ],
 )
 def test_a_cancellation_by_a_stop_string_is_a_stop(was_stopped: bool, reason: FinishReason, told: str) -> None:
-    recorder = Recorder()
-    recorder(arrived(0.0, "r"))
+    observer = Observer()
+    observer(arrived(0.0, "r"))
     if was_stopped:
-        recorder.note_stopped(["r", "one that has ended already"])
-    recorder(finished(2.0, "r", reason))
-    assert [(one.reason, one.e2e_s) for one in recorder.take().finished] == [(told, 2.0)]
-    recorder(arrived(3.0, "r"))
-    recorder(finished(4.0, "r", FinishReason.CANCELLED))
-    assert [one.reason for one in recorder.take().finished] == ["cancelled"]
+        observer.note_stopped(["r", "one that has ended already"])
+    observer(finished(2.0, "r", reason))
+    assert [(one.reason, one.e2e_s) for one in observer.take().finished] == [(told, 2.0)]
+    observer(arrived(3.0, "r"))
+    observer(finished(4.0, "r", FinishReason.CANCELLED))
+    assert [one.reason for one in observer.take().finished] == ["cancelled"]

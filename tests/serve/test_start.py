@@ -10,7 +10,7 @@ from bad_adapters import tiny_base, write_good_adapter
 from reciter import engine_config
 
 from manylora.config import ServerConfig
-from manylora.errors import AdapterError
+from manylora.errors import AdapterError, ConfigError
 from manylora.server import BackgroundServer, LoraModule
 
 CONFIG = ServerConfig(port=0, in_process=True)
@@ -27,6 +27,15 @@ def broken(tmp_path: Path) -> str:
     folder = write_good_adapter(tmp_path / "broken", tiny_base())
     (folder / "adapter_model.safetensors").write_bytes(b"garbage")
     return str(folder)
+
+
+def test_a_start_that_fails_while_the_engine_is_built_ends(tmp_path: Path) -> None:
+    """The engine's thread is told to stop before it has a loop that could be told."""
+    server = BackgroundServer(engine_config(tmp_path / "no tokenizer"), CONFIG, builder="reciter:late_parts")
+    with pytest.raises(ConfigError, match="no tokenizer"), server:
+        pytest.fail("it started")
+    with pytest.raises(ConfigError):
+        server.wait(60.0)
 
 
 def test_a_broken_adapter_that_was_found_is_left_out(tokenizer: Path, good: str, broken: str) -> None:

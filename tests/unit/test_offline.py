@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,9 +25,10 @@ from manylora.costs.model import FixedCost
 from manylora.errors import AdapterExists, AdapterNotFound, ConfigError, EngineDead
 from manylora.plan import PlannedSequence
 from manylora.ports import EngineParts
+from manylora.scheduling.prediction.request_log import read_request_log
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.text import Tokenizer
-from manylora.types import AdapterKey, AdapterVersion, SampledToken
+from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
 
 LINE = "the quick brown fox STOP here"
 
@@ -145,7 +148,8 @@ def test_a_mixed_batch_is_answered_in_order(engine: Engine) -> None:
         assert (answer.finish_reason, answer.error, answer.logprobs) == ("stop", None, None)
         assert answer.token_ids[-1:] == engine.tokenizer.eos_token_ids
         assert engine.tokenizer.decode(answer.token_ids) == answer.text
-    assert not engine._thread._inboxes, "kept for requests that are over"
+    (keeper,) = engine._fleet._keepers
+    assert keeper.client is not None and not keeper.client._streams, "kept for requests that are over"
     assert answers[0].num_prompt_tokens == len(engine.tokenizer.encode("hello"))
 
 
@@ -241,31 +245,34 @@ def test_adapters_come_and_go(engine: Engine, adapter_paths: dict[str, Path], tm
     assert engine.stats().num_registered == 1
 
 
-def test_a_bad_adapter_at_the_start_closes_the_engine(make: Callable[..., Engine], tokenizer_path: Path) -> None:
+def test_a_bad_adapter_at_the_start_closes_the_engine(tokenizer_path: Path, tmp_path: Path) -> None:
     closed: list[bool] = []
     build = parts_builder(Tokenizer.load(tokenizer_path), closed)
-    with pytest.raises(AdapterNotFound, match="'gone'"):
+    (tmp_path / "empty").mkdir()
+    before = set(threading.enumerate())
+    with pytest.raises(AdapterNotFound, match="'empty'"):
+        Engine(tokenizer_path, adapters={"empty": tmp_path / "empty"}, build=build)
+    assert closed == [True]
+    with pytest.raises(AdapterNotFound, match="'gone'"):  # known before anything is built
         Engine(tokenizer_path, adapters={"gone": "/nowhere"}, build=build)
     assert closed == [True]
-    assert "manylora-engine" not in [thread.name for thread in threading.enumerate()]
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not {"manylora-engine", "manylora-client"} & left
 
 
-def test_an_interrupted_call_leaves_the_engine_usable(
-    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_the_engine_usable(make: Callable[..., Engine]) -> None:
     engine = make(SLOW_S)
-    take, calls = Engine._take, []
 
-    def interrupted(self, *args) -> int:
-        calls.append(take(self, *args))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return calls[-1]
+    def interrupt() -> None:
+        while engine.stats().num_generated_tokens < 30:
+            time.sleep(SLOW_S)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Engine, "_take", interrupted)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
         engine.generate(["hello"] * 10, sampling=SamplingParams(ignore_eos=True, max_tokens=240))
-    monkeypatch.undo()
+    thread.join()
     assert tokens_in_the_end(engine) < 10 * 240 / 2, "requests of a call that is over run on"
     assert engine.generate("hello")[0].text == f"base {LINE}"
 
@@ -291,6 +298,38 @@ def test_closing_ends_calls_in_other_threads(make: Callable[..., Engine]) -> Non
     engine.close()
     with pytest.raises(EngineDead, match="closed"):
         engine.generate([])
+
+
+def test_adapters_can_be_pinned_and_warmed(engine: Engine) -> None:
+    def state() -> dict[str, tuple[bool, Tier]]:
+        return {status.name: (status.is_pinned, status.tier) for status in engine.adapters()}
+
+    assert state() == {"one": (False, Tier.HOST), "two": (False, Tier.HOST)}
+    assert engine.pin_adapter("one").is_pinned
+    engine.warm_adapter("two")
+    deadline = time.monotonic() + 60
+    while state() != {"one": (True, Tier.DEVICE), "two": (False, Tier.DEVICE)}:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not engine.pin_adapter("one", False).is_pinned
+    for act in (engine.pin_adapter, engine.warm_adapter):
+        with pytest.raises(AdapterNotFound):
+            act("three")
+
+
+def test_finished_requests_and_steps_are_logged_where_asked(make: Callable[..., Engine], tmp_path: Path) -> None:
+    requests, steps = tmp_path / "requests.jsonl", tmp_path / "steps.jsonl"
+    engine = make(request_log=requests, step_log=steps)
+    engine.generate(["hello", "world"], adapter=["one", None], sampling=SamplingParams(max_tokens=3))
+    engine.close()
+    assert sorted(one.adapter for one in read_request_log(requests)) == ["", "one"]
+    assert steps.read_text().count("\n") > 3
+
+
+def test_an_engine_can_be_simulated(tokenizer_path: Path) -> None:
+    with Engine(tokenizer_path, simulate="a40:llama-7b") as engine:
+        (answer,) = engine.generate("hello", sampling=SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(answer.token_ids) == 3
 
 
 def test_options_are_fields_of_the_configuration(make: Callable[..., Engine]) -> None:

@@ -13,8 +13,11 @@ from text_tokenizers import make_huggingface
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora import Engine, SamplingParams
+from manylora.clock import Clock
+from manylora.config import EngineConfig
+from manylora.hosting.live_parts import build_live_parts
 from manylora.plan import StepPlan
-from manylora.ports import Work
+from manylora.ports import EngineParts, Work
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 
@@ -127,15 +130,20 @@ def test_planning_ahead_changes_no_token(
 
     monkeypatch.setattr("manylora.engine.steps.plan_at", lambda began_at, expected_s: began_at)
     options = {"num_pages": 200, "max_num_batched_tokens": 64, "max_num_seqs": 6}
-    with Engine(model_path, adapters=adapter_paths, plan_ahead=True, **options) as ahead:
-        awaited = 0
-        launch = ahead._parts.executor.launch
+    awaited = 0
+
+    def build(config: EngineConfig, clock: Clock) -> EngineParts:
+        parts = build_live_parts(config, clock)
+        launch = parts.executor.launch
 
         def count(plan: StepPlan, now: float) -> Work:
             nonlocal awaited
             awaited += sum(part.awaits_token for part in plan.sequences)
             return launch(plan, now)
 
-        monkeypatch.setattr(ahead._parts.executor, "launch", count)
+        monkeypatch.setattr(parts.executor, "launch", count)
+        return parts
+
+    with Engine(model_path, adapters=adapter_paths, plan_ahead=True, build=build, **options) as ahead:
         assert answer(ahead) == answer(engine)
         assert awaited > 12 * NUM_TOKENS / 2

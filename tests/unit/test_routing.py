@@ -92,6 +92,26 @@ def test_another_replica_moves_only_what_goes_to_it():
     assert 20 <= len(moved) <= 85  # a sixth of them, more or less
 
 
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_replica_that_is_out_gets_nothing(name: str):
+    dispatcher = Dispatcher(make_router(name, Random(0)), 4)
+    assert {dispatcher.dispatch(request(index, f"a{index}"), {0, 3}) for index in range(60)} == {0, 3}
+
+
+def test_an_outage_moves_only_what_the_replica_had():
+    def homes(serving: set[int]) -> dict[str, int]:
+        dispatcher = Dispatcher(make_router("affinity", Random(0)), 4)
+        found = {}
+        for index in range(40):
+            found[f"a{index}"] = dispatcher.dispatch(request(index, f"a{index}"), serving)
+            dispatcher.ended(str(index))
+        return found
+
+    before, after = homes({0, 1, 2, 3}), homes({0, 2, 3})
+    assert all(after[name] == home for name, home in before.items() if home != 1)
+    assert 1 not in after.values()
+
+
 def test_requests_for_the_base_go_where_load_is_least():
     router = make_router("affinity", Random(0), base_name="base")
     assert router.choose(request(0, "base"), [ReplicaLoad(1), ReplicaLoad(0), ReplicaLoad(1)]) == 1

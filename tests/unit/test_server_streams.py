@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from manylora.errors import EngineDead
-from manylora.hosting.client import OutputStream, Rest
+from manylora.hosting.client import Flush, OutputStream
 from manylora.server.http_protocol import ChunkWritingProtocol, chunk_writer
 from manylora.types import Output, SampledToken
 
@@ -82,62 +82,62 @@ def test_behind_another_server_every_chunk_is_sent() -> None:
     assert not chunk_writer({"type": "http", "extensions": {"http.response.pathsend": {}}})(b"chunk")
 
 
-def test_outputs_are_taken_where_they_arrive_and_the_task_sleeps() -> None:
+def test_outputs_are_consumed_where_they_arrive_and_the_task_sleeps() -> None:
     async def main() -> None:
-        stream, taken = OutputStream(["r"]), []
+        stream, consumed = OutputStream(), []
         stream.push(output(1))
         stream.push(output(2))
 
-        def take(outputs: list[Output]) -> None:
-            taken.append(ids(outputs))
-            if taken[-1] == [5]:
+        def consume(outputs: list[Output]) -> None:
+            consumed.append(ids(outputs))
+            if consumed[-1] == [5]:
                 stream.close()
 
-        giving = asyncio.create_task(stream.give(take))
+        delivering = asyncio.create_task(stream.deliver(consume))
         await settle()
-        assert taken == [[1, 2]]  # what came before
+        assert consumed == [[1, 2]]  # what came before
         stream.push(output(3))
         stream.push(output(4))
-        assert taken == [[1, 2]]
+        assert consumed == [[1, 2]]
         stream.wake()
-        assert taken == [[1, 2], [3, 4]]  # no turn of the event loop between
+        assert consumed == [[1, 2], [3, 4]]  # no turn of the event loop between
         stream.push(output(5))
         stream.wake()
-        await asyncio.wait_for(giving, 5)
+        await asyncio.wait_for(delivering, 5)
         stream.push(output(6))
         stream.wake()
-        assert taken == [[1, 2], [3, 4], [5]]
+        assert consumed == [[1, 2], [3, 4], [5]]
 
     asyncio.run(main())
 
 
-def test_a_slow_taker_gets_all_that_came_meanwhile() -> None:
+def test_a_slow_consumer_gets_all_that_came_meanwhile() -> None:
     async def main() -> None:
-        stream, taken, may_go_on = OutputStream(["r"]), [], asyncio.Event()
+        stream, consumed, may_go_on = OutputStream(), [], asyncio.Event()
 
         async def until_it_may() -> None:
             await may_go_on.wait()
 
-        def take(outputs: list[Output]) -> Rest | None:
-            taken.append(ids(outputs))
-            if len(taken) == 3:
+        def consume(outputs: list[Output]) -> Flush | None:
+            consumed.append(ids(outputs))
+            if len(consumed) == 3:
                 stream.close()
-            return until_it_may if len(taken) == 1 else None
+            return until_it_may if len(consumed) == 1 else None
 
-        giving = asyncio.create_task(stream.give(take))
+        delivering = asyncio.create_task(stream.deliver(consume))
         await settle()
         for token in range(4):
             stream.push(output(token))
             stream.wake()
             await settle()
-        assert taken == [[0]]
+        assert consumed == [[0]]
         may_go_on.set()
         await settle()
-        assert taken == [[0], [1, 2, 3]]
+        assert consumed == [[0], [1, 2, 3]]
         stream.push(output(4))
         stream.wake()
-        assert taken == [[0], [1, 2, 3], [4]]
-        await asyncio.wait_for(giving, 5)
+        assert consumed == [[0], [1, 2, 3], [4]]
+        await asyncio.wait_for(delivering, 5)
 
     asyncio.run(main())
 
@@ -145,33 +145,33 @@ def test_a_slow_taker_gets_all_that_came_meanwhile() -> None:
 @pytest.mark.parametrize("is_waiting", [True, False])
 def test_an_error_comes_after_what_has_arrived(is_waiting: bool) -> None:
     async def main() -> None:
-        stream, taken = OutputStream(["r"]), []
-        giving = asyncio.create_task(stream.give(lambda outputs: taken.append(ids(outputs))))
+        stream, consumed = OutputStream(), []
+        delivering = asyncio.create_task(stream.deliver(lambda outputs: consumed.append(ids(outputs))))
         if is_waiting:
             await settle()
         stream.push(output(1))
         stream.fail(EngineDead("gone"))
         with pytest.raises(EngineDead, match="gone"):
-            await asyncio.wait_for(giving, 5)
-        assert taken == [[1]]
+            await asyncio.wait_for(delivering, 5)
+        assert consumed == [[1]]
 
     asyncio.run(main())
 
 
-def test_a_taker_that_fails_fails_its_own_task_and_nobody_elses() -> None:
+def test_a_consumer_that_fails_fails_its_own_task_and_nobody_elses() -> None:
     async def main() -> None:
-        stream = OutputStream(["r"])
+        stream = OutputStream()
 
-        def take(outputs: list[Output]) -> None:
+        def consume(outputs: list[Output]) -> None:
             raise ValueError("cannot encode")
 
-        giving = asyncio.create_task(stream.give(take))
+        delivering = asyncio.create_task(stream.deliver(consume))
         await settle()
         stream.push(output(1))
         stream.wake()
         stream.push(output(2))
         stream.wake()  # already failed, not yet told
         with pytest.raises(ValueError, match="cannot encode"):
-            await asyncio.wait_for(giving, 5)
+            await asyncio.wait_for(delivering, 5)
 
     asyncio.run(main())

@@ -14,6 +14,11 @@ from text_tokenizers import make_huggingface
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora import Engine, SamplingParams
+from manylora.adapters.shape import BaseShape
+from manylora.clock import Clock
+from manylora.config import EngineConfig
+from manylora.hosting.live_parts import build_live_parts
+from manylora.ports import EngineParts
 
 NUM_ADAPTERS = 12
 NUM_CYCLES = 4
@@ -47,8 +52,15 @@ def resident_bytes() -> int:
 
 
 def test_unload_frees_pages_and_host_memory(model_path: Path, tmp_path: Path) -> None:
-    with Engine(model_path, adapters={}, memory_bytes=256 << 20) as engine:
-        base = engine._parts.base
+    bases: list[BaseShape] = []
+
+    def build(config: EngineConfig, clock: Clock) -> EngineParts:
+        parts = build_live_parts(config, clock)
+        bases.append(parts.base)
+        return parts
+
+    with Engine(model_path, adapters={}, memory_bytes=256 << 20, build=build) as engine:
+        (base,) = bases
         paths = [
             write_good_adapter(tmp_path / f"a{i}", base, rank=128, targets=TARGETS, seed=i) for i in range(NUM_ADAPTERS)
         ]

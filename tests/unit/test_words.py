@@ -64,7 +64,6 @@ WORDS = [
 
 NOT_YET = {
     "bench",
-    "docs/architecture.md",
     "src/manylora/adapters",
     "src/manylora/bench",
     "src/manylora/catalog",
@@ -78,7 +77,6 @@ NOT_YET = {
     "src/manylora/hosting",
     "src/manylora/measure",
     "src/manylora/memory",
-    "src/manylora/offline",
     "src/manylora/planning",
     "src/manylora/scheduling",
     "src/manylora/server",

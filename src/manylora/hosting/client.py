@@ -1,14 +1,14 @@
-"""The API's handle on one engine: requests become streams of outputs, admin calls become awaitable answers.
+"""The handle on one engine: requests become streams of outputs, admin calls become awaitable answers.
 
 Lives and dies with its link. When the engine ends, every stream and every call in flight raises ``EngineDead``
-at once; ``supervisor`` then makes a new client.
+at once; ``engine_keeper`` then makes a new client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from manylora.engine.status import AdapterStatus, EngineStats
@@ -33,85 +33,84 @@ from manylora.hosting.protocol import (
 )
 from manylora.types import Output, Request
 
-__all__ = ["EngineClient", "OutputStream", "Rest", "Taker"]
+__all__ = ["Consume", "EngineClient", "Flush", "OutputStream"]
 
-Rest: TypeAlias = Callable[[], Awaitable[None]]
-"""What a taker could not do without waiting."""
+Flush: TypeAlias = Callable[[], Awaitable[None]]
+"""The rest of a consumer's work, which has to wait for something: a slow socket, room in a queue."""
 
-Taker: TypeAlias = Callable[[list[Output]], Rest | None]
-"""Takes outputs; returns what is left to do before it can take more, if anything."""
+Consume: TypeAlias = Callable[[list[Output]], Flush | None]
+"""Takes outputs; returns the work that is left before it can take more, if there is any."""
 
 
 class OutputStream:
-    """The outputs of the requests that were submitted together, until each has finished or been cancelled.
+    """The outputs of requests that were submitted together, until each has finished or been cancelled.
 
-    What arrives is given to its taker at once, in the callback that brought it. To wake a task for every token costs
+    Outputs are handed to the consumer at once, in the callback that brought them. To wake a task for every token costs
     more than to write it, and all streams of a step wait for each other.
     """
 
-    def __init__(self, request_ids: Sequence[str]) -> None:
-        self.request_ids = tuple(request_ids)
+    def __init__(self) -> None:
         self._waiting: list[Output] = []
         self._error: ManyloraError | None = None
         self._is_closed = False
-        self._take: Taker | None = None  # there while outputs can be given as they arrive ...
-        self._interrupted: asyncio.Future[Rest | None] | None = None  # ... and the task that sleeps meanwhile
+        self._consume: Consume | None = None  # set while outputs can be handed over as they arrive ...
+        self._interrupted: asyncio.Future[Flush | None] | None = None  # ... and the task that sleeps meanwhile
 
-    async def give(self, take: Taker) -> None:
-        """Give outputs to ``take`` as they arrive, until ``close``.
+    async def deliver(self, consume: Consume) -> None:
+        """Hand outputs to ``consume`` as they arrive, until ``close``.
 
-        Where ``take`` returns something left to do, nothing is given until that is done, and then all that came
+        Where ``consume`` returns work that is left, nothing is delivered until that is done, and then all that came
         meanwhile: a slow reader gets more tokens at a time, not a longer queue.
 
         Args:
-            take: Called with one or more outputs, on the event loop but not in this task. What it raises is raised
+            consume: Called with one or more outputs, on the event loop but not in this task. Its errors are raised
                 here.
 
         Raises:
-            EngineDead: The engine is gone, and what it had not delivered is lost.
+            EngineDead: The engine is gone, and outputs that it had not delivered are lost.
         """
         while not self._is_closed:
             if self._waiting:
                 outputs, self._waiting = self._waiting, []
-                rest = take(outputs)
+                flush = consume(outputs)
             elif self._error is not None:
                 raise self._error
             else:
                 self._interrupted = asyncio.get_running_loop().create_future()
-                self._take = take
+                self._consume = consume
                 try:
-                    rest = await self._interrupted
+                    flush = await self._interrupted
                 finally:
-                    self._take = self._interrupted = None
-            if rest is not None:
-                await rest()
+                    self._consume = self._interrupted = None
+            if flush is not None:
+                await flush()
 
     def push(self, output: Output) -> None:
         """Add an output, for the next ``wake``."""
         self._waiting.append(output)
 
     def wake(self) -> None:
-        """Give what was pushed, if it can be taken now."""
-        take, interrupted = self._take, self._interrupted
-        if take is None or interrupted is None or interrupted.done():
+        """Deliver the outputs that were pushed, if they can be consumed now."""
+        consume, interrupted = self._consume, self._interrupted
+        if consume is None or interrupted is None or interrupted.done():
             return
-        rest = None
+        flush = None
         if self._waiting:
             outputs, self._waiting = self._waiting, []
             try:
-                rest = take(outputs)
+                flush = consume(outputs)
             except Exception as error:  # the sleeping task's to deal with, and no other stream's
                 interrupted.set_exception(error)
                 return
-        if rest is not None or self._is_closed or self._error is not None:
-            interrupted.set_result(rest)
+        if flush is not None or self._is_closed or self._error is not None:
+            interrupted.set_result(flush)
 
     def close(self) -> None:
-        """End the stream: ``give`` returns; called by the taker, which has all it wants."""
+        """End the stream: ``deliver`` returns; called by the consumer, which has all it wants."""
         self._is_closed = True
 
     def fail(self, error: ManyloraError) -> None:
-        """End the stream: after what has arrived, ``give`` raises ``error``."""
+        """End the stream: after the outputs that have arrived, ``deliver`` raises ``error``."""
         self._error = error
         self.wake()
 
@@ -121,12 +120,20 @@ class EngineClient:
 
     Args:
         link: The engine's life, not yet started.
-        observe: Takes what the engine observed, message by message.
+        observe: Takes the engine's observations, message by message.
+        on_ended: Told the id of every request that has ended here, however that came about.
     """
 
-    def __init__(self, link: EngineLink, *, observe: Callable[[Observations], None]) -> None:
+    def __init__(
+        self,
+        link: EngineLink,
+        *,
+        observe: Callable[[Observations], None],
+        on_ended: Callable[[str], object] | None = None,
+    ) -> None:
         self._link = link
         self._observe = observe
+        self._on_ended = on_ended
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_numbers = itertools.count(1)
@@ -163,8 +170,8 @@ class EngineClient:
         return await asyncio.shield(self._watcher)
 
     async def stop(self) -> None:
-        """End the engine; whatever is in flight fails."""
-        self.fail_all(EngineDead("The server is shutting down."))
+        """End the engine; all that is in flight fails."""
+        self.fail_all(EngineDead("The engine was stopped."))
         await self._link.stop()
         if self._watcher is not None:
             await self._watcher
@@ -172,41 +179,44 @@ class EngineClient:
     def fail_all(self, error: EngineDead) -> None:
         """Fail every stream and call in flight, and every later one."""
         self._dead = self._dead or error
-        for stream in set(self._streams.values()):
+        streams = dict.fromkeys(self._streams.values())
+        self._forget(list(self._streams))
+        for stream in streams:
             stream.fail(error)
-        self._streams.clear()
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(error)
         self._calls.clear()
 
-    async def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Add requests, all or none, and return the stream of their outputs.
+    def submit(
+        self, requests: Sequence[Request], stream: OutputStream, *, each: bool = False
+    ) -> Awaitable[dict[str, ManyloraError]]:
+        """Add requests whose outputs go to ``stream``; the result is awaited for the engine's consent.
+
+        Until then they can be cancelled, as afterwards.
+
+        Args:
+            requests: The requests.
+            stream: Gets their outputs.
+            each: Whether those are added that can be, and the errors of the others are returned by request id;
+                otherwise all are added or none.
 
         Raises:
             RequestError: One of them is wrong.
             CapacityError: No room now.
             EngineDead: The engine is gone.
         """
-        stream = OutputStream([request.request_id for request in requests])
-        for request_id in stream.request_ids:
+        request_ids = [request.request_id for request in requests]
+        for request_id in request_ids:
             self._streams[request_id] = stream
-        try:
-            await self._call(lambda call: AddRequests(call, list(requests)))
-        except asyncio.CancelledError:
-            self.cancel(stream.request_ids)
-            raise
-        except ManyloraError:
-            self._forget(stream.request_ids)
-            raise
-        return stream
+        return self._consent(requests, request_ids, each)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Stop working on requests; nothing more arrives for them.
 
         Args:
-            request_ids: Which; those that have ended already are ignored.
-            stopped: Their text reached a stop string: a good end, not somebody who left.
+            request_ids: Which; those that have ended already, and those of other engines, are ignored.
+            stopped: Their text reached a stop string: a good end, not a client that left.
         """
         in_flight = [request_id for request_id in request_ids if request_id in self._streams]
         if in_flight:
@@ -214,7 +224,7 @@ class EngineClient:
             self._link.send(Cancel(in_flight, stopped))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
-        """Read and register an adapter; see ``AdapterCatalog.register`` for what it raises."""
+        """Read and register an adapter; see ``AdapterCatalog.register`` for its errors."""
         return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
 
     async def unload_adapter(self, name: str) -> None:
@@ -234,6 +244,20 @@ class EngineClient:
         reply = await self._call(lambda call: TakeSnapshot(call, num_adapters))
         assert reply.stats is not None
         return reply.stats, reply.statuses
+
+    async def _consent(
+        self, requests: Sequence[Request], request_ids: Sequence[str], each: bool
+    ) -> dict[str, ManyloraError]:
+        try:
+            reply = await self._call(lambda call: AddRequests(call, list(requests), each))
+        except asyncio.CancelledError:
+            self.cancel(request_ids)
+            raise
+        except ManyloraError:
+            self._forget(request_ids)
+            raise
+        self._forget(reply.refused)
+        return {request_id: fault.to_error() for request_id, fault in reply.refused.items()}
 
     async def _call(self, make: Callable[[int], Command]) -> Reply:
         if self._dead is not None:
@@ -265,7 +289,7 @@ class EngineClient:
                         stream = self._streams.get(output.request_id)
                         if stream is not None:
                             if output.finish is not None:
-                                del self._streams[output.request_id]
+                                self._forget((output.request_id,))
                             stream.push(output)
                             news[stream] = None
                     observed.append(observations)
@@ -283,9 +307,10 @@ class EngineClient:
                         self._ready.set_exception(fault.to_error())
         for stream in news:
             stream.wake()
-        for observations in observed:  # somebody waits for tokens, nobody for statistics
+        for observations in observed:  # clients wait for tokens, and for no statistics
             self._observe(observations)
 
-    def _forget(self, request_ids: Sequence[str]) -> None:
+    def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._streams.pop(request_id, None)
+            if self._streams.pop(request_id, None) is not None and self._on_ended is not None:
+                self._on_ended(request_id)

@@ -1,4 +1,4 @@
-"""The engine process: ``python -m manylora.hosting.engine_process``, started by ``process_link``.
+"""The engine process: ``python -m manylora.hosting.engine_process``, started by ``link_process``.
 
 Its configuration comes over standard input, which then stays open: when it ends, the API process is gone, however it
 went, and so is this one. Commands arrive on one socket, messages leave on the other; see ``protocol``.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def pack_setup(setup: EngineSetup) -> bytes:
-    """Return what the API process writes to the engine's standard input: a length line, then msgpack."""
+    """Return the set-up as it is written to the engine's standard input: a length line, then msgpack."""
     body = encode(setup)
     return b"%d\n" % len(body) + body
 
@@ -43,7 +43,7 @@ def _read_setup() -> EngineSetup:
 
 
 def _die_with_parent(sockets: Path) -> None:
-    """End this process at once when standard input does, and clear up what the parent no longer can."""
+    """End this process at once when standard input does, and remove the sockets that the parent no longer can."""
     sys.stdin.buffer.read()
     shutil.rmtree(sockets, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
@@ -85,6 +85,7 @@ def main() -> int:
         setup.config,
         served_name=setup.served_name,
         builder=setup.builder,
+        is_observed=setup.is_observed,
         clock=WallClock(),
         send=send,
     )

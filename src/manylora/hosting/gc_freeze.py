@@ -1,8 +1,8 @@
-"""Keep the garbage collector from stopping every stream to look at what never goes away.
+"""Keep the garbage collector from stopping every stream to look at the start-up heap.
 
 With a tokenizer's libraries imported there are 200,000 objects, with torch several times as many, and a full collection
-visits them all: some 150 ms on a quiet machine, in which no token leaves. What is there when serving begins stays until
-the end, so it is left out of every later collection.
+visits them all: some 150 ms on a quiet machine, in which no token leaves. They stay until the process ends, so they are
+left out of every collection after the start.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from manylora.config import EngineConfig
 from manylora.errors import ConfigError
 from manylora.hosting.engine_process import pack_setup
 from manylora.hosting.protocol import Command, EngineSetup, Message, decode_message, encode
+from manylora.hosting.service import Builder
 
 __all__ = ["ProcessLink"]
 
@@ -38,10 +39,12 @@ logger = logging.getLogger(__name__)
 class ProcessLink:
     """An ``EngineLink`` to a new engine process."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, builder: str) -> None:
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool) -> None:
+        assert isinstance(builder, str), "a function cannot travel to another process"
         self._config = config
         self._served_name = served_name
         self._builder = builder
+        self._is_observed = is_observed
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: asyncio.Future[int] | None = None
         self._directory: str | None = None
@@ -67,6 +70,7 @@ class ProcessLink:
             commands_address=f"ipc://{self._directory}/down",
             messages_address=f"ipc://{self._directory}/up",
             log_level=logging.getLogger().getEffectiveLevel(),
+            is_observed=self._is_observed,
         )
         loop = asyncio.get_running_loop()
         self._context = zmq.Context()
@@ -79,7 +83,7 @@ class ProcessLink:
         self._broken = loop.create_future()
         loop.add_reader(self._messages.fileno(), self._receive, self._messages, self._broken, deliver)
 
-        # -P: what lies in the directory that we were started from is not for importing.
+        # -P: files in the directory that we were started from are not for importing.
         command = [sys.executable, "-P", "-m", "manylora.hosting.engine_process"]
         process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         exit_code = self._exit_code = loop.create_future()
@@ -113,7 +117,7 @@ class ProcessLink:
         if not self._exit_code.done():
             return f"lost the connection to engine process {self.pid}: {self._broken.result()}"
         code = self._exit_code.result()
-        await asyncio.sleep(LAST_WORDS_S)  # what it sent before it ended is still on its way
+        await asyncio.sleep(LAST_WORDS_S)  # its last messages are still on their way
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"engine process {self.pid} was killed by {signal.Signals(-code).name}"
@@ -151,7 +155,7 @@ class ProcessLink:
     ) -> None:
         """Deliver every message there is; the event loop calls this when there are some.
 
-        To the last one, for ZeroMQ says only when it stops being empty. What an engine sends while it outruns us is
+        To the last one, for ZeroMQ says only when it stops being empty. Messages of an engine that outruns us are
         delivered together, so that the price of a write is paid once for several tokens.
         """
         messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""An engine in a thread of the API process: one debugger sees everything, and tests start in milliseconds.
+"""An engine in a thread of this process: for the offline API, and one debugger sees everything.
 
 Not for serving: while Python code of the engine runs, no request is read and no token is sent.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from manylora.clock import WallClock
 from manylora.config import EngineConfig
 from manylora.hosting.protocol import Command, Message
-from manylora.hosting.service import EngineService
+from manylora.hosting.service import Builder, EngineService
 
 __all__ = ["ThreadLink"]
 
@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 class ThreadLink:
     """An ``EngineLink`` to a new engine in a thread."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, builder: str) -> None:
+    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool) -> None:
         self._config = config
         self._served_name = served_name
         self._builder = builder
+        self._is_observed = is_observed
         self._service: EngineService | None = None
         self._end: asyncio.Future[str] | None = None
 
@@ -45,19 +46,23 @@ class ThreadLink:
 
         inbox: deque[Message] = deque()  # append and popleft are atomic
 
-        def take_in() -> None:
+        def deliver_all() -> None:
             messages = [inbox.popleft() for _ in range(len(inbox))]
             if messages:  # else an earlier call took them
                 deliver(messages)
 
         def send(message: Message) -> None:
             inbox.append(message)
-            # An event loop that is gone has nobody left to tell.
-            with contextlib.suppress(RuntimeError):
-                event_loop.call_soon_threadsafe(take_in)
+            with contextlib.suppress(RuntimeError):  # the event loop may be gone before the engine
+                event_loop.call_soon_threadsafe(deliver_all)
 
         service = self._service = EngineService(
-            self._config, served_name=self._served_name, builder=self._builder, clock=WallClock(), send=send
+            self._config,
+            served_name=self._served_name,
+            builder=self._builder,
+            is_observed=self._is_observed,
+            clock=WallClock(),
+            send=send,
         )
 
         def note_end(how: str) -> None:
@@ -73,7 +78,7 @@ class ThreadLink:
             with contextlib.suppress(RuntimeError):
                 event_loop.call_soon_threadsafe(note_end, how)
 
-        threading.Thread(target=serve, name="engine", daemon=True).start()
+        threading.Thread(target=serve, name="manylora-engine", daemon=True).start()
 
     def send(self, command: Command) -> None:
         """Hand a command over."""

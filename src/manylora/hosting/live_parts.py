@@ -1,6 +1,6 @@
 """The live engine's parts as the server wants them: with a sampler that can hold answers to a JSON schema.
 
-Apart from ``service`` because it imports torch, and named there rather than imported: a simulated engine does without.
+Apart from ``service`` because it imports torch; ``service`` names it and does not import it, for simulated engines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other: msgpack, one struct per message.
+"""The messages between the API process and the engine process: msgpack, one struct per message.
 
 Commands go down, messages come up, each on its own socket, in order. A command that wants an answer carries a
 ``call`` number, and the answer repeats it. All tokens of one turn of the engine's loop travel in one ``Turn``,
@@ -50,15 +50,16 @@ __all__ = [
 
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a new engine process reads from its standard input, never from its command line.
+    """The set-up that a new engine process reads from its standard input, never from its command line.
 
     Args:
         config: The engine's configuration.
         served_name: The base model's name in the API.
-        builder: What builds its parts, as ``module:function`` (see ``service.BuildParts``).
-        commands_address: Where the engine listens for commands.
-        messages_address: Where it sends messages.
+        builder: Builds its parts, as ``module:function`` (see ``service.BuildParts``).
+        commands_address: The socket on which the engine listens for commands.
+        messages_address: The socket to which it sends messages.
         log_level: Level of its standard-error log.
+        is_observed: Whether it sends observations.
     """
 
     config: EngineConfig
@@ -67,10 +68,11 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     commands_address: str
     messages_address: str
     log_level: int
+    is_observed: bool
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API needs to know of an engine that is ready: limits and sizes that never change while it lives."""
+    """Limits and sizes of an engine that is ready; they never change while it lives."""
 
     served_name: str
     base_name: str
@@ -84,10 +86,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Add requests, all or none."""
+    """Add requests: all or none, or ``each`` that can be."""
 
     call: int
     requests: list[Request]
+    each: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -136,7 +139,7 @@ class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of our tree on its way between processes: the class by name and what its constructor took."""
+    """An error of our tree on its way between processes: the class by name, and its constructor's arguments."""
 
     kind: str
     message: str
@@ -184,7 +187,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What happened since the last message, as numbers that histograms take; times in seconds.
+    """The events since the last message, as numbers that histograms take; times in seconds.
 
     Args:
         queue_s: Waiting time of each request admitted.
@@ -218,17 +221,18 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
-    """What one turn of the loop yielded for all requests, and what there is to observe."""
+    """The outputs of one turn of the loop for all requests, and its observations."""
 
     outputs: list[Output]
     observations: Observations
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The answer to a call: an error, or whatever the call asked for."""
+    """The answer to a call: an error, or the result. ``refused`` has the error of each request that was not added."""
 
     call: int
     fault: Fault | None = None
+    refused: dict[str, Fault] = msgspec.field(default_factory=dict)
     statuses: tuple[AdapterStatus, ...] = ()
     stats: EngineStats | None = None
     observations: Observations | None = None

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import cast
+from typing import TypeAlias, cast
 
 from manylora.clock import Clock
 from manylora.config import EngineConfig
@@ -23,6 +23,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, ConfigError, ManyloraError
 from manylora.events import AdapterLoaded
+from manylora.hosting.observer import Observer
 from manylora.hosting.protocol import (
     AddRequests,
     Cancel,
@@ -40,16 +41,18 @@ from manylora.hosting.protocol import (
     UnloadAdapter,
     WarmAdapter,
 )
-from manylora.hosting.recorder import Recorder
 from manylora.ports import EngineParts, Executor
 from manylora.scheduling.prediction import RequestLog
 from manylora.types import AdapterVersion, Output, Tier
 
-__all__ = ["BuildParts", "EngineService", "builder_for", "load_builder"]
+__all__ = ["BuildParts", "Builder", "EngineService", "builder_for", "load_builder"]
 
 logger = logging.getLogger(__name__)
 
 BuildParts = Callable[[EngineConfig, Clock], EngineParts]
+
+Builder: TypeAlias = str | BuildParts
+"""What builds an engine: a function, or its name as ``module:function``, which can travel to another process."""
 
 TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
@@ -58,13 +61,15 @@ NUM_READERS = 2
 
 
 def builder_for(config: EngineConfig) -> str:
-    """Return the name of what builds an engine: a live one, or one without a model."""
+    """Return the builder that a configuration asks for: of a live engine, or of one without a model."""
     return TORCH_BUILDER if config.simulate is None else SIMULATED_BUILDER
 
 
-def load_builder(name: str) -> BuildParts:
-    """Return the builder called ``module:function``: a name can travel to another process, a function cannot."""
-    module, _, function = name.partition(":")
+def load_builder(builder: Builder) -> BuildParts:
+    """Return the function behind a builder."""
+    if not isinstance(builder, str):
+        return builder
+    module, _, function = builder.partition(":")
     build = getattr(import_module(module), function)
     assert callable(build)
     return cast(BuildParts, build)
@@ -76,7 +81,8 @@ class EngineService:
     Args:
         config: The engine's configuration.
         served_name: The base model's name in the API.
-        builder: What builds its parts, as ``module:function``.
+        builder: Builds its parts.
+        is_observed: Whether to send observations.
         clock: Live time.
         send: Takes messages; called on the loop's thread alone.
     """
@@ -86,7 +92,8 @@ class EngineService:
         config: EngineConfig,
         *,
         served_name: str,
-        builder: str,
+        builder: Builder,
+        is_observed: bool,
         clock: Clock,
         send: Callable[[Message], None],
     ) -> None:
@@ -95,10 +102,12 @@ class EngineService:
         self._builder = builder
         self._clock = clock
         self._send = send
-        self._recorder = Recorder()
+        self._is_observed = is_observed
+        self._observer = Observer()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
         self._loop: EngineLoop | None = None
         self._parts: EngineParts | None = None
+        self._is_stopping = False
 
     def run(self) -> bool:
         """Build the engine and serve until ``stop``; on the calling thread, which becomes the loop's.
@@ -121,9 +130,11 @@ class EngineService:
                 self._config,
                 served_name=self._served_name,
                 executor=self._logged(parts, files),
-                sinks=[self._recorder, *self._request_log(files)],
+                sinks=[*([self._observer] if self._is_observed else []), *self._request_log(files)],
             )
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
+            if self._is_stopping:  # asked before there was a loop to ask
+                loop.stop()
             self._send(Ready(self._info(parts)))
             loop.run()
         except ManyloraError as error:
@@ -163,7 +174,8 @@ class EngineService:
         return LoggedExecutor(parts.executor, files.enter_context(open_step_log(path, parts, self._config.model)))
 
     def stop(self) -> None:
-        """End ``run`` soon; safe from any thread."""
+        """End ``run`` soon, or as soon as the engine is built; safe from any thread."""
+        self._is_stopping = True
         if self._loop is not None:
             self._loop.stop()
 
@@ -203,7 +215,7 @@ class EngineService:
         )
 
     def _send_turn(self, outputs: list[Output], now: float) -> None:
-        self._send(Turn(outputs, self._recorder.take()))
+        self._send(Turn(outputs, self._observer.take()))
 
     def _reply(self, call: int, work: Callable[[], AdapterStatus | None]) -> None:
         try:
@@ -215,30 +227,34 @@ class EngineService:
 
     def _add(self, core: EngineCore, now: float, command: AddRequests) -> None:
         added: list[str] = []
-        try:
-            for request in command.requests:
+        refused: dict[str, Fault] = {}
+        for request in command.requests:
+            try:
                 core.add_request(request, now)
+            except ManyloraError as error:
+                if not command.each:
+                    for request_id in added:
+                        core.cancel(request_id, now)
+                    self._send(Reply(command.call, Fault.of(error)))
+                    return
+                refused[request.request_id] = Fault.of(error)
+            else:
                 added.append(request.request_id)
-        except ManyloraError as error:
-            for request_id in added:
-                core.cancel(request_id, now)
-            self._send(Reply(command.call, Fault.of(error)))
-        else:
-            self._send(Reply(command.call))
+        self._send(Reply(command.call, refused=refused))
 
     def _cancel(self, core: EngineCore, now: float, command: Cancel) -> None:
         if command.stopped:
-            self._recorder.note_stopped(command.request_ids)
+            self._observer.note_stopped(command.request_ids)
         for request_id in command.request_ids:
             core.cancel(request_id, now)
 
     def _snapshot(self, core: EngineCore, now: float, call: int, num_adapters: int | None) -> None:
         adapters = core.adapters
         statuses = adapters.statuses(now) if num_adapters is None else adapters.busiest(num_adapters, now)
-        self._send(Reply(call, statuses=statuses, stats=core.stats(), observations=self._recorder.take()))
+        self._send(Reply(call, statuses=statuses, stats=core.stats(), observations=self._observer.take()))
 
     def _read(self, command: LoadAdapter) -> None:
-        """Read an adapter, on a reader's thread, then hand it to the loop. Never raises: nobody would hear."""
+        """Read an adapter, on a reader's thread, then hand it to the loop. Never raises: no caller would hear."""
         assert self._loop is not None
         assert self._parts is not None
         began_at = self._clock.now()
@@ -261,5 +277,5 @@ class EngineService:
     def _register(
         self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float
     ) -> None:
-        self._recorder(AdapterLoaded(now, version.key, Tier.HOST, took_s))
+        self._observer(AdapterLoaded(now, version.key, Tier.HOST, took_s))
         self._reply(command.call, lambda: core.adapters.register(command.name, version, now, replace=command.replace))

@@ -2,8 +2,8 @@
 
 Every few seconds the loop is asked for its counters, through the same queue as every command. No answer means that the
 loop makes no turn; answers that show requests running and the same number of steps again and again mean that the device
-does not finish one. Either way nobody would get another token, and a process that dies helps its users more than one
-that does not: the supervisor kills it and starts the next.
+does not finish one. Either way no request would get another token, and a process that dies helps its users more
+than one that does not: the keeper kills it and starts the next.
 """
 
 from __future__ import annotations

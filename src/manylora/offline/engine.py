@@ -1,43 +1,42 @@
-"""The engine as a Python object.
+"""The engine as a Python object: a client of ``hosting``, with a face that blocks.
 
-The same core and loop as the server's, on a background thread. So several threads may generate at once and share
-batches, adapters can be loaded while others answer, and an exception in the caller (Ctrl-C too) leaves the engine
-as it was: its requests are cancelled, the rest goes on.
+An event loop on a background thread owns the fleet, which is one engine on another thread. So several threads may
+generate at once and share batches, adapters can be loaded while others answer, and an exception in the caller (Ctrl-C
+too) leaves the engine as it was: its requests are cancelled, the rest goes on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import dataclasses
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from queue import Empty
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from manylora.clock import Clock, WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.step_log import LoggedExecutor, open_step_log
-from manylora.engine.core import EngineCore
 from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.errors import CapacityError, ConfigError, EngineDead, ManyloraError, ModelNotFound
-from manylora.offline.engine_thread import EngineThread, Inbox
+from manylora.errors import ConfigError, EngineDead, ManyloraError, ModelNotFound
+from manylora.hosting.adapter_book import LoraModule
+from manylora.hosting.fleet import Fleet
+from manylora.hosting.link import make_link
+from manylora.hosting.service import Builder, builder_for
+from manylora.offline.batch import Batch
 from manylora.offline.generation import Generation, Job
-from manylora.ports import EngineParts
 from manylora.text import Detokenizer, Tokenizer
 from manylora.types import Request, SamplingParams
 
 __all__ = ["Engine"]
 
-BuildParts = Callable[[EngineConfig, Clock], EngineParts]
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
-RETRY_S = 0.05
-"""How long to wait before requests that found the queue full (other threads fill it too) are offered again."""
+CLOSED = "the engine was closed"
 
 
 class Engine:
@@ -56,9 +55,10 @@ class Engine:
             model that comes with the package.
         adapters: PEFT adapter directories by name; of ``demo``, all its own when ``None``.
         step_log: File that gets one JSON line per step and per load, for ``manylora calibrate``.
-        build: Builds the engine's parts; the torch executor when ``None`` (tests give the simulated one).
-        options: Fields of ``ModelConfig``, ``MemoryConfig``, ``SchedulerConfig``, ``AdapterConfig`` and ``seed`` of
-            ``EngineConfig``, by name.
+        request_log: File that gets one JSON line per finished request, for ``manylora predictor train``.
+        build: Builds the engine's parts; when ``None``, those that the options ask for (tests give simulated ones).
+        options: Fields of ``ModelConfig``, ``MemoryConfig``, ``SchedulerConfig``, ``AdapterConfig``, and ``seed`` and
+            ``simulate`` of ``EngineConfig``, by name.
 
     Raises:
         ConfigError: An option is unknown or wrong, or the model cannot be served.
@@ -71,7 +71,8 @@ class Engine:
         *,
         adapters: Mapping[str, str | Path] | None = None,
         step_log: str | Path | None = None,
-        build: BuildParts | None = None,
+        request_log: str | Path | None = None,
+        build: Builder | None = None,
         **options: Any,
     ) -> None:
         if model == "demo":
@@ -81,26 +82,23 @@ class Engine:
             adapters = demo_adapters() if adapters is None else adapters
             options.setdefault("served_model_name", "demo")
         config = _engine_config(str(model), options)
+        config = dataclasses.replace(config, step_log=_text(step_log), request_log=_text(request_log))
         self._tokenizer = Tokenizer.load(config.model.tokenizer or config.model.model, revision=config.model.revision)
-        build = build or _build_live_parts
-        clock = WallClock()
-        parts = self._parts = build(config, clock)
-        self._files = ExitStack()
-        executor = parts.executor
-        if step_log is not None:
-            log = self._files.enter_context(open_step_log(step_log, parts, config.model))
-            executor = LoggedExecutor(executor, log)
-        core = EngineCore.from_parts(
-            parts, config, served_name=config.model.served_model_name or config.model.model, executor=executor
-        )
         self._window = min(2 * config.scheduler.max_num_seqs, config.scheduler.max_waiting)
         self._ids = itertools.count()  # next() on it is atomic
         self._is_closed = False
-        self._thread = EngineThread(core, clock)
+        served_name = config.model.served_model_name or config.model.model
+        build = build or builder_for(config)
+        link = partial(make_link, "thread", config, served_name=served_name, builder=build, is_observed=False)
+        self._fleet = Fleet([link], served_name=served_name, observe=lambda observed: None)
+        self._event_loop = asyncio.new_event_loop()
+        # A daemon, so that a program that forgets to close the engine still ends.
+        self._thread = threading.Thread(target=self._event_loop.run_forever, name="manylora-client", daemon=True)
+        self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
         try:
-            for name, path in (adapters or {}).items():
-                self.load_adapter(name, path)
+            modules = [LoraModule(name, str(path)) for name, path in (adapters or {}).items()]
+            self._call(self._fleet.start(modules))
         except BaseException:
             self.close()
             raise
@@ -124,7 +122,7 @@ class Engine:
 
         Args:
             prompts: Texts or token ids; one prompt or several.
-            adapter: Who answers: one for all, or one per prompt; ``None`` is the base.
+            adapter: The adapter that answers: one for all, or one per prompt; ``None`` is the base.
             sampling: One for all, or one per prompt; the defaults when ``None``.
             progress: Show a progress bar on the terminal.
 
@@ -161,10 +159,10 @@ class Engine:
         return self._generate(given, partial(self._render, **template_kwargs), adapter, sampling, progress)
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> AdapterStatus:
-        """Load a PEFT adapter; files are read on this thread while others generate.
+        """Load a PEFT adapter, while others generate.
 
         Args:
-            name: What requests call it.
+            name: Its name in requests.
             path: Its directory.
             replace: Whether the name may be taken: requests that arrived before stay on the version they had.
 
@@ -172,9 +170,7 @@ class Engine:
             AdapterError: It cannot be served; says why.
             EngineDead: The engine failed or was closed.
         """
-        self._thread.check_alive()
-        version = self._parts.reader.read(name, str(path))
-        return self._thread.call(lambda core, now: core.adapters.register(name, version, now, replace=replace))
+        return self._call(self._fleet.adapters.load(name, str(path), replace_existing=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests on it finish first.
@@ -182,24 +178,45 @@ class Engine:
         Raises:
             AdapterNotFound: There is none of that name.
         """
-        self._thread.call(lambda core, now: core.adapters.unregister(name, now))
+        self._call(self._fleet.adapters.unload(name))
+
+    def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
+        """Keep an adapter on the device, or no longer.
+
+        Raises:
+            AdapterNotFound: There is none of that name.
+            CapacityError: There is no room to pin it.
+        """
+        return self._call(self._fleet.adapters.pin(name, pinned))
+
+    def warm_adapter(self, name: str) -> AdapterStatus:
+        """Begin to copy an adapter to the device, before a request asks for it.
+
+        Raises:
+            AdapterNotFound: There is none of that name.
+            CapacityError: There is no room for it.
+        """
+        return self._call(self._fleet.adapters.warm(name))
 
     def adapters(self) -> tuple[AdapterStatus, ...]:
         """Return the state of every adapter, by name."""
-        return self._thread.call(lambda core, now: core.adapters.statuses(now))
+        _, statuses = self._call(self._fleet.snapshot())
+        return tuple(sorted(statuses, key=lambda status: status.name))
 
     def stats(self) -> EngineStats:
         """Return the engine's gauges and counters."""
-        return self._thread.call(lambda core, now: core.stats())
+        stats, _ = self._call(self._fleet.snapshot(0))
+        return stats
 
     def close(self) -> None:
-        """Stop the engine and give its memory back; what is in flight ends with ``EngineDead``."""
+        """Stop the engine and give its memory back; requests in flight end with ``EngineDead``."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._thread.close()
-        self._parts.close()
-        self._files.close()
+        asyncio.run_coroutine_threadsafe(self._fleet.stop(CLOSED), self._event_loop).result()
+        self._event_loop.call_soon_threadsafe(self._event_loop.stop)
+        self._thread.join()
+        self._event_loop.close()
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -211,6 +228,22 @@ class Engine:
     ) -> None:
         """Close the engine."""
         self.close()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the event loop's thread and wait for its end; it is cancelled if the wait is.
+
+        Raises:
+            EngineDead: The engine was closed.
+        """
+        if self._is_closed:
+            work.close()
+            raise EngineDead(CLOSED)
+        call = asyncio.run_coroutine_threadsafe(work, self._event_loop)
+        try:
+            return call.result()
+        except BaseException:
+            call.cancel()
+            raise
 
     def _encode(self, prompt: str | tuple[int, ...]) -> tuple[str | tuple[int, ...], tuple[int, ...]]:
         return prompt, tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
@@ -227,23 +260,24 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[Generation]:
-        """Run prompts or chats: at most a window of them in the engine at a time, the rest waits here.
+        """Run prompts or chats.
 
         Args:
-            given: What was asked.
-            encode: Makes of each what its generation shows as the prompt, and its token ids.
+            given: Prompts, or conversations.
+            encode: Makes of each the prompt that its generation shows, and its token ids.
             adapter: As in ``generate``.
             sampling: As in ``generate``.
             progress: As in ``generate``.
         """
         adapters = _one_each("adapters", adapter, len(given), str | None)
         samplings = _one_each("samplings", sampling or SamplingParams(), len(given), SamplingParams)
-        self._thread.check_alive()
+        if self._is_closed:
+            raise EngineDead(CLOSED)
         answers = [self._prepare(*asked, encode=encode) for asked in zip(given, adapters, samplings, strict=True)]
-        jobs = deque(answer for answer in answers if isinstance(answer, Job))
+        jobs = [answer for answer in answers if isinstance(answer, Job)]
         with _progress(len(given), progress) as advance:
             advance(len(given) - len(jobs))
-            self._run(jobs, advance)
+            self._call(Batch(self._fleet, jobs, window=self._window, on_ended=advance).run())
         return [answer.generation() if isinstance(answer, Job) else answer for answer in answers]
 
     def _prepare(
@@ -273,71 +307,9 @@ class Engine:
         )
         return Job(shown, adapter, request, Detokenizer(self._tokenizer, tokens, sampling))
 
-    def _run(self, waiting: deque[Job], advance: Callable[[int], None]) -> None:
-        """Bring every job to its end; on an exception, cancel those that are not there."""
-        inbox = Inbox()
-        running: dict[str, Job] = {}
-        try:
-            while waiting or running:
-                is_full, num_failed = self._submit(waiting, running, inbox)
-                num_ended = self._take(running, inbox, RETRY_S if is_full else None) if running or is_full else 0
-                advance(num_failed + num_ended)
-        finally:
-            self._thread.cancel(list(running))
 
-    def _submit(self, waiting: deque[Job], running: dict[str, Job], inbox: Inbox) -> tuple[bool, int]:
-        """Move jobs from ``waiting`` to ``running``.
-
-        Returns:
-            Whether the engine's queue is full, and how many jobs it refused for good.
-        """
-        num_new = min(len(waiting), self._window - len(running))
-        if num_new == 0:
-            return False, 0
-        chosen = {job.request.request_id: job for job in (waiting.popleft() for _ in range(num_new))}
-        running.update(chosen)  # before they are in the engine: an exception from here on cancels them
-        errors = self._thread.submit([job.request for job in chosen.values()], inbox)
-        is_full, num_failed = False, 0
-        for (request_id, job), error in reversed(list(zip(chosen.items(), errors, strict=True))):
-            if error is None:
-                continue
-            del running[request_id]
-            if isinstance(error, CapacityError):
-                is_full = True
-                waiting.appendleft(job)
-            else:
-                num_failed += 1
-                job.fail(str(error))
-        return is_full, num_failed
-
-    def _take(self, running: dict[str, Job], inbox: Inbox, timeout_s: float | None) -> int:
-        """Wait for outputs and take them; return how many jobs ended."""
-        try:
-            outputs = inbox.get(timeout=timeout_s)
-        except Empty:
-            return 0
-        if isinstance(outputs, EngineDead):
-            raise outputs
-        num_before = len(running)
-        stopped: list[str] = []
-        for output in outputs:
-            job = running.get(output.request_id)
-            if job is None:
-                continue  # more of an answer that a stop string ended
-            job.take(output)
-            if job.finish_reason is not None:
-                del running[output.request_id]
-                if output.finish is None:
-                    stopped.append(output.request_id)  # by a stop string, of which the engine knows nothing
-        self._thread.cancel(stopped)
-        return num_before - len(running)
-
-
-def _build_live_parts(config: EngineConfig, clock: Clock) -> EngineParts:
-    from manylora.execution.build import build_parts
-    from manylora.execution.sampling.sampler import make_sampler
-
-    return build_parts(config, clock, make_sampler=partial(make_sampler, config.model))
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -353,6 +325,7 @@ def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         scheduler=SchedulerConfig(**pick(SchedulerConfig)),
         adapters=AdapterConfig(**pick(AdapterConfig)),
         seed=left.pop("seed", 0),
+        simulate=left.pop("simulate", None),
     )
     if left:
         raise ConfigError(f"Got unknown option {next(iter(left))!r}, expected a field of EngineConfig or its parts")
@@ -379,7 +352,7 @@ def _one_each(what: str, given: Any, num_prompts: int, kind: Any) -> list[Any]:
 
 @contextmanager
 def _progress(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield what is told how many more jobs are done."""
+    """Yield a function to tell how many more jobs are done."""
     if not is_shown:
         yield lambda num_done: None
         return

@@ -1,4 +1,4 @@
-"""What comes back for a prompt, and the job it is until then."""
+"""The answer to a prompt, and the job that leads to it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Generation:
     """The answer to one prompt.
 
     Args:
-        prompt: What was asked, as given; of a chat, the text its template made.
+        prompt: The prompt as given; of a chat, the text its template made.
         text: The answer.
         token_ids: Its tokens, a stop token included.
         finish_reason: ``stop``, ``length`` or ``error``.
         stop_reason: The stop string or requested stop token that ended it, if one did.
-        adapter: Who answered; ``None`` is the base.
+        adapter: The adapter that answered; ``None`` is the base.
         logprobs: One entry per token, when asked for.
         num_prompt_tokens: Tokens of the prompt.
         num_cached_tokens: Those whose KV was in the prefix cache.
-        error: What went wrong, when ``finish_reason`` is ``error``.
+        error: The reason, when ``finish_reason`` is ``error``.
     """
 
     prompt: str | tuple[int, ...]
@@ -60,7 +60,7 @@ class Job:
     error: str | None = None
 
     def take(self, output: Output) -> None:
-        """Add what an output brings; sets ``finish_reason`` at the end of the answer."""
+        """Add an output; sets ``finish_reason`` at the end of the answer."""
         self.num_cached_tokens = output.num_cached_tokens
         delta = self.detokenizer.push(output.tokens, stop_token=output.stop_token)
         self._add(output, delta.text, delta.num_tokens, delta.logprobs)

@@ -1,10 +1,7 @@
-"""The HTTP face: OpenAI's routes, adapters at run time, metrics, and an engine process kept alive behind them.
+"""The HTTP face: OpenAI's routes, adapters at run time, metrics.
 
-Two processes joined by messages (``protocol``): the API process parses, tokenizes and streams (``app``, ``chat``,
-``completions``), the engine process runs the loop (``service``). ``supervisor`` stands between them.
-
-The names below are imported when they are asked for: the engine process lives in this package too and needs no
-web framework.
+It parses, tokenizes and streams; engines are run by ``hosting``, and seen as a ``Fleet``. The names below are imported
+when they are asked for: the command line needs some of them where there is no web framework to load.
 """
 
 from __future__ import annotations
@@ -13,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manylora.hosting.engine_keeper import LoraModule, RestartPolicy
+    from manylora.hosting.adapter_book import LoraModule
+    from manylora.hosting.engine_keeper import RestartPolicy
     from manylora.server.background import BackgroundServer
     from manylora.server.serve import run
 
@@ -21,7 +19,7 @@ __all__ = ["BackgroundServer", "LoraModule", "RestartPolicy", "run"]
 
 _HOMES = {
     "BackgroundServer": "manylora.server.background",
-    "LoraModule": "manylora.hosting.engine_keeper",
+    "LoraModule": "manylora.hosting.adapter_book",
     "RestartPolicy": "manylora.hosting.engine_keeper",
     "run": "manylora.server.serve",
 }

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Answer where we have a bug; its details are for the log, not for whoever is out there."""
+    """Answer where we have a bug; its details are for the log, not for the caller."""
     logger.error("bug path=%s error=%r", request.scope["path"], error)
     return error_response(HttpError(500, "The server failed on this request; its log says why."))
 

@@ -11,7 +11,8 @@ from types import TracebackType
 
 from manylora.config import EngineConfig, ServerConfig
 from manylora.errors import EngineDead
-from manylora.hosting.engine_keeper import LoraModule, RestartPolicy
+from manylora.hosting.adapter_book import LoraModule
+from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.hosting.service import builder_for
 from manylora.server.serve import Server
 
@@ -30,7 +31,7 @@ class BackgroundServer:
         engine: The engine.
         server: The HTTP face; by default on a free port of this machine.
         lora_modules: Adapters to load at start.
-        builder: What builds the engine's parts instead, as ``module:function``; for tests.
+        builder: Builds the engine's parts instead, as ``module:function``; for tests.
         restarts: When to restart a dead engine.
 
     Raises:
@@ -79,7 +80,7 @@ class BackgroundServer:
     def engine_pid(self) -> int | None:
         """Return the engine's process id, if there is an engine."""
         assert self._server is not None
-        return self._server.supervisor.engine_pid
+        return self._server.fleet.pids[0]
 
     @property
     def has_ended(self) -> bool:

@@ -42,7 +42,7 @@ class HttpError(ManyloraError):
 
     Args:
         status: HTTP status.
-        message: What was wrong.
+        message: The error, in words for the caller.
         param: The field at fault, if one is.
         kind: The error's ``type``, where it is not the usual one of the status.
         headers: More response headers.

@@ -1,7 +1,7 @@
 """uvicorn's HTTP/1.1 protocol, with a way to write a piece of a body without a task.
 
-ASGI's ``send`` is a coroutine: whoever has bytes for a client needs a task to call it, and waking one for each of two
-hundred streams costs a third of what the writes cost. So each request's scope offers an extension, as the
+ASGI's ``send`` is a coroutine: bytes for a client need a task to call it, and waking one for each of two hundred
+streams costs a third of the price of the writes. So each request's scope offers an extension, as the
 ASGI specification provides for: a plain function that writes a chunk now. Everything else (parsing, headers, keeping
 alive, slow clients, leaving ones) stays uvicorn's, and an application that does not know the extension misses nothing.
 """

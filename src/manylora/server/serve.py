@@ -31,11 +31,11 @@ import uvicorn
 from manylora.config import EngineConfig, ServerConfig
 from manylora.demo import demo_model_path
 from manylora.errors import ConfigError
-from manylora.hosting.engine_keeper import EngineKeeper, LoraModule, RestartPolicy
+from manylora.hosting.adapter_book import LoraModule
+from manylora.hosting.engine_keeper import RestartPolicy
+from manylora.hosting.fleet import Fleet
 from manylora.hosting.gc_freeze import freeze_start_up_heap
-from manylora.hosting.link import EngineLink
-from manylora.hosting.link_process import ProcessLink
-from manylora.hosting.link_thread import ThreadLink
+from manylora.hosting.link import EngineLink, make_link
 from manylora.hosting.protocol import Observations
 from manylora.hosting.service import builder_for
 from manylora.server.api.context import Context
@@ -83,7 +83,7 @@ class Server:
         engine: The engine.
         server: The HTTP face.
         modules: Adapters to load at start.
-        builder: What builds the engine's parts, as ``module:function``.
+        builder: Builds the engine's parts, as ``module:function``.
         restarts: When to restart a dead engine.
 
     Raises:
@@ -111,12 +111,11 @@ class Server:
             engine, has_adapter_histograms=server.adapter_histograms, served_name=served_name, epoch_s=time.time
         )
         self._latency = LatencyWindow()
-        self.supervisor = EngineKeeper(
-            self._make_link,
+        self.fleet = Fleet(
+            [self._make_link],
             served_name=served_name,
             restarts=restarts,
             observe=self._observe,
-            epoch_s=time.time,
             # A thread cannot be killed, and a debugger's breakpoint is no hang.
             hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
         )
@@ -132,7 +131,7 @@ class Server:
 
     def drain(self) -> None:
         """Begin to stop: no new requests, those in flight may finish."""
-        self.supervisor.drain()
+        self.fleet.drain()
         self._stop.set()
 
     def abandon(self) -> None:
@@ -149,10 +148,10 @@ class Server:
         listening = asyncio.Event()
 
         async def live() -> None:
-            await self.supervisor.start(self._modules)
+            await self.fleet.start(self._modules)
             await listening.wait()  # an engine without a model is up before the tokenizer is loaded
             on_ready()
-            await self.supervisor.run()
+            await self.fleet.run()
 
         living = asyncio.create_task(live())
         stopping = asyncio.create_task(self._stop.wait())
@@ -172,7 +171,7 @@ class Server:
                     if task.done():
                         task.result()
         finally:
-            await self.supervisor.stop()  # tells clients still waiting
+            await self.fleet.stop()  # tells clients still waiting
             stopping.cancel()
             living.cancel()
             if http is None:
@@ -183,7 +182,7 @@ class Server:
 
     async def _finish_in_flight(self) -> None:
         try:
-            await asyncio.wait_for(self.supervisor.idle(), self._patience_s)
+            await asyncio.wait_for(self.fleet.idle(), self._patience_s)
         except TimeoutError:
             if self._patience_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._patience_s)
@@ -193,19 +192,19 @@ class Server:
         self._latency.observe(observed, time.monotonic())
 
     def _make_link(self) -> EngineLink:
-        link = ThreadLink if self._config.in_process else ProcessLink
-        return link(self._engine_config, served_name=self.supervisor.served_name, builder=self._builder)
+        kind = "thread" if self._config.in_process else "process"
+        return make_link(kind, self._engine_config, served_name=self.fleet.served_name, builder=self._builder)
 
     def _http_server(self, tokenizer: Tokenizer, on_listening: Callable[[], None]) -> _HttpServer:
         version = metadata.version("manylora")
         model = self._engine_config.model
         digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
-        # An adapter named at start may be loaded from there again, beside what the directories allow.
+        # An adapter named at start may be loaded from there again, beside the directories that are allowed.
         roots = [*self._config.lora_dirs, *(module.path for module in self._modules)]
         context = Context(
             engine_config=self._engine_config,
             config=self._config,
-            supervisor=self.supervisor,
+            fleet=self.fleet,
             tokenizer=tokenizer,
             gate=Gate(self._config),
             metrics=self._metrics,
@@ -224,7 +223,7 @@ class Server:
                 log_level=logging.WARNING,
                 access_log=False,
                 lifespan="off",
-                proxy_headers=False,  # whoever claims to be forwarded is not local; see auth
+                proxy_headers=False,  # a request that claims to be forwarded is not local; see auth
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, int(LAST_WRITES_S)),
@@ -284,7 +283,7 @@ def run(
         engine: The engine.
         server: The HTTP face.
         lora_modules: Adapters to load at start; a bad one is an error.
-        builder: What builds the engine's parts, as ``module:function``; by default what the configuration asks for.
+        builder: Builds the engine's parts, as ``module:function``; by default the one that the configuration asks for.
 
     Returns:
         The exit code: 0 after a graceful stop.
@@ -305,9 +304,9 @@ def run(
             life.drain()
 
         def say_ready() -> None:
-            adapters = len(life.supervisor.adapters)
+            adapters = len(life.fleet.adapters.loaded)
             freeze_start_up_heap()
-            print(f"manylora serves {life.supervisor.served_name} with {adapters} adapters at {life.url}", flush=True)
+            print(f"manylora serves {life.fleet.served_name} with {adapters} adapters at {life.url}", flush=True)
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

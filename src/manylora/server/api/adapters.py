@@ -18,10 +18,9 @@ from starlette.routing import Route
 from manylora.adapters.sources import check_name, resolve_path
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, AdapterExists, AdapterForbidden, AdapterNotFound, RequestError
-from manylora.server.api.body import read_body
 from manylora.server.api.context import Context, context_of
 from manylora.server.api.models import json_response
-from manylora.server.api.schemas import parse
+from manylora.server.api.schemas import read_body
 from manylora.server.errors import HttpError
 
 __all__ = ["admin_routes"]
@@ -66,9 +65,9 @@ async def _load(
         )
     try:
         resolved = await asyncio.to_thread(resolve_path, path, context.lora_roots)
-        await context.supervisor.load_adapter(name, str(resolved), replace_existing=in_place)
+        await context.fleet.adapters.load(name, str(resolved), replace_existing=in_place)
     except AdapterExists:
-        if name == context.supervisor.served_name:
+        if name == context.fleet.served_name:
             raise _invalid(
                 f"The name '{name}' is the base model's; an adapter needs another one.", name_field
             ) from None
@@ -87,7 +86,7 @@ async def _load(
 
 async def _unload(context: Context, name: str, field: str) -> Response:
     try:
-        await context.supervisor.unload_adapter(name)
+        await context.fleet.adapters.unload(name)
     except AdapterNotFound:
         raise HttpError(404, f"The lora adapter '{name}' cannot be found.", param=field) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
@@ -97,7 +96,7 @@ async def load_lora_adapter(request: Request) -> Response:
     """``POST /v1/load_lora_adapter``."""
     context = context_of(request)
     context.gate.check_admin(request)
-    body = parse(await read_body(request, context.config.max_body_bytes), LoadBody)
+    body = await read_body(request, LoadBody, max_bytes=context.config.max_body_bytes)
     if not body.lora_name or not body.lora_path:
         raise _invalid(
             "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
@@ -116,7 +115,7 @@ async def unload_lora_adapter(request: Request) -> Response:
     """``POST /v1/unload_lora_adapter``."""
     context = context_of(request)
     context.gate.check_admin(request)
-    body = parse(await read_body(request, context.config.max_body_bytes), UnloadBody)
+    body = await read_body(request, UnloadBody, max_bytes=context.config.max_body_bytes)
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     return await _unload(context, body.lora_name, "lora_name")
@@ -126,7 +125,7 @@ async def create_adapter(request: Request) -> Response:
     """``POST /adapters``: SageMaker's name for loading."""
     context = context_of(request)
     context.gate.check_admin(request)
-    body = parse(await read_body(request, context.config.max_body_bytes), SageMakerBody)
+    body = await read_body(request, SageMakerBody, max_bytes=context.config.max_body_bytes)
     if not body.name or not body.src:
         raise _invalid("Both 'name' and 'src' must be provided.", "src" if body.name else "name")
     return await _load(context, body.name, body.src, in_place=False, name_field="name", path_field="src")
@@ -169,7 +168,7 @@ async def list_adapters(request: Request) -> Response:
     """``GET /adapters``: every adapter by name, where it is and how much it is used."""
     context = context_of(request)
     context.gate.check_admin(request)
-    _, statuses = await context.supervisor.engine.snapshot()
+    _, statuses = await context.fleet.snapshot()
     by_name = sorted(statuses, key=lambda status: status.name)
     return json_response({"object": "list", "data": [_status_json(status) for status in by_name]})
 
@@ -179,7 +178,7 @@ async def get_adapter(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_admin(request)
     name = request.path_params["name"]
-    _, statuses = await context.supervisor.engine.snapshot()
+    _, statuses = await context.fleet.snapshot()
     for status in statuses:
         if status.name == name:
             return json_response(_status_json(status))
@@ -209,17 +208,17 @@ admin_routes = [
     Route("/adapters", create_adapter, methods=["POST"]),
     Route(
         "/adapters/{name:path}/pin",
-        _action(lambda context, name: context.supervisor.pin_adapter(name, True)),
+        _action(lambda context, name: context.fleet.adapters.pin(name, True)),
         methods=["POST"],
     ),
     Route(
         "/adapters/{name:path}/unpin",
-        _action(lambda context, name: context.supervisor.pin_adapter(name, False)),
+        _action(lambda context, name: context.fleet.adapters.pin(name, False)),
         methods=["POST"],
     ),
     Route(
         "/adapters/{name:path}/warm",
-        _action(lambda context, name: context.supervisor.warm_adapter(name)),
+        _action(lambda context, name: context.fleet.adapters.warm(name)),
         methods=["POST"],
     ),
     Route("/adapters/{name:path}", get_adapter, methods=["GET"]),

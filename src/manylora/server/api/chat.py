@@ -12,13 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import RequestError
-from manylora.server.api.answer import LEAST_LOGPROB, NOTHING_ELSE
-from manylora.server.api.body import read_body
+from manylora.server.api.answers import Piece
 from manylora.server.api.context import context_of
-from manylora.server.api.generation import Piece
+from manylora.server.api.respond import LEAST_LOGPROB, LONG_TEXT, NOTHING_ELSE, respond
 from manylora.server.api.sampling import sampling_params
-from manylora.server.api.schemas import ChatBody, Message, parse
-from manylora.server.api.submit import LONG_TEXT, respond
+from manylora.server.api.schemas import ChatBody, Message, read_body
 from manylora.text import TokenLogprob
 
 __all__ = ["chat_routes", "flatten"]
@@ -125,14 +123,14 @@ async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    body = parse(await read_body(request, context.config.max_body_bytes), ChatBody)
+    body = await read_body(request, ChatBody, max_bytes=context.config.max_body_bytes)
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
     sampling = sampling_params(
         body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=_num_logprobs(body),
-        vocab_size=context.supervisor.info.vocab_size,
+        vocab_size=context.fleet.info.vocab_size,
     )
     messages = flatten(body.messages)
 

@@ -11,13 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import RequestError
-from manylora.server.api.answer import LEAST_LOGPROB, NOTHING_ELSE
-from manylora.server.api.body import read_body
+from manylora.server.api.answers import Piece
 from manylora.server.api.context import Context, context_of
-from manylora.server.api.generation import Piece
+from manylora.server.api.respond import LEAST_LOGPROB, LONG_TEXT, NOTHING_ELSE, respond
 from manylora.server.api.sampling import check_token_ids, sampling_params
-from manylora.server.api.schemas import CompletionBody, parse
-from manylora.server.api.submit import LONG_TEXT, respond
+from manylora.server.api.schemas import CompletionBody, read_body
 from manylora.text import TokenLogprob
 
 __all__ = ["completion_routes"]
@@ -110,7 +108,7 @@ async def _prompts(context: Context, body: CompletionBody) -> list[tuple[int, ..
         tokens = [tuple(item) for item in prompt if isinstance(item, list)]
     if tokens:
         for one in tokens:
-            check_token_ids(one, context.supervisor.info.vocab_size, "prompt")
+            check_token_ids(one, context.fleet.info.vocab_size, "prompt")
         return tokens
     texts = [item for item in prompt if isinstance(item, str)]
     if len(texts) != len(prompt):
@@ -138,12 +136,12 @@ async def create_completion(request: Request) -> Response:
     """Complete prompts."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    body = parse(await read_body(request, context.config.max_body_bytes), CompletionBody)
+    body = await read_body(request, CompletionBody, max_bytes=context.config.max_body_bytes)
     sampling = sampling_params(
         body,
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
-        vocab_size=context.supervisor.info.vocab_size,
+        vocab_size=context.fleet.info.vocab_size,
     )
     prompts = await _prompts(context, body)
     form = CompletionFormat(_echoes(context, body, prompts), has_logprobs=body.logprobs is not None)

@@ -1,4 +1,4 @@
-"""What every route needs, in one place: made when the server starts, told to the routes by the app's state."""
+"""The parts that routes share: made when the server starts, told to the routes by the app's state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from manylora.config import EngineConfig, ServerConfig
-from manylora.hosting.engine_keeper import EngineKeeper
+from manylora.hosting.fleet import Fleet
 from manylora.server.auth import Gate
 from manylora.server.metrics.latency import LatencyWindow
 from manylora.server.metrics.prometheus import Metrics
@@ -23,15 +23,15 @@ class Context:
     """The server's parts.
 
     Args:
-        engine_config: What the engine was started with.
-        config: What the HTTP face was started with.
-        supervisor: The engine.
+        engine_config: The engines' configuration.
+        config: The HTTP face's.
+        fleet: The engines.
         tokenizer: The base model's.
-        gate: Who may pass.
-        metrics: What ``/metrics`` shows.
+        gate: Lets requests pass, by key.
+        metrics: Shown by ``/metrics``.
         latency: Of the last minute.
         lora_roots: Directories that adapters may be loaded from at run time.
-        fingerprint: Of what answers depend on beside the adapter: ``system_fingerprint``.
+        fingerprint: Of all that answers depend on beside the adapter: ``system_fingerprint``.
         started_at: When, in seconds since the epoch.
         epoch_s: Tells the time for people, in seconds since the epoch.
         monotonic_s: Tells the time for durations, in seconds.
@@ -39,7 +39,7 @@ class Context:
 
     engine_config: EngineConfig
     config: ServerConfig
-    supervisor: EngineKeeper
+    fleet: Fleet
     tokenizer: Tokenizer
     gate: Gate
     metrics: Metrics

@@ -1,4 +1,4 @@
-"""Routes that say what is served and how it is: models, tokens, health, version, metrics."""
+"""Routes about the models that are served and their state: models, tokens, health, version, metrics."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manylora.errors import CapacityError, ManyloraError, ModelNotFound, RequestError
-from manylora.hosting.engine_keeper import LoadedAdapter, State
-from manylora.server.api.body import read_body
+from manylora.errors import ManyloraError, ModelNotFound, RequestError
+from manylora.hosting.adapter_book import LoadedAdapter
 from manylora.server.api.chat import flatten
 from manylora.server.api.context import Context, context_of
-from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, parse
-from manylora.server.errors import error_response
+from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, read_body
 
 __all__ = ["json_response", "model_routes"]
 
@@ -28,28 +26,28 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 def _base_card(context: Context) -> dict[str, Any]:
-    supervisor = context.supervisor
+    fleet = context.fleet
     return {
-        "id": supervisor.served_name,
+        "id": fleet.served_name,
         "object": "model",
         "created": context.started_at,
         "owned_by": "manylora",
         "root": context.engine_config.model.model,
         "parent": None,
-        "max_model_len": supervisor.info.max_model_len,
+        "max_model_len": fleet.info.max_model_len,
     }
 
 
 def _adapter_card(context: Context, name: str, adapter: LoadedAdapter) -> dict[str, Any]:
-    supervisor = context.supervisor
+    fleet = context.fleet
     return {
         "id": name,
         "object": "model",
         "created": adapter.loaded_at,
         "owned_by": "manylora",
         "root": adapter.path,
-        "parent": supervisor.served_name,
-        "max_model_len": supervisor.info.max_model_len,
+        "parent": fleet.served_name,
+        "max_model_len": fleet.info.max_model_len,
     }
 
 
@@ -57,9 +55,9 @@ async def list_models(request: Request) -> Response:
     """``GET /v1/models``: the base first, then adapters by name."""
     context = context_of(request)
     context.gate.check_inference(request)
-    _ = context.supervisor.engine  # 503 unless something serves
+    context.fleet.check_serving()
     cards = [_base_card(context)]
-    cards += [_adapter_card(context, name, adapter) for name, adapter in sorted(context.supervisor.adapters.items())]
+    cards += [_adapter_card(context, name, adapter) for name, adapter in sorted(context.fleet.adapters.loaded.items())]
     return json_response({"object": "list", "data": cards})
 
 
@@ -67,12 +65,12 @@ async def get_model(request: Request) -> Response:
     """``GET /v1/models/{id}``."""
     context = context_of(request)
     context.gate.check_inference(request)
-    _ = context.supervisor.engine
+    context.fleet.check_serving()
     name = request.path_params["name"]
-    if name == context.supervisor.served_name:
+    if name == context.fleet.served_name:
         return json_response(_base_card(context))
-    if name in context.supervisor.adapters:
-        return json_response(_adapter_card(context, name, context.supervisor.adapters[name]))
+    if name in context.fleet.adapters.loaded:
+        return json_response(_adapter_card(context, name, context.fleet.adapters.loaded[name]))
     raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
 
@@ -80,7 +78,7 @@ async def tokenize(request: Request) -> Response:
     """``POST /tokenize``: how many tokens a prompt or a conversation has, and which."""
     context = context_of(request)
     context.gate.check_inference(request)
-    body = parse(await read_body(request, context.config.max_body_bytes), TokenizeBody)
+    body = await read_body(request, TokenizeBody, max_bytes=context.config.max_body_bytes)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Expected exactly one of prompt and messages", param="prompt")
     tokenizer = context.tokenizer
@@ -91,7 +89,7 @@ async def tokenize(request: Request) -> Response:
         tokens = tokenizer.chat(flatten(body.messages or []), add_generation_prompt=add_generation_prompt)
     answer: dict[str, Any] = {
         "count": len(tokens),
-        "max_model_len": context.supervisor.info.max_model_len,
+        "max_model_len": context.fleet.info.max_model_len,
         "tokens": tokens,
         "token_strs": [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
     }
@@ -102,7 +100,7 @@ async def detokenize(request: Request) -> Response:
     """``POST /detokenize``: the text of tokens."""
     context = context_of(request)
     context.gate.check_inference(request)
-    body = parse(await read_body(request, context.config.max_body_bytes), DetokenizeBody)
+    body = await read_body(request, DetokenizeBody, max_bytes=context.config.max_body_bytes)
     vocab_size = context.tokenizer.vocab_size
     for token in body.tokens:
         if not 0 <= token < vocab_size:
@@ -112,14 +110,9 @@ async def detokenize(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """``GET /health``, ``/ping``: 200 only when a request would be taken now."""
-    supervisor = context_of(request).supervisor
-    if supervisor.state is State.SERVING:
-        return json_response({"status": supervisor.state.value})
-    try:
-        _ = supervisor.engine
-    except CapacityError as error:
-        return error_response(error)
-    raise AssertionError("an engine that serves without the state saying so")
+    fleet = context_of(request).fleet
+    fleet.check_serving()
+    return json_response({"status": fleet.state.value})
 
 
 async def version(request: Request) -> Response:
@@ -131,11 +124,11 @@ async def metrics(request: Request) -> Response:
     """``GET /metrics``: Prometheus text, with whatever the engine says just now."""
     context = context_of(request)
     try:
-        stats, statuses = await context.supervisor.engine.snapshot()
-    except ManyloraError:  # no engine: what the API process knows is all there is
-        text = context.metrics.render(context.supervisor, None, ())
+        stats, statuses = await context.fleet.snapshot()
+    except ManyloraError:  # no engine: only the API process's own figures
+        text = context.metrics.render(context.fleet, None, ())
     else:
-        text = context.metrics.render(context.supervisor, stats, statuses)
+        text = context.metrics.render(context.fleet, stats, statuses)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -1,4 +1,7 @@
-"""Request bodies as OpenAI and vLLM write them, checked strictly.
+"""Request bodies as OpenAI and vLLM write them, read and checked strictly.
+
+Only ``application/json`` is taken: it is what clients send, and it is what a web page of another site cannot send
+without asking first.
 
 Three kinds of fields: those we carry out; those that change nothing in the answer (``metadata``, ``store`` ...),
 taken silently; and those that would change the answer and that we cannot carry out, refused by name, because a
@@ -13,8 +16,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 
 from manylora.errors import RequestError
+from manylora.server.errors import HttpError
 
 __all__ = [
     "ChatBody",
@@ -26,6 +31,7 @@ __all__ = [
     "StreamOptions",
     "TokenizeBody",
     "parse",
+    "read_body",
 ]
 
 logger = logging.getLogger(__name__)
@@ -105,7 +111,7 @@ class JsonSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What the answer must look like."""
+    """The form that the answer must have."""
 
     type: str
     json_schema: JsonSchema | None = None
@@ -194,6 +200,34 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 _reported: set[str] = set()
+
+
+async def read_body(request: Request, body: type[Body], *, max_bytes: int) -> Body:
+    """Read and check the body of a request.
+
+    Raises:
+        HttpError: 415, another media type; 413, too large; 400, the client left in the middle.
+        RequestError: As ``parse``.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HttpError(415, f"Got the media type {media_type[:100]!r}, expected application/json")
+    declared = request.headers.get("content-length", "")
+    num_bytes = int(declared) if declared.isdigit() else 0
+    parts: list[bytes] = []
+    if num_bytes <= max_bytes:
+        num_bytes = 0
+        try:
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    break
+                parts.append(part)
+        except ClientDisconnect:
+            raise HttpError(400, "The body ended early") from None
+    if num_bytes > max_bytes:
+        raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+    return parse(b"".join(parts), body)
 
 
 def parse(data: bytes, body: type[Body]) -> Body:

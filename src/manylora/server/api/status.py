@@ -1,6 +1,6 @@
-"""``GET /status``: the engine and the last minute in one call, for ``manylora top`` and for whoever watches.
+"""``GET /status``: the engine and the last minute in one call, for ``manylora top`` and dashboards.
 
-It names adapters and shows how they are used, so it is behind the admin's gate. What it costs the engine does not grow
+It names adapters and shows how they are used, so it is behind the admin's gate. Its cost to the engine does not grow
 with the number of adapters shown beyond the caller's limit, because a live view asks every second.
 """
 
@@ -31,14 +31,14 @@ async def status(request: Request) -> Response:
     num_adapters = _num_adapters(request.query_params.get("adapters"))
     report = _report(context)
     try:
-        stats, statuses = await context.supervisor.engine.snapshot(num_adapters)
-    except ManyloraError:  # no engine: what the API process knows is all there is
+        stats, statuses = await context.fleet.snapshot(num_adapters)
+    except ManyloraError:  # no engine: only the API process's own figures
         return json_response(report)
     now = context.monotonic_s()
     report = msgspec.structs.replace(
         report,
         time=context.epoch_s(),
-        page_bytes=context.supervisor.info.page_bytes,
+        page_bytes=context.fleet.info.page_bytes,
         engine=stats,
         adapters=tuple(adapter_row(one, context.latency.of_adapter(one.name, now)) for one in statuses),
     )
@@ -46,16 +46,16 @@ async def status(request: Request) -> Response:
 
 
 def _report(context: Context) -> StatusReport:
-    """Report what is known without an engine."""
-    supervisor, latency, now = context.supervisor, context.latency, context.monotonic_s()
+    """Return the part of the report that needs no engine."""
+    fleet, latency, now = context.fleet, context.latency, context.monotonic_s()
     return StatusReport(
-        state=supervisor.state.value,
-        model=supervisor.served_name,
+        state=fleet.state.value,
+        model=fleet.served_name,
         version=metadata.version("manylora"),
         time=context.epoch_s(),
         started_at=context.started_at,
-        num_restarts=supervisor.num_restarts,
-        num_in_flight=supervisor.num_in_flight,
+        num_restarts=fleet.num_restarts,
+        num_in_flight=fleet.num_in_flight,
         window_s=latency.window_s,
         latency=latency.total(now),
         base=latency.of_adapter("", now),

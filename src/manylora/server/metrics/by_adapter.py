@@ -1,8 +1,8 @@
 """Metrics with a label for the adapter, kept as requests end, and dropped with the adapter.
 
-Tokens per adapter are always there: two series each, what is needed to share costs. Latency histograms are three times
-some twenty series each, which is too many to impose on whoever scrapes a thousand adapters: they are for those who
-ask (``ServerConfig.adapter_histograms``). Without, ``GET /status`` has the last minute's percentiles.
+Tokens per adapter are always there: two series each, enough to share costs by. Latency histograms are three times
+some twenty series each, too many for a scrape of a thousand adapters, and so an option
+(``ServerConfig.adapter_histograms``). Without, ``GET /status`` has the last minute's percentiles.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AdapterMetrics:
         self._e2e = histogram("manylora_adapter_e2e_request_latency_seconds", "Arrival to the end.", REQUEST_S)
 
     def observe(self, observed: Observations) -> None:
-        """Take what the engine observed since its last message."""
+        """Take the engine's observations since its last message."""
         for request in observed.finished:
             if request.adapter:
                 self._admit(request.adapter)

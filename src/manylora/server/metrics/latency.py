@@ -1,13 +1,13 @@
 """Latency of the last minute, in all and by adapter, for people who look now.
 
-Prometheus keeps histograms since the start and leaves windows to whoever scrapes; a person at a terminal has no such
-helper. So the API process keeps the last minute itself, in slices that are dropped whole as they age::
+Prometheus keeps histograms since the start and leaves windows to the system that scrapes; a person at a terminal has
+no such helper. So the API process keeps the last minute itself, in slices that are dropped whole as they age::
 
     now - 60 s                                   now
     | slice | slice | slice | ...       | slice |
       dropped next                        filled now
 
-Memory is bounded whatever comes: histograms by their buckets, adapters by ``MAX_ADAPTERS`` a slice (those beyond it
+Memory is bounded: histograms by their buckets, adapters by ``MAX_ADAPTERS`` a slice (those beyond it
 still count in the totals).
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from manylora.hosting.protocol import Observations
-from manylora.server.metrics.log_histogram import LogHistogram
+from manylora.server.metrics.histograms import LogHistogram
 from manylora.server.metrics.status_report import Latency, Percentiles
 
 __all__ = ["LatencyWindow"]
@@ -59,7 +59,7 @@ class LatencyWindow:
         self._slices: deque[_Slice] = deque()
 
     def observe(self, observed: Observations, now: float) -> None:
-        """Take what an engine observed since its last message; O(1) per token."""
+        """Take an engine's observations since its last message; O(1) per token."""
         current = self._current(now)
         for waited_s in observed.queue_s:
             current.total.queue_s.add(waited_s)

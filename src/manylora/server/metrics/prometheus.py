@@ -1,6 +1,6 @@
 """Prometheus metrics: vLLM's names where routers and dashboards scrape them, ``manylora_*`` beside them.
 
-Durations are histograms fed with what the engine observes; everything else is read from one snapshot of the engine
+Durations are histograms fed with the engine's observations; everything else is read from one snapshot of the engine
 at the moment of the scrape, so that nothing is counted twice and an adapter that is gone vanishes with its labels.
 Counters of the engine start again at zero when it is restarted, as Prometheus expects of a restarted process.
 """
@@ -17,10 +17,11 @@ from prometheus_client.registry import Collector
 
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.hosting.engine_keeper import EngineKeeper, State
+from manylora.hosting.engine_keeper import State
+from manylora.hosting.fleet import Fleet
 from manylora.hosting.protocol import Observations
-from manylora.server.metrics.batch_histogram import BatchHistogram
 from manylora.server.metrics.by_adapter import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, AdapterMetrics
+from manylora.server.metrics.histograms import BatchHistogram
 from manylora.types import Tier
 
 __all__ = ["Metrics"]
@@ -48,7 +49,7 @@ class Metrics(Collector):
         self._config = config
         self._served_name = served_name
         self._epoch_s = epoch_s
-        self._supervisor: EngineKeeper | None = None
+        self._fleet: Fleet | None = None
         self._stats: EngineStats | None = None
         self._statuses: Sequence[AdapterStatus] = ()
         self._registry = CollectorRegistry()
@@ -82,7 +83,7 @@ class Metrics(Collector):
         )
 
     def observe(self, observed: Observations) -> None:
-        """Take what the engine observed since its last message."""
+        """Take the engine's observations since its last message."""
         durations: tuple[tuple[BatchHistogram, Iterable[float]], ...] = (
             (self._queue, observed.queue_s),
             (self._ttft, chain.from_iterable(observed.ttft_s.values())),
@@ -104,27 +105,27 @@ class Metrics(Collector):
             self._failed_loads.inc(observed.num_failed_loads)
         self._by_adapter.observe(observed)
 
-    def render(self, supervisor: EngineKeeper, stats: EngineStats | None, statuses: Sequence[AdapterStatus]) -> bytes:
+    def render(self, fleet: Fleet, stats: EngineStats | None, statuses: Sequence[AdapterStatus]) -> bytes:
         """Return the metrics as Prometheus text.
 
         Args:
-            supervisor: The engine's keeper.
-            stats: The engine's snapshot; ``None`` where there is no engine just now.
-            statuses: Its adapters.
+            fleet: The engines.
+            stats: Their snapshot; ``None`` where there is no engine just now.
+            statuses: Their adapters.
         """
-        self._supervisor, self._stats, self._statuses = supervisor, stats, statuses
+        self._fleet, self._stats, self._statuses = fleet, stats, statuses
         if stats is not None:
             self._by_adapter.keep_only({status.name for status in statuses})
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is read at the moment of the scrape; prometheus-client calls this."""
-        if self._supervisor is None:
+        """Yield the metrics that are read at the moment of the scrape; prometheus-client calls this."""
+        if self._fleet is None:
             return
-        is_up = self._supervisor.state is State.SERVING
+        is_up = self._fleet.state is State.SERVING
         yield GaugeMetricFamily("manylora_engine_up", "Whether the engine serves.", value=float(is_up))
         yield CounterMetricFamily(
-            "manylora_engine_restarts", "Engines started after the first.", value=self._supervisor.num_restarts
+            "manylora_engine_restarts", "Engines started after the first.", value=self._fleet.num_restarts
         )
         if self._stats is not None:
             yield from self._vllm_metrics(self._stats)

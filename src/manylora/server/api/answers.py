@@ -1,7 +1,7 @@
 """One HTTP request's answers, from the engine's tokens to pieces of text.
 
 A request of several prompts and ``n`` answers each becomes as many engine requests, submitted together: all are
-accepted or none. Their outputs arrive on one stream; whatever came since the last look is taken at once, so that a
+accepted or none. Their outputs arrive on one stream; all that came since the last look is taken at once, so that a
 busy server sends larger pieces and not more of them. Stop strings end an answer here, and the engine is told.
 """
 
@@ -11,27 +11,28 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.types import Receive
 
 from manylora.errors import EngineDead, ManyloraError
-from manylora.hosting.client import OutputStream, Rest
-from manylora.hosting.engine_keeper import EngineKeeper
+from manylora.hosting.client import Flush, OutputStream
+from manylora.hosting.fleet import Fleet
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
 
-__all__ = ["ClientGone", "Generation", "Piece", "Usage"]
+__all__ = ["Answers", "ClientGone", "Piece"]
 
 
 class ClientGone(ManyloraError):
-    """The client left; nobody is there to hear of it."""
+    """The client left; there is no one to answer."""
 
     status = 499
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new in one answer.
+    """The news of one answer.
 
     Args:
         index: Which answer: prompts in order, ``n`` answers each.
@@ -48,15 +49,6 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of one HTTP request; a prompt with several answers counts once."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
 @dataclass(slots=True, eq=False)
 class _Answer:
     index: int
@@ -66,21 +58,18 @@ class _Answer:
     is_finished: bool = False
 
 
-class Generation:
+class Answers:
     """The answers to one HTTP request.
 
     Args:
-        supervisor: The engine.
+        fleet: The engines.
         tokenizer: The base model's.
-        requests: What to submit, prompts in order, ``num_answers`` in a row for each.
+        requests: Prompts in order, ``num_answers`` in a row for each.
         num_answers: Answers per prompt.
     """
 
-    def __init__(
-        self, supervisor: EngineKeeper, tokenizer: Tokenizer, requests: Sequence[Request], *, num_answers: int
-    ) -> None:
-        self._supervisor = supervisor
-        self._engine = supervisor.engine
+    def __init__(self, fleet: Fleet, tokenizer: Tokenizer, requests: Sequence[Request], *, num_answers: int) -> None:
+        self._fleet = fleet
         self._requests = requests
         self._num_answers = num_answers
         self._answers = {
@@ -99,14 +88,14 @@ class Generation:
             CapacityError: No room now.
             EngineDead: The engine is gone.
         """
-        self._stream = await self._engine.submit(self._requests)
+        self._stream = await self._fleet.submit(self._requests)
 
-    async def give(self, take: Callable[[list[Piece]], Rest | None]) -> None:
-        """Give ``take`` what is new as it arrives, until every answer has finished.
+    async def deliver(self, consume: Callable[[list[Piece]], Flush | None]) -> None:
+        """Hand pieces to ``consume`` as they arrive, until every answer has finished.
 
         Args:
-            take: Called on the event loop but not in this task; returns what is left to do before it can take more, if
-                anything. What it raises is raised here.
+            consume: Called on the event loop but not in this task; returns the work that is left before it can take
+                more, if there is any. Its errors are raised here.
 
         Raises:
             EngineDead: The engine is gone.
@@ -116,17 +105,17 @@ class Generation:
         assert self._stream is not None, "start first"
         stream = self._stream
 
-        def take_outputs(outputs: Sequence[Output]) -> Rest | None:
+        def consume_outputs(outputs: Sequence[Output]) -> Flush | None:
             pieces = self._take(outputs)
             if not self._num_unfinished:
                 stream.close()
-            return take(pieces)
+            return consume(pieces)
 
-        await stream.give(take_outputs)
+        await stream.deliver(consume_outputs)
 
     @contextlib.asynccontextmanager
     async def while_connected(self, receive: Receive) -> AsyncIterator[None]:
-        """Watch for the client leaving while inside, and cancel what is unfinished on the way out."""
+        """Watch for the client leaving while inside, and cancel unfinished requests on the way out."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -135,7 +124,7 @@ class Generation:
             if self._stream is not None:
                 self._stream.fail(ClientGone("the client left"))
 
-        with self._supervisor.in_flight():
+        with self._fleet.in_flight():
             watcher = asyncio.create_task(watch())
             try:
                 yield
@@ -143,18 +132,21 @@ class Generation:
                 watcher.cancel()
                 self._cancel_unfinished()
 
-    def usage(self) -> Usage:
-        """Return the tokens so far."""
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens so far as OpenAI's usage object; a prompt with several answers counts once."""
         answers = list(self._answers.values())
-        first_answers = answers[:: self._num_answers]
-        return Usage(
-            prompt_tokens=sum(len(request.prompt) for request in self._requests[:: self._num_answers]),
-            completion_tokens=sum(answer.num_tokens for answer in answers),
-            cached_tokens=sum(answer.num_cached_tokens for answer in first_answers),
-        )
+        num_prompt = sum(len(request.prompt) for request in self._requests[:: self._num_answers])
+        num_generated = sum(answer.num_tokens for answer in answers)
+        num_cached = sum(answer.num_cached_tokens for answer in answers[:: self._num_answers])
+        return {
+            "prompt_tokens": num_prompt,
+            "total_tokens": num_prompt + num_generated,
+            "completion_tokens": num_generated,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
 
     def _cancel_unfinished(self) -> None:
-        self._engine.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
+        self._fleet.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
 
     def _take(self, outputs: Sequence[Output]) -> list[Piece]:
         """Turn outputs into pieces, one per answer however many steps they come from."""
@@ -197,7 +189,7 @@ class Generation:
             text, stop_reason = text + rest.text, rest.stop_reason
             finish_reason = "stop" if stop_reason is not None else output.finish.value
         elif output.finish is None:
-            self._engine.cancel([output.request_id], stopped=True)
+            self._fleet.cancel([output.request_id], stopped=True)
         return Piece(
             index=answer.index,
             text=text,

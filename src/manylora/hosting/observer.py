@@ -1,7 +1,8 @@
 """From the core's events to numbers for histograms, in the engine process.
 
-Events are many and small; what leaves is a handful of floats per turn, riding on the message that carries the
-tokens. Nothing here looks at the clock: every event says when it happened.
+Events are many and small; a handful of floats per turn leaves, on the message that carries the tokens, and nothing is
+kept of a request that has ended. ``measure.recorder`` is for runs that are looked at when they are over: it keeps every
+request. Nothing here looks at the clock: every event says when it happened.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from manylora.events import (
 from manylora.hosting.protocol import FinishedRequest, Observations
 from manylora.types import FinishReason, Tier
 
-__all__ = ["Recorder"]
+__all__ = ["Observer"]
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that has not ended: what its next token is measured from, and whose it is."""
+    """A request that has not ended: the time its next token is measured from, and its adapter."""
 
     last_at: float
     adapter: str
@@ -32,8 +33,8 @@ class _InFlight:
     is_stopped: bool = False
 
 
-class Recorder:
-    """An event sink that gathers observations until somebody takes them. For the loop's thread alone."""
+class Observer:
+    """An event sink that gathers observations until they are taken. For the loop's thread alone."""
 
     def __init__(self) -> None:
         self._gathered = Observations()
@@ -44,10 +45,14 @@ class Recorder:
         gathered = self._gathered
         match event:
             case TokensEmitted(at=at, request_ids=request_ids):
+                in_flight = self._in_flight
                 for request_id in request_ids:
-                    request = self._in_flight[request_id]
+                    request = in_flight[request_id]
                     into = gathered.inter_token_s if request.has_token else gathered.ttft_s
-                    into.setdefault(request.adapter, []).append(at - request.last_at)
+                    values = into.get(request.adapter)
+                    if values is None:
+                        values = into[request.adapter] = []
+                    values.append(at - request.last_at)
                     request.last_at, request.has_token = at, True
             case RequestArrived(at=at, request_id=request_id, name=name):
                 self._in_flight[request_id] = _InFlight(at, name)
@@ -70,7 +75,7 @@ class Recorder:
                 self._in_flight[request_id].is_stopped = True
 
     def take(self) -> Observations:
-        """Return what was gathered since the last call."""
+        """Return the observations since the last call."""
         gathered, self._gathered = self._gathered, Observations()
         return gathered
 

@@ -1,0 +1,317 @@
+"""The engines of a service behind one face: what routes, the offline API and load tests talk to.
+
+Requests go to the engine that a router picks, as replicas of a simulation do; adapters are loaded on all engines and
+known by name; each engine is kept alive by itself, and its death is felt by its own requests alone. Today's server is
+a fleet of one.
+
+::
+
+    submit ---> Dispatcher ---> EngineKeeper 0 ---> EngineClient ---> link ---> engine
+    adapters.load, pin ... -+-> EngineKeeper 1 ---> EngineClient ---> link ---> engine
+                            |
+                            +-> AdapterBook: written when all engines have done it, read when one starts again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError
+from manylora.hosting.adapter_book import AdapterBook, LoraModule
+from manylora.hosting.client import EngineClient, OutputStream
+from manylora.hosting.engine_keeper import EngineKeeper, RestartPolicy, State
+from manylora.hosting.fleet_adapters import FleetAdapters, successes
+from manylora.hosting.link import EngineLink
+from manylora.hosting.protocol import EngineInfo, Observations
+from manylora.hosting.snapshot import busiest, merge_stats, merge_statuses
+from manylora.routing import AffinityRouter, Dispatcher, Router
+from manylora.types import Request
+
+__all__ = ["Fleet"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+UNAVAILABLE = {
+    State.STARTING: ("The server is starting; please try again.", 5),
+    State.RESTARTING: ("The engine died and is being restarted; please try again.", 5),
+    State.DRAINING: ("The server is shutting down and takes no new requests.", 10),
+    State.STOPPED: ("The server is shutting down and takes no new requests.", 10),
+}
+"""Why no engine serves, and when to try again, in seconds."""
+
+BEST_FIRST = (State.SERVING, State.RESTARTING, State.STARTING, State.DRAINING, State.STOPPED)
+
+
+class Fleet:
+    """One or several engines of one configuration. Belongs to the event loop's thread.
+
+    Args:
+        links: Makes the link to a new engine; one entry for each engine.
+        served_name: The base model's name, which no adapter may take.
+        observe: Takes the engines' observations.
+        epoch_s: Tells the time for people, in seconds since the epoch.
+        restarts: When to restart an engine and when to give it up.
+        hang_timeout_s: Seconds without a sign of life after which an engine counts as dead; ``None`` for never.
+        make_router: Makes the router that picks a request's engine, where there are several; told the adapters' ranks
+            by name. By affinity when ``None``.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Callable[[], EngineLink]],
+        *,
+        served_name: str,
+        observe: Callable[[Observations], None],
+        epoch_s: Callable[[], float] = time.time,
+        restarts: RestartPolicy | None = None,
+        hang_timeout_s: float | None = None,
+        make_router: Callable[[Mapping[str, int]], Router] | None = None,
+    ) -> None:
+        self.served_name = served_name
+        self._book = AdapterBook(served_name=served_name, epoch_s=epoch_s)
+        self.adapters = FleetAdapters(self._book, self._serving, num_engines=len(links))
+        self._required: frozenset[str] | None = None  # while starting
+        self._dispatcher: Dispatcher | None = None  # one engine needs none, nor the work of counting for it
+        if len(links) > 1:
+            router = AffinityRouter(served_name) if make_router is None else make_router(self._book.ranks)
+            self._dispatcher = Dispatcher(router, len(links), self._book.ranks)
+        on_ended = None if self._dispatcher is None else self._dispatcher.ended
+
+        def make_client(make_link: Callable[[], EngineLink]) -> EngineClient:
+            return EngineClient(make_link(), observe=observe, on_ended=on_ended)
+
+        self._keepers = [
+            EngineKeeper(
+                partial(make_client, make_link),
+                self._book,
+                lose=self._lose,
+                restarts=restarts or RestartPolicy(),
+                hang_timeout_s=hang_timeout_s,
+            )
+            for make_link in links
+        ]
+        self._num_in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The state of the engine that is best off."""
+        states = [keeper.state for keeper in self._keepers]
+        return next(state for state in BEST_FIRST if state in states)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Limits and sizes of an engine; the same for every engine of one configuration.
+
+        Raises:
+            CapacityError: None has started yet.
+        """
+        for keeper in self._keepers:
+            if keeper.info is not None:
+                return keeper.info
+        raise _unavailable(State.STARTING)
+
+    @property
+    def num_restarts(self) -> int:
+        """Engines started after the first of each."""
+        return sum(keeper.num_restarts for keeper in self._keepers)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Answers being given; see ``in_flight``."""
+        return self._num_in_flight
+
+    @property
+    def pids(self) -> list[int | None]:
+        """The process of each engine; ``None`` before there is one."""
+        return [None if keeper.client is None else keeper.client.pid for keeper in self._keepers]
+
+    def check_serving(self) -> None:
+        """Raise unless a request would be taken now.
+
+        Raises:
+            CapacityError: No engine serves; the message says why, and when to try again.
+        """
+        if self.state is not State.SERVING:
+            raise _unavailable(self.state)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self, modules: Sequence[LoraModule] = ()) -> None:
+        """Start the engines and load the adapters given at start.
+
+        Raises:
+            ManyloraError: An engine refused its configuration, or a required adapter is bad: the message names it.
+        """
+        self._book.open(modules)
+        self._required = frozenset(module.name for module in modules if module.is_required)
+        await asyncio.gather(*(keeper.start() for keeper in self._keepers))
+        self._required = None
+
+    async def run(self) -> None:
+        """Watch the engines and restart those that die, until drained or stopped.
+
+        An engine that dies too often is left out, as long as there is another.
+
+        Raises:
+            EngineDead: The last one died too often.
+        """
+        await asyncio.gather(*(self._keep(keeper) for keeper in self._keepers))
+
+    def drain(self) -> None:
+        """Take no new requests from now on."""
+        for keeper in self._keepers:
+            keeper.drain()
+
+    async def idle(self) -> None:
+        """Wait until no answer is being given."""
+        while self._num_in_flight:
+            await self._idle.wait()
+
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count an answer as being given while inside: from its submission to its last byte."""
+        self._num_in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_in_flight -= 1
+            if not self._num_in_flight:
+                self._idle.set()
+
+    async def stop(self, reason: str = "The server is shutting down.") -> None:
+        """End the engines; all that is in flight fails with ``reason``."""
+        await asyncio.gather(*(keeper.stop(EngineDead(reason)) for keeper in self._keepers))
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Add requests, all or none, and return the stream of their outputs, once the engines have accepted them.
+
+        Each goes to the engine that the router picks.
+
+        Raises:
+            RequestError: One of them is wrong.
+            CapacityError: No room now, or no engine.
+            EngineDead: An engine died before it had answered.
+        """
+        stream = OutputStream()
+        await self._dispatch(requests, stream, each=False)
+        return stream
+
+    async def submit_each(self, requests: Sequence[Request], stream: OutputStream) -> dict[str, ManyloraError]:
+        """Add those requests that can be, with their outputs on a stream that is there; return the others' errors.
+
+        Returns:
+            Why a request was refused, by its id.
+
+        Raises:
+            CapacityError: No engine.
+            EngineDead: An engine died before it had answered; no request is left.
+        """
+        return await self._dispatch(requests, stream, each=True)
+
+    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
+        """Stop working on requests; nothing more arrives for them.
+
+        Args:
+            request_ids: Those that have ended already are ignored.
+            stopped: Their text reached a stop string: a good end, not a client that left.
+        """
+        for keeper in self._keepers:
+            if keeper.client is not None:
+                keeper.client.cancel(request_ids, stopped=stopped)
+
+    async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
+        """Return the counters of all engines and the state of every adapter, or of the busiest ``num_adapters``.
+
+        Raises:
+            CapacityError: No engine.
+            EngineDead: It died before it had answered.
+        """
+        clients = list(self._serving().values())
+        if len(clients) == 1:
+            return await clients[0].snapshot(num_adapters)
+        # An adapter's figures are to be added up, so every engine has to tell of all of them.
+        asked = None if num_adapters != 0 else 0
+        taken = await asyncio.gather(*(client.snapshot(asked) for client in clients), return_exceptions=True)
+        parts = successes(taken)
+        statuses = merge_statuses([statuses for _, statuses in parts])
+        if num_adapters is not None:
+            statuses = busiest(statuses, num_adapters)
+        return merge_stats([stats for stats, _ in parts]), statuses
+
+    # -- the engines -------------------------------------------------------------------------------------------------
+
+    def _serving(self) -> dict[int, EngineClient]:
+        """Return the engines that serve, by number.
+
+        Raises:
+            CapacityError: None does.
+        """
+        clients = {
+            index: keeper.client
+            for index, keeper in enumerate(self._keepers)
+            if keeper.state is State.SERVING and keeper.client is not None
+        }
+        if not clients:
+            raise _unavailable(self.state)
+        return clients
+
+    async def _dispatch(
+        self, requests: Sequence[Request], stream: OutputStream, *, each: bool
+    ) -> dict[str, ManyloraError]:
+        """Submit every request to its engine."""
+        clients = self._serving()
+        if self._dispatcher is None:
+            return await clients[0].submit(requests, stream, each=each)
+        shares: dict[int, list[Request]] = {}
+        for request in requests:
+            shares.setdefault(self._dispatcher.dispatch(request, clients), []).append(request)
+        submitted = [clients[engine].submit(share, stream, each=each) for engine, share in shares.items()]
+        refused: dict[str, ManyloraError] = {}
+        try:
+            for errors in await asyncio.gather(*submitted):
+                refused |= errors
+        except BaseException:
+            self.cancel([request.request_id for request in requests])
+            raise
+        return refused
+
+    async def _lose(self, error: AdapterError) -> None:
+        """Go on without an adapter that an engine could not be given; requests for it say 404 from now on.
+
+        Raises:
+            AdapterError: The service may not start without it.
+        """
+        if self._required is not None and error.adapter in self._required:
+            raise error
+        event = "adapter_lost" if self._required is None else "adapter_left_out"
+        logger.error("%s name=%s reason=%s", event, error.adapter, error.reason)
+        await self.adapters.lose(error.adapter)
+
+    async def _keep(self, keeper: EngineKeeper) -> None:
+        try:
+            await keeper.run()
+        except EngineDead as error:
+            if all(one.state is State.STOPPED for one in self._keepers):
+                raise
+            logger.error("engine_given_up engine=%d error=%s", self._keepers.index(keeper), error)
+
+
+def _unavailable(state: State) -> CapacityError:
+    reason, retry_after_s = UNAVAILABLE[state]
+    return CapacityError(reason, retry_after_s=retry_after_s, status=503)

@@ -1,0 +1,170 @@
+"""Adapters of a fleet, by name: a change is carried out on every engine, and then written in the book."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from manylora.engine.status import AdapterStatus
+from manylora.errors import CapacityError, EngineDead, ManyloraError
+from manylora.hosting.adapter_book import AdapterBook, LoadedAdapter
+from manylora.hosting.client import EngineClient
+from manylora.hosting.protocol import Fault
+
+__all__ = ["FleetAdapters", "successes"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class FleetAdapters:
+    """Loads, unloads, pins and warms adapters on all engines. Belongs to the event loop's thread.
+
+    Args:
+        book: The adapters that engines hold.
+        serving: Returns the engines that serve, by number; raises ``CapacityError`` where none does.
+        num_engines: Engines in the fleet, for messages.
+    """
+
+    def __init__(self, book: AdapterBook, serving: Callable[[], dict[int, EngineClient]], *, num_engines: int) -> None:
+        self._book = book
+        self._serving = serving
+        self._num_engines = num_engines
+
+    @property
+    def loaded(self) -> Mapping[str, LoadedAdapter]:
+        """The adapters that are loaded, by name."""
+        return self._book.adapters
+
+    async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
+        """Load an adapter on every engine, and on those that start later.
+
+        Requests that arrive after this returns use the new weights, those that arrived before finish on the old. A
+        new adapter that one engine cannot load is loaded on none; a replacement stays where it succeeded, and the
+        error names the engines that still have the old.
+
+        Raises:
+            AdapterExists: The name is taken.
+            AdapterError: It cannot be served.
+            CapacityError: No engine, or no room.
+        """
+        async with self._book.free(name, may_replace=replace_existing) as before:
+            load = partial(EngineClient.load_adapter, name=name, path=path, replace=replace_existing)
+            undo = None if before is not None else partial(EngineClient.unload_adapter, name=name)
+            status = await self._everywhere(load, undo=undo)
+            self._book.note_load(name, path, status)
+            if before is not None and before.is_pinned and not status.is_pinned:
+                status = await self._everywhere(lambda client: client.pin_adapter(name, True))
+            logger.info("adapter_loaded name=%s path=%s generation=%d", name, path, status.generation)
+            return status
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter and forget it; requests in flight finish on it.
+
+        Raises:
+            AdapterNotFound: No such name.
+            CapacityError: No engine.
+        """
+        async with self._book.known(name):
+            await self._everywhere(lambda client: client.unload_adapter(name))
+            self._book.forget(name)
+            logger.info("adapter_unloaded name=%s", name)
+
+    async def pin(self, name: str, pinned: bool) -> AdapterStatus:
+        """Keep an adapter on the device of every engine, or no longer; engines that start later do the same.
+
+        Raises:
+            AdapterNotFound: No such name.
+            CapacityError: No engine, or no room to pin.
+        """
+        async with self._book.known(name):
+            is_change = self._book.adapters[name].is_pinned != pinned
+            undo = partial(EngineClient.pin_adapter, name=name, pinned=not pinned) if is_change else None
+            status = await self._everywhere(lambda client: client.pin_adapter(name, pinned), undo=undo)
+            self._book.note_pin(name, pinned)
+            return status
+
+    async def warm(self, name: str) -> AdapterStatus:
+        """Begin to copy an adapter to the device of every engine, before a request asks for it.
+
+        Raises:
+            AdapterNotFound: No such name.
+            CapacityError: No engine, or no room.
+        """
+        async with self._book.known(name):
+            return await self._everywhere(lambda client: client.warm_adapter(name))
+
+    async def lose(self, name: str) -> None:
+        """Strike an adapter out that an engine could not be given: every engine serves the same names."""
+        self._book.forget(name)
+        with contextlib.suppress(CapacityError):
+            unloads = [client.unload_adapter(name) for client in self._serving().values()]
+            await asyncio.gather(*unloads, return_exceptions=True)
+
+    async def _everywhere(
+        self,
+        act: Callable[[EngineClient], Awaitable[T]],
+        *,
+        undo: Callable[[EngineClient], Awaitable[object]] | None = None,
+    ) -> T:
+        """Act on every engine that serves, and on those that begin to while others are still at it.
+
+        An engine that dies meanwhile does not count, as long as there is another: the book will bring it up to date.
+
+        Args:
+            act: The change.
+            undo: Takes it back where it succeeded, if it fails elsewhere.
+
+        Raises:
+            ManyloraError: It failed somewhere; of several engines the message names those that have not done it.
+        """
+        results: dict[int, T | BaseException] = {}
+        clients: dict[int, EngineClient] = {}
+        serving = self._serving()
+        while pending := {index: one for index, one in serving.items() if clients.get(index) is not one}:
+            clients |= pending
+            done = await asyncio.gather(*map(act, pending.values()), return_exceptions=True)
+            results |= dict(zip(pending, done, strict=True))
+            with contextlib.suppress(CapacityError):
+                serving = self._serving()
+        failed = {
+            index: result
+            for index, result in results.items()
+            if isinstance(result, BaseException) and not isinstance(result, EngineDead)
+        }
+        if failed and undo is not None:
+            undone = (undo(one) for index, one in clients.items() if not isinstance(results[index], BaseException))
+            await asyncio.gather(*undone, return_exceptions=True)
+        if failed:
+            raise self._named(next(iter(failed.values())), list(failed))
+        return successes(list(results.values()))[0]
+
+    def _named(self, error: BaseException, engines: Sequence[int]) -> BaseException:
+        """Return an error that names the engines it is true of, where there are several."""
+        if self._num_engines == 1 or not isinstance(error, ManyloraError):
+            return error
+        where = f"{'engine' if len(engines) == 1 else 'engines'} {', '.join(map(str, engines))} of {self._num_engines}"
+        fault = Fault.of(error)
+        return msgspec.structs.replace(
+            fault, message=f"{where}: {fault.message}", reason=f"{where}: {fault.reason}"
+        ).to_error()
+
+
+def successes(results: Sequence[T | BaseException]) -> list[T]:
+    """Return the results of the engines that are alive.
+
+    Raises:
+        EngineDead: None is.
+    """
+    succeeded = [result for result in results if not isinstance(result, BaseException)]
+    for result in results:
+        if isinstance(result, BaseException) and not (succeeded and isinstance(result, EngineDead)):
+            raise result
+    return succeeded

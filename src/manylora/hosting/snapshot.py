@@ -1,0 +1,73 @@
+"""Several engines seen as one: counters added up, and each adapter where it is best off."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+
+from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.types import Tier
+
+__all__ = ["busiest", "merge_stats", "merge_statuses"]
+
+HEIGHT = {Tier.DISK: 0, Tier.HOST: 1, Tier.DEVICE: 2}
+STATES = ("idle", "evicting", "loading", "active")
+"""States of an adapter; of several engines the last of these counts."""
+
+
+def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """Return the stats of a fleet: sums, names once, and the queues of all engines."""
+    sums = {
+        one.name: sum(getattr(part, one.name) for part in parts) for one in fields(EngineStats) if one.type == "int"
+    }
+    return replace(
+        parts[0],
+        **sums
+        | {
+            "num_registered": max(part.num_registered for part in parts),  # every engine has every name
+            "running_adapters": _names(part.running_adapters for part in parts),
+            "waiting_adapters": _names(part.waiting_adapters for part in parts),
+            "queues": tuple(queue for part in parts for queue in part.queues),
+        },
+    )
+
+
+def merge_statuses(parts: Sequence[Sequence[AdapterStatus]]) -> tuple[AdapterStatus, ...]:
+    """Return the state of every adapter that some engine knows."""
+    by_name: dict[str, list[AdapterStatus]] = {}
+    for part in parts:
+        for status in part:
+            by_name.setdefault(status.name, []).append(status)
+    return tuple(_merge(statuses) for statuses in by_name.values())
+
+
+def busiest(statuses: Iterable[AdapterStatus], num_adapters: int) -> tuple[AdapterStatus, ...]:
+    """Return those highest in the tiers, of these the ones with requests, then the most used; as an engine does."""
+
+    def use(status: AdapterStatus) -> tuple[int, bool, int]:
+        return HEIGHT[status.tier], status.num_running + status.num_waiting > 0, status.num_requests
+
+    return tuple(heapq.nlargest(num_adapters, statuses, key=use))
+
+
+def _merge(statuses: Sequence[AdapterStatus]) -> AdapterStatus:
+    used = [one.last_used_s for one in statuses if one.last_used_s is not None]
+    prices = [one.price for one in statuses if one.price is not None]
+    return replace(
+        statuses[0],
+        generation=max(one.generation for one in statuses),
+        tier=max((one.tier for one in statuses), key=HEIGHT.__getitem__),
+        state=max((one.state for one in statuses), key=STATES.index),
+        is_pinned=all(one.is_pinned for one in statuses),
+        num_running=sum(one.num_running for one in statuses),
+        num_waiting=sum(one.num_waiting for one in statuses),
+        num_requests=sum(one.num_requests for one in statuses),
+        num_hits=sum(one.num_hits for one in statuses),
+        last_used_s=min(used, default=None),
+        price=max(prices, default=None),
+    )
+
+
+def _names(parts: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(sorted({name for part in parts for name in part}))

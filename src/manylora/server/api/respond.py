@@ -1,0 +1,252 @@
+"""From a checked body to an answer on its way: what completions and chat completions share.
+
+Answers are sent whole, or as server-sent events. The part that every chunk of a stream repeats is encoded once per
+stream; a chunk is a few concatenations around one encoded string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from manylora.errors import ManyloraError, ModelNotFound, RequestError
+from manylora.execution.sampling.grammar import check_schema
+from manylora.hosting.client import Flush
+from manylora.server.api.answers import Answers, ClientGone, Piece
+from manylora.server.api.context import Context
+from manylora.server.api.schemas import SamplingFields, StreamOptions
+from manylora.server.errors import error_body, error_response
+from manylora.server.http_protocol import WriteChunk, chunk_writer
+from manylora.types import Request, SamplingParams
+
+__all__ = ["LEAST_LOGPROB", "LONG_TEXT", "NOTHING_ELSE", "AnswerFormat", "respond"]
+
+LONG_TEXT = 20_000
+"""Characters beyond which text is tokenized on a thread: a millisecond or more that others would wait for."""
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies must not gather events
+]
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say; vLLM's number."""
+
+NOTHING_ELSE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
+"""How a chunk's choice ends when it brings text alone, as nearly all do: those need no encoder."""
+
+encode = msgspec.json.encode
+
+
+class AnswerFormat(Protocol):
+    """How completions, or chat completions, look."""
+
+    object: str
+    chunk_object: str
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        """Return the chunk's choice as JSON; ``None`` where there is nothing to say."""
+        ...
+
+    def choice(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Return a whole answer's choice."""
+        ...
+
+
+async def respond(
+    context: Context,
+    body: SamplingFields,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    form: AnswerFormat,
+    *,
+    tenant: str,
+    id_prefix: str,
+) -> Response:
+    """Submit the prompts and return the response that will carry the answers.
+
+    Raises:
+        RequestError: The engine refuses one of them.
+        CapacityError: No room, or no engine.
+    """
+    num_answers = body.n or 1
+    most = context.engine_config.scheduler.max_waiting
+    if len(prompts) * num_answers > most:
+        raise RequestError(
+            f"Got {len(prompts)} prompts with n = {num_answers}, expected at most {most} answers in one request",
+            param="prompt" if len(prompts) > 1 else "n",
+        )
+    if not body.model:  # the engine would take it for the base
+        raise ModelNotFound("Got an empty model name, which does not exist", param="model")
+    if sampling.json_schema is not None:
+        await _check_schema(sampling.json_schema)
+    answer_id = id_prefix + uuid.uuid4().hex
+    requests = [
+        Request(
+            request_id=f"{answer_id}-{index * num_answers + choice}",
+            prompt=prompt,
+            sampling=_of_choice(sampling, choice),
+            model=body.model,
+            tenant=tenant,
+            cache_salt=body.cache_salt or "",
+            priority=body.priority or 0,
+        )
+        for index, prompt in enumerate(prompts)
+        for choice in range(num_answers)
+    ]
+    answers = Answers(context.fleet, context.tokenizer, requests, num_answers=num_answers)
+    await answers.start()
+    head = {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
+    if body.stream:
+        return _EventStream(answers, form, head=head, fingerprint=context.fingerprint, options=body.stream_options)
+    return _Whole(answers, form, head=head, fingerprint=context.fingerprint)
+
+
+async def _check_schema(schema: str) -> None:
+    try:
+        await asyncio.to_thread(check_schema, schema)  # some take milliseconds
+    except RequestError as error:
+        raise RequestError(str(error), param="response_format") from None
+
+
+def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Give each of ``n`` answers a seed of its own, or they would all be the same."""
+    if sampling.seed is None or choice == 0:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + choice) % 2**63)
+
+
+class _Envelope:
+    """The fields around the choices; made when the first output tells which adapter version answers."""
+
+    def __init__(self, head: dict[str, Any], answers: Answers, fingerprint: str) -> None:
+        if answers.adapter is not None:
+            fingerprint += f"-{answers.adapter[:12]}"
+        self.fields = {**head, "system_fingerprint": fingerprint}
+        self.prefix = b"data: " + encode(self.fields)[:-1] + b',"choices":['
+
+
+class _EventStream(Response):
+    """An answer as server-sent events; an ASGI application in itself.
+
+    Args:
+        answers: Started.
+        form: How the chunks look.
+        head: The fields every chunk begins with.
+        fingerprint: Of the server's configuration.
+        options: The client's ``stream_options``.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        form: AnswerFormat,
+        *,
+        head: dict[str, Any],
+        fingerprint: str,
+        options: StreamOptions | None,
+    ) -> None:
+        self._answers = answers
+        self._form = form
+        self._head = {**head, "object": form.chunk_object}
+        self._fingerprint = fingerprint
+        self._include_usage = options is not None and bool(options.include_usage)
+        self._usage_everywhere = self._include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until every answer has finished, the engine fails, or the client leaves."""
+        async with self._answers.while_connected(receive):
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            try:
+                await self._send_chunks(send, chunk_writer(scope))
+            except ClientGone:
+                return
+            except ManyloraError as error:
+                # The status is long gone: say it in an event, as vLLM does and the openai client expects.
+                await _send_body(send, b"data: " + encode(error_body(error)) + b"\n\n" + DONE)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_chunks(self, send: Send, write_chunk: WriteChunk) -> None:
+        answers, form = self._answers, self._form
+        envelope: _Envelope | None = None
+        suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
+
+        def write(pieces: list[Piece]) -> Flush | None:
+            nonlocal envelope, suffix
+            if envelope is None:
+                envelope = _Envelope(self._head, answers, self._fingerprint)
+            if self._usage_everywhere:
+                suffix = b'],"usage":' + encode(answers.usage()) + b"}\n\n"
+            body = b""
+            for piece in pieces:  # nearly always one
+                chunk = form.chunk(piece)
+                if chunk is not None:
+                    body += envelope.prefix + chunk + suffix
+            return None if not body or write_chunk(body) else functools.partial(_send_body, send, body)
+
+        await answers.deliver(write)
+        assert envelope is not None
+        last = b""
+        if self._include_usage:
+            last = envelope.prefix + b'],"usage":' + encode(answers.usage()) + b"}\n\n"
+        await _send_body(send, last + DONE)
+
+
+async def _send_body(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+class _Whole(Response):
+    """A whole answer in one response; an ASGI application in itself.
+
+    Args:
+        answers: Started.
+        form: How the choices look.
+        head: The fields the response begins with.
+        fingerprint: Of the server's configuration.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        form: AnswerFormat,
+        *,
+        head: dict[str, Any],
+        fingerprint: str,
+    ) -> None:
+        self._answers = answers
+        self._form = form
+        self._head = {**head, "object": form.object}
+        self._fingerprint = fingerprint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the answers, then send them."""
+        async with self._answers.while_connected(receive):
+            gathered: dict[int, list[Piece]] = {}
+
+            def gather(pieces: list[Piece]) -> None:
+                for piece in pieces:
+                    gathered.setdefault(piece.index, []).append(piece)
+
+            try:
+                await self._answers.deliver(gather)
+            except ClientGone:
+                return
+            except ManyloraError as error:
+                response = error_response(error)
+            else:
+                envelope = _Envelope(self._head, self._answers, self._fingerprint)
+                choices = [self._form.choice(gathered[index]) for index in sorted(gathered)]
+                body = {**envelope.fields, "choices": choices, "usage": self._answers.usage()}
+                response = Response(encode(body), media_type="application/json")
+            await response(scope, receive, send)
