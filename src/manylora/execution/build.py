@@ -86,7 +86,7 @@ def build_parts(
     sampler = make_sampler(base) if make_sampler is not None else _plain_sampler(base, loaded.device)
     resident: dict[AdapterKey, ResidentAdapter] = {}
     directory = GroupDirectory.of(base) if kernel in TABLE_KERNELS else None
-    space = LoraSpace(directory, storage.flat) if directory is not None else None
+    space = LoraSpace(directory, storage.flat, TABLE_KERNELS[kernel]) if directory is not None else None
     ops = make_device_ops(loaded.device)
     attention: AttentionKernel = TorchAttentionKernel(storage)
     if choose_attention(config.model.attention_kernel, loaded.device) == "triton":
@@ -105,7 +105,6 @@ def build_parts(
             vocab_size=base.vocab_size,
             max_num_seqs=config.scheduler.max_num_seqs,
             space=space,
-            is_padded=kernel == "padded",
         )
     runner = ModelRunner(loaded.model, step, storage, sampler, resident, space, attention, ops, graphs)
     check_sequences_are_separate(runner, base, num_pages)
