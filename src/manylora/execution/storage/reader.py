@@ -18,7 +18,7 @@ from manylora.types import AdapterVersion
 __all__ = ["HostReader"]
 
 NUM_READERS = 2
-"""As many adapters are read at once as the threads that ask can ask for, in registration and in re-reads."""
+"""Most processes: as many as the threads that register adapters, and as those that re-read them."""
 
 
 class HostReader:

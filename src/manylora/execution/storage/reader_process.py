@@ -16,14 +16,13 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +34,9 @@ from manylora.adapters.read import read_adapter
 from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = ["ReaderProcess", "main", "serve"]
 
@@ -116,6 +118,8 @@ class ReaderProcess:
         return self._pipe or self._start()
 
     def _start(self) -> Connection:
+        import subprocess  # here and not above, like all that the process itself does not need: it starts sooner
+
         here, there = Pipe()
         # -P: files of the working directory are not for importing.
         # Not `-m`: run as a main module, its classes would be others than ours.
@@ -178,6 +182,8 @@ class _MemoryFile:
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("manylora-adapter")
         else:
+            import tempfile
+
             self.descriptor, path = tempfile.mkstemp()
             os.unlink(path)
         os.ftruncate(self.descriptor, num_bytes)
