@@ -109,7 +109,7 @@ class Bench:
                 versions, _ = self.adapters(num, rank, ALL_LINEAR)
                 tables = [engine.runner._resident[v.key].table for v in versions]
                 spans = [(batch * i // num, batch * (i + 1) // num, table) for i, table in enumerate(tables)]
-                step = BatchTables(space, [span for span in spans if span[1] > span[0]]).ragged  # type: ignore[misc]
+                step = BatchTables(space, [span for span in spans if span[1] > span[0]]).step  # type: ignore[misc]
                 for family in sorted({name.rpartition(".")[2] for name in space.directory.groups} - {"lm_head"}):
                     chosen = [g for name, g in space.directory.groups.items() if name.endswith(f".{family}")]
                     width = sum(columns for _, columns in chosen[0].modules)

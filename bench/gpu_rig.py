@@ -22,6 +22,7 @@ from manylora.execution.attention.paged import ATTENTION_NAME, register_attentio
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS
+from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.tile_tables import make_template
@@ -305,6 +306,7 @@ class Engine:
         if (graphs := self.runner._graphs) is not None:
             graphs._present[:] = False
             graphs._written = None
+            graphs._written = None
 
     def use_kernel(self, name: str | None) -> None:
         """Run adapters by another kernel, without graphs; ``None`` goes back to what serves."""
@@ -314,6 +316,7 @@ class Engine:
             name = "ragged"
         else:
             runner._graphs = None
-            runner._space = self._served[1] if name in TABLE_KERNELS else None
+            space, blocks = self._served[1], TABLE_KERNELS.get(name)
+            runner._space = LoraSpace(space.directory, space.pool, blocks) if space and blocks else None
         runner._step.kernel = LORA_KERNELS[name]
         runner._last_lora = None

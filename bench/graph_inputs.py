@@ -25,7 +25,7 @@ from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DirectOps
 from manylora.execution.lora.batch import StepContext
-from manylora.execution.lora.naive import apply_naive
+from manylora.execution.lora.comparison import apply_naive
 from manylora.execution.lora.tables import LoraSpace, StepTables, measure
 from manylora.execution.machine import describe_machine
 from manylora.execution.storage.page_tensor import PageTensor

@@ -29,7 +29,6 @@ import psutil
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.size import square_adapter_bytes
 from manylora.catalog.models import base_shape
 from manylora.memory.allocator import Owner, PageAllocator
 
@@ -304,6 +303,17 @@ def compare(base: BaseShape, *, num_adapters: int, num_loads: int, seed: int = 0
         "slots": Slots(SHARE_BYTES, max(size.num_bytes for size in sizes)),
     }
     return {name: churn(arena, sizes, num_loads=num_loads, seed=seed) for name, arena in arenas.items()}
+
+
+def square_adapter_bytes(base: BaseShape, rank: int, num_targets: int) -> int:
+    """Return layers x targets x 2 x rank x hidden size x bytes per element: the usual formula.
+
+    It takes every projection as square. With grouped-query attention K and V are much narrower than the model, with a
+    gated MLP three projections are much wider: a pool sized by it holds the wrong number of adapters.
+
+    Source: "Per-Adapter Memory Footprint", multi-LoRA serving article.
+    """
+    return base.num_layers * num_targets * 2 * rank * base.hidden_size * base.page.element_bytes
 
 
 def size_table(bases: Sequence[BaseShape]) -> list[str]:

@@ -14,10 +14,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from manylora.adapters.read import read_adapter
-from manylora.adapters.tensors import read_safetensors
 from manylora.clock import Clock
 from manylora.config import EngineConfig
-from manylora.execution.storage.bin_reader import read_bin
 from manylora.ports import EngineParts
 from manylora.types import AdapterVersion
 
@@ -75,8 +73,7 @@ class PackingReader:
     """Reads real adapters of the tiny base, as the torch executor does."""
 
     def read(self, name: str, path: str) -> AdapterVersion:
-        readers = {".safetensors": read_safetensors, ".bin": read_bin}
-        return read_adapter(name, path, tiny_base(), max_bytes=1 << 26, tensor_readers=readers).version
+        return read_adapter(name, path, tiny_base(), max_bytes=1 << 26).version
 
 
 def packing_parts(config: EngineConfig, clock: Clock) -> EngineParts:

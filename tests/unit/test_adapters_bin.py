@@ -1,4 +1,5 @@
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -6,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from manylora.adapters.bin_file import read_bin
 from manylora.errors import AdapterError
-from manylora.execution.storage.bin_reader import read_bin
 
 LIMIT = 1 << 20
+REBUILD = torch._utils._rebuild_parameter
 
 
 def saved(path: Path, content: Any, **options: Any) -> Path:
@@ -54,6 +56,67 @@ def test_tensors_come_back_as_stored(tmp_path: Path) -> None:
 def test_more_or_larger_than_tensors_is_refused(content: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=words):
         read_bin("mine", saved(tmp_path / "adapter_model.bin", content), LIMIT)
+
+
+class Built:
+    """Pickles as an allowed object whose state is set afterwards."""
+
+    def __init__(self, function: Any, args: tuple, state: Any) -> None:
+        self.parts = function, args, state
+
+    def __reduce__(self) -> tuple:
+        return self.parts
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a": Built(REBUILD, (torch.ones(2), False, OrderedDict()), (None, {"offset": 1 << 40}))},
+        {"a": Built(REBUILD, (torch.ones(2), False, OrderedDict()), {"offset": 1 << 40})},
+        {"a": Built(REBUILD, (3, False, OrderedDict()), None)},
+    ],
+)
+def test_the_state_of_a_tensor_cannot_be_set(content: Any, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=r"damaged|more than tensors"):
+        read_bin("mine", saved(tmp_path / "adapter_model.bin", content), LIMIT)
+
+
+def test_metadata_of_a_state_dict_is_passed_over(tmp_path: Path) -> None:
+    content = OrderedDict(a=torch.ones(2))
+    content._metadata = {"version": 1}  # type: ignore[attr-defined]
+    content.items_ = torch.ones(1)  # type: ignore[attr-defined]
+    assert read_bin("mine", saved(tmp_path / "adapter_model.bin", content), LIMIT).keys() == {"a"}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (1, (2, 2), (2, 1)),
+        (0, (2, 3), (2, 1)),
+        (0, (1 << 61, 0), (1, 1)),
+        (-1, (2,), (1,)),
+        (0, (2,), (-1,)),
+        (0, (2,), (1, 1)),
+    ],
+)
+def test_a_tensor_lies_in_its_storage(arguments: tuple, tmp_path: Path) -> None:
+    storage = torch.ones(4).storage()
+    window = Built(torch._utils._rebuild_tensor_v2, (storage, *arguments, False, OrderedDict()), None)
+    path = saved(tmp_path / "adapter_model.bin", {"a": window})
+    if arguments[1][-1] == 0:
+        assert read_bin("mine", path, LIMIT)["a"].data.size == 0
+        return
+    with pytest.raises(AdapterError, match="damaged"):
+        read_bin("mine", path, LIMIT)
+
+
+def test_a_memo_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "adapter_model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}r\xff\xff\xff\x7f.")
+    with pytest.raises(AdapterError, match="damaged"):
+        read_bin("mine", path, LIMIT)
 
 
 def test_a_compressed_archive_is_refused_unread(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.adapters.packed import PackedAdapter, unpack
-from manylora.adapters.read import SAFETENSORS, read_adapter
-from manylora.execution.storage.bin_reader import read_bin
+from manylora.adapters.read import read_adapter
 
 pytestmark = [
     # PEFT's own: what it calls in transformers, and what it tells whoever saves an adapted embedding.
@@ -84,8 +83,7 @@ def tuned(request: pytest.FixtureRequest) -> PeftModel:
 
 
 def read(directory: Path) -> PackedAdapter:
-    readers = {**SAFETENSORS, ".bin": read_bin}
-    return read_adapter("mine", directory, BASE, max_bytes=1 << 24, tensor_readers=readers)
+    return read_adapter("mine", directory, BASE, max_bytes=1 << 24)
 
 
 @pytest.mark.parametrize("tuned", VARIANTS, indirect=True)

@@ -8,19 +8,17 @@ from bad_adapters import BAD_ADAPTERS, BadAdapter, adapter_config, adapter_tenso
 from safetensors.numpy import save_file
 
 from manylora.adapters.packed import PackedAdapter, unpack
-from manylora.adapters.read import SAFETENSORS, read_adapter
+from manylora.adapters.read import read_adapter
 from manylora.adapters.report import inspect_adapter
 from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
-from manylora.execution.storage.bin_reader import read_bin
 
 BASE = tiny_base()
-READERS = {**SAFETENSORS, ".bin": read_bin}
 LIMIT = 64 * 1024 * 1024
 
 
 def read(path: Path, base: BaseShape = BASE, max_bytes: int = LIMIT) -> PackedAdapter:
-    return read_adapter("mine", path, base, max_bytes=max_bytes, tensor_readers=READERS)
+    return read_adapter("mine", path, base, max_bytes=max_bytes)
 
 
 @pytest.mark.parametrize("bad", BAD_ADAPTERS, ids=lambda bad: bad.slug)

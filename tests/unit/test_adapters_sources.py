@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 from bad_adapters import tiny_base, write_good_adapter
+from paging import square_adapter_bytes
 
-from manylora.adapters.size import adapter_bytes, square_adapter_bytes
+from manylora.adapters.methods import PLAIN_LORA
+from manylora.adapters.shape import BaseShape
 from manylora.adapters.sources import check_name, resolve_path
 from manylora.errors import AdapterError, AdapterForbidden, AdapterNotFound
 
@@ -115,6 +117,11 @@ def test_good_names(name: str) -> None:
 def test_bad_names(name: str) -> None:
     with pytest.raises(AdapterError, match="name"):
         check_name(name)
+
+
+def adapter_bytes(base: BaseShape, rank: int, targets: tuple[str, ...] | None = None) -> int:
+    modules = [m.name for m in base.modules if targets is None or m.name.rpartition(".")[2] in targets]
+    return PLAIN_LORA.lay_out(dict.fromkeys(base.all_linear if targets is None else modules, rank), base).weight_bytes
 
 
 def test_sizes_follow_the_real_shapes() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from manylora.adapters.layout import lay_out
-from manylora.adapters.size import adapter_bytes
+from manylora.adapters.methods import PLAIN_LORA
+from manylora.adapters.shape import BaseShape
 from manylora.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.catalog.hardware import HARDWARE, Hardware, find_hardware
 from manylora.catalog.models import MODELS, base_shape, dims_from_config, find_dims
@@ -74,6 +75,11 @@ def test_a_token_takes_two_operations_per_weight_it_meets() -> None:
     assert dense.flops_per_token() == pytest.approx(2 * 6.607e9, rel=1e-3)  # all but the embedding
     assert mixture.flops_per_token() == pytest.approx(2 * 12.75e9, rel=1e-2)  # "13B active"
     assert dense.flops_per_token(1000) - dense.flops_per_token() == 4 * 32 * 4096 * 1000
+
+
+def adapter_bytes(base: BaseShape, rank: int, targets: tuple[str, ...]) -> int:
+    modules = [module.name for module in base.modules if module.name.rpartition(".")[2] in targets]
+    return PLAIN_LORA.lay_out(dict.fromkeys(modules, rank), base).weight_bytes
 
 
 def test_adapters_have_the_published_sizes() -> None:

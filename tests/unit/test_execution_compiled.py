@@ -14,7 +14,7 @@ from manylora.execution.kernels.cpu.support import CompiledKernels, find_compile
 from manylora.execution.kernels.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
 from manylora.execution.lora.grouped import MAX_READ_ROWS, apply_grouped
 from manylora.execution.lora.parts import GroupParts, Part
-from manylora.execution.storage.resident import GroupWeights, ModuleWeights, Piece
+from manylora.execution.storage.resident import Piece, ResidentGroup, ResidentModule
 
 BLOCK, LAYERS, PAGES = 4, 3, 60
 
@@ -160,13 +160,13 @@ def scattered(pool: torch.Tensor, start: int, matrix: torch.Tensor, num_pieces: 
 
 def random_group(
     pool: torch.Tensor, start: int, in_features: int, widths: list[int], rank: int, num_pieces: int
-) -> tuple[GroupWeights, int]:
+) -> tuple[ResidentGroup, int]:
     a, start = scattered(pool, start, torch.randn(rank * len(widths), in_features) / 8, num_pieces)
     modules = []
     for index, width in enumerate(widths):
         b, start = scattered(pool, start, torch.randn(rank, width), num_pieces)
-        modules.append(ModuleWeights(index * rank, rank, sum(widths[:index]), b))
-    return GroupWeights(rank * len(widths), a, tuple(modules)), start
+        modules.append(ResidentModule(index * rank, rank, sum(widths[:index]), b))
+    return ResidentGroup(rank * len(widths), a, tuple(modules)), start
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

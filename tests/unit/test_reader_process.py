@@ -1,46 +1,54 @@
-"""Reading in a process of its own: the same adapter, the same refusals, and no harm when the helper dies."""
+"""Reading in a process of its own: the same adapter, the same refusals, and no harm when the process dies."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from bad_adapters import tiny_base, write_good_adapter
+from safetensors.numpy import load_file
 
 from manylora.adapters.read import read_adapter
 from manylora.errors import AdapterError, AdapterNotFound
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.reader import HostReader
-from manylora.execution.storage.reader_process import PackingProcess
+from manylora.execution.storage.reader_process import ReaderProcess
 
 BASE = tiny_base()
 LIMIT = 1 << 26
 
 
 @pytest.fixture(scope="module")
-def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PackingProcess]:
+def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReaderProcess]:
     """A helper that starts in a folder where a file has the name of a module."""
     folder = tmp_path_factory.mktemp("here")
     (folder / "pickle.py").write_text("raise ImportError('the wrong pickle')")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        helper = PackingProcess(BASE, max_bytes=LIMIT, dtype="auto")
+        helper = ReaderProcess(BASE, max_bytes=LIMIT, dtype="auto")
         yield helper
     helper.close()
 
 
-def test_it_packs_what_we_would_pack(helper: PackingProcess, tmp_path: Path) -> None:
+def test_it_packs_what_we_would_pack(helper: ReaderProcess, tmp_path: Path) -> None:
     for rank in (3, 3, 8):
         folder = write_good_adapter(tmp_path / f"a{rank}", BASE, rank=rank, seed=rank)
         found = helper.read("mine", str(folder))
         expected = read_adapter("mine", folder, BASE, max_bytes=LIMIT, dtype="auto")
-        assert found is not None and found.version == expected.version and found.layout == expected.layout
+        assert found.version == expected.version and found.layout == expected.layout
         np.testing.assert_array_equal(found.image, expected.image)
 
 
-def test_it_refuses_by_the_same_name(helper: PackingProcess, tmp_path: Path) -> None:
+def test_it_refuses_by_the_same_name(helper: ReaderProcess, tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFound, match="no directory"):
         helper.read("mine", str(tmp_path / "nowhere"))
     folder = write_good_adapter(tmp_path / "a", BASE)
@@ -50,26 +58,73 @@ def test_it_refuses_by_the_same_name(helper: PackingProcess, tmp_path: Path) -> 
     assert caught.value.adapter == "mine"
 
 
-def test_a_helper_that_died_costs_one_adapter_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def reader() -> Iterator[HostReader]:
+    reader = HostReader(BASE, HostTier(is_pinned=False), max_bytes=LIMIT, dtype="auto")
+    yield reader
+    reader.close()
+    assert all(process._process is None for process in reader._processes)
+
+
+def test_a_process_that_died_in_between_is_replaced(
+    reader: HostReader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = write_good_adapter(tmp_path / "a", BASE)
-    store = HostTier(is_pinned=False)
-    reader = HostReader(BASE, store, max_bytes=LIMIT, dtype="auto")
-    try:
-        version = reader.read("mine", str(folder))
-        for is_killed in (False, True, False):
-            store.drop(version.key)
-            if is_killed:
-                process = reader._helper._process
-                assert process is not None
-                process.kill()
-                process.wait()
-            image = reader.read_again(version).image
-            assert image.shape[0] == version.num_pages
-            assert ("packing_process_lost" in caplog.text) == is_killed
-            caplog.clear()
-    finally:
-        reader.close()
-    assert reader._helper._process is None
+    version = reader.read("mine", str(folder))
+    for is_killed in (False, True, False):
+        if is_killed:
+            process = reader._processes[0]._process
+            assert process is not None
+            process.kill()
+            process.wait()
+        image = reader.read_again(version).image
+        assert image.shape[0] == version.num_pages
+        assert ("reader_process_restarted" in caplog.text) == is_killed
+        caplog.clear()
+    assert reader._processes[1]._process is None, "one adapter at a time takes one process"
+
+
+def test_a_process_that_dies_over_an_adapter_refuses_it_alone(reader: HostReader, tmp_path: Path) -> None:
+    folder = write_good_adapter(tmp_path / "a", BASE)
+    version = reader.read("mine", str(folder))
+    process = reader._processes[0]._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        registration = thread.submit(reader.read, "yours", str(folder))
+        while reader._free.qsize() == 2:
+            time.sleep(0.001)
+        process.kill()
+        with pytest.raises(AdapterError, match="died while it read this one") as caught:
+            registration.result()
+    assert caught.value.adapter == "yours"
+    assert reader.read("yours", str(folder)) == version
+
+
+def test_two_adapters_are_read_at_once_and_no_file_stays_open(reader: HostReader, tmp_path: Path) -> None:
+    folders = [write_good_adapter(tmp_path / f"a{seed}", BASE, seed=seed) for seed in range(12)]
+    with ThreadPoolExecutor(4) as threads:
+        versions = list(threads.map(lambda folder: reader.read("mine", str(folder)), folders))
+        open_files = len(os.listdir("/dev/fd"))
+        more = [write_good_adapter(tmp_path / f"b{seed}", BASE, seed=100 + seed) for seed in range(12)]
+        versions += threads.map(lambda folder: reader.read("mine", str(folder)), more)
+    assert len({version.key for version in versions}) == 24
+    assert all(process._process is not None for process in reader._processes)
+    assert len(os.listdir("/dev/fd")) <= open_files
+
+
+def test_a_pickled_weight_file_is_read_there_too(reader: HostReader, tmp_path: Path) -> None:
+    folder = write_good_adapter(tmp_path / "a", BASE)
+    version = reader.read("mine", str(folder))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save({key: torch.from_numpy(value) for key, value in tensors.items()}, folder / "adapter_model.bin")
+    assert reader.read("mine", str(folder)).key == version.key
+
+
+def test_the_process_starts_without_torch() -> None:
+    code = "import sys, manylora.execution.storage.reader_process as p; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
 def test_other_weights_in_its_place_are_not_taken(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from triton_cases import DEVICE, HALVES, TOLERANCE, Group, Pool, make_base, poison, relative_error
 
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
-from manylora.execution.lora.tables import StepTables
+from manylora.execution.lora.tables import LoraSpace, StepTables
 
 pytest.importorskip("triton")
 
@@ -40,7 +40,7 @@ def run(
             LoraSegment(adapters[i][0], *((0, 0, start, stop) if is_sampled else (start, stop, 0, 0)))
             for start, stop, i in segments
         ),
-        pool.space if kernel in TABLE_KERNELS else None,
+        LoraSpace(pool.space.directory, pool.space.pool, TABLE_KERNELS[kernel]) if kernel in TABLE_KERNELS else None,
     )
     shape = GROUPS[group]
     width = sum(shape.sizes.values())

@@ -11,7 +11,8 @@ are stacked into one matrix, so that one product serves the group.
     A stack  [12, in]   rows 0..7 q, 8..11 v      ->   | A tile | B^T tile q | B^T tile v | next group ...
     B^T      q [8, out_q], v [4, out_v]
 
-There is no slot and no largest rank: a module takes its own rank and an absent one takes nothing.
+A method may add a *column scale* to a module: one number per output column, laid out as a matrix of
+one row. There is no slot and no largest rank: a module takes its own rank and an absent one takes nothing.
 
 Placement is first-fit decreasing over *runs*: as many rows of one matrix as a page holds. The tiles of a run
 lie directly behind one another, so an executor may see a run as one matrix; almost every matrix is one run.
@@ -21,7 +22,7 @@ run cut to fill them: this saves the last, mostly empty page, which is where a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from manylora.adapters.shape import ELEMENT_BYTES, BaseShape, PageShape, TargetModule
@@ -65,12 +66,14 @@ class ModuleLayout:
         rank: Its true rank.
         row: Its first row in the group's A stack (and column of the shrunk activations).
         b: Tiles of B^T ``[rank, out_features]``, scale folded in.
+        column_scale: Tiles of the column scale ``[1, out_features]``; none where the module has none.
     """
 
     module: TargetModule
     rank: int
     row: int
     b: tuple[Tile, ...]
+    column_scale: tuple[Tile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +211,9 @@ def _alignment(page: PageShape, dtype: str) -> int:
     return align if num_elements % align == 0 and num_elements >= 64 * align else 1
 
 
-def lay_out(ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None) -> AdapterLayout:
+def lay_out(
+    ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None, column_scaled: Collection[str] = ()
+) -> AdapterLayout:
     """Decide where every row of an adapter lies.
 
     A pure function of its arguments: the same adapter lies alike everywhere, so a host copy made once can be
@@ -218,6 +223,7 @@ def lay_out(ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None)
         ranks: Rank of each module that has weights, by module name; every name is in ``base.modules``.
         base: The base model.
         dtype: Type the weights are kept in; the page's own when ``None``.
+        column_scaled: Names of the modules with a column scale, all of them in ``ranks``.
 
     Returns:
         The layout; its tiles cover each matrix exactly once, never overlap and never cross a page.
@@ -229,28 +235,28 @@ def lay_out(ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None)
             members.setdefault(module.group, []).append(module)
     assert sum(map(len, members.values())) == len(ranks), "every module is one of the base's"
 
-    # Matrices in model order: a group's A stack, then its modules' B^T.
+    # Matrices in model order: a group's A stack, its modules' B^T, then their column scales.
     sizes: list[tuple[int, int]] = []
     for modules in members.values():
         sizes.append((sum(ranks[m.name] for m in modules), modules[0].in_features))
         sizes.extend((ranks[m.name], m.out_features) for m in modules)
+        sizes.extend((1, m.out_features) for m in modules if m.name in column_scaled)
     dtype = base.page.dtype if dtype is None else dtype
     page_elements = base.page.elements_of(dtype)
     packer = _Packer(page_elements, _alignment(base.page, dtype))
     packer.place_all([run for i, (rows, cols) in enumerate(sizes) for run in _cut(i, rows, cols, page_elements)])
 
-    placed = [tuple(sorted(packer.tiles[i], key=lambda t: (t.col, t.row))) for i in range(len(sizes))]
+    placed = iter([tuple(sorted(packer.tiles[i], key=lambda t: (t.col, t.row))) for i in range(len(sizes))])
     groups: dict[str, GroupLayout] = {}
-    index = 0
     for group, modules in members.items():
-        rank, in_features = sizes[index]
-        a = placed[index]
+        a = next(placed)
+        b = [next(placed) for _ in modules]
+        scales = [next(placed) if module.name in column_scaled else () for module in modules]
         row = 0
         parts = []
-        for b, module in zip(placed[index + 1 : index + 1 + len(modules)], modules, strict=True):
-            parts.append(ModuleLayout(module, ranks[module.name], row, b))
+        for module, b_tiles, scale_tiles in zip(modules, b, scales, strict=True):
+            parts.append(ModuleLayout(module, ranks[module.name], row, b_tiles, scale_tiles))
             row += ranks[module.name]
-        groups[group] = GroupLayout(group, rank, in_features, a, tuple(parts))
-        index += 1 + len(modules)
+        groups[group] = GroupLayout(group, row, modules[0].in_features, a, tuple(parts))
     used = sum(rows * cols for rows, cols in sizes)
     return AdapterLayout(groups=groups, num_pages=packer.num_pages, used_elements=used, dtype=dtype)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.adapters.layout import AdapterLayout, Tile
+from manylora.adapters.method import ModuleWeights
 from manylora.adapters.shape import PageShape
-from manylora.adapters.weights import ModuleWeights
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
 
@@ -84,6 +84,9 @@ def pack(
         _write(image, group.a, _encode(name, group.group, a_stack, dtype))
         for part, w in zip(group.modules, members, strict=True):
             _write(image, part.b, _encode(name, part.module.name, scaled_b(w).T, dtype))
+            if w.column_scale is not None:
+                scale = w.column_scale.as_float32().reshape(1, -1)
+                _write(image, part.column_scale, _encode(name, part.module.name, scale, dtype))
     return image
 
 
@@ -93,7 +96,7 @@ def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
         return weights.b.as_float32() * np.float32(weights.scale)
 
 
-def image_of(memory: mmap.mmap, layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
+def image_of(memory: mmap.mmap | NDArray[np.uint8], layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
     """Return the pages of a layout in ``memory``, as many bytes as they have."""
     return np.frombuffer(memory, _STORAGE[layout.dtype]).reshape(layout.num_pages, page.elements_of(layout.dtype))
 

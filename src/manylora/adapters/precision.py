@@ -1,10 +1,10 @@
 """The type an adapter's weights are kept in, where that may differ from the base's.
 
-On a CPU the base computes in float32, but what a decoding step does with an adapter is read it: half the bytes are
-half the time, and half the pages. Most checkpoints are 16-bit to begin with, and those lose nothing. So ``auto`` looks
-at the numbers: the narrowest type that holds every one of them exactly, scale included, else float32. A scale that is
-no power of two (rank-stabilised LoRA has one) rounds B and so keeps an adapter in float32; who accepts that rounding
-names the type.
+On a CPU the base computes in float32, but a decoding step mostly reads an adapter: half the bytes are half the time,
+and half the pages. Most checkpoints are 16-bit to begin with, and those lose nothing. So ``auto`` looks at the
+numbers: the narrowest type that holds every one of them exactly, scale included, else float32. A scale that is no power
+of two (rank-stabilised LoRA has one) rounds B and so keeps an adapter in float32; to accept that rounding, name the
+type.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from manylora.adapters.method import ModuleWeights
 from manylora.adapters.packed import scaled_b
-from manylora.adapters.weights import ModuleWeights
 
 __all__ = ["ADAPTER_DTYPES", "choose_dtype"]
 
 ADAPTER_DTYPES = ("auto", "float32", "bfloat16", "float16")
-"""What one may ask for."""
+"""The values of the option."""
 
 
 def choose_dtype(weights: Sequence[ModuleWeights], asked: str) -> str:
@@ -37,7 +37,9 @@ def choose_dtype(weights: Sequence[ModuleWeights], asked: str) -> str:
             dtype
             for dtype, is_exact in _IS_EXACT.items()
             # B first: a scale spoils it more often than A.
-            if all(is_exact(scaled_b(w)) for w in weights) and all(is_exact(w.a.as_float32()) for w in weights)
+            if all(is_exact(scaled_b(w)) for w in weights)
+            and all(is_exact(w.a.as_float32()) for w in weights)
+            and all(is_exact(w.column_scale.as_float32()) for w in weights if w.column_scale is not None)
         ),
         "float32",
     )

@@ -1,6 +1,6 @@
 """From a directory to a packed adapter: read, check, name by content, lay out, pack.
 
-Whatever is wrong with an adapter is found here, before it has a name that a request could wait for.
+Every fault of an adapter is found here, before it has a name that a request could wait for.
 """
 
 from __future__ import annotations
@@ -8,26 +8,25 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from manylora.adapters.config import read_settings
-from manylora.adapters.layout import lay_out
+from manylora.adapters.bin_file import read_bin
+from manylora.adapters.config import read_config
+from manylora.adapters.method import ModuleWeights
+from manylora.adapters.methods import find_method
 from manylora.adapters.packed import Allocate, PackedAdapter, own_memory, pack
 from manylora.adapters.precision import choose_dtype
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.tensors import StoredTensor, TensorFileReader, read_safetensors
-from manylora.adapters.weights import ModuleWeights, match_weights
+from manylora.adapters.size import make_version
+from manylora.adapters.tensors import StoredTensor, read_safetensors
 from manylora.errors import AdapterError, AdapterNotFound
-from manylora.types import AdapterKey, AdapterVersion
+from manylora.types import AdapterKey
 
-__all__ = ["SAFETENSORS", "WEIGHT_FILES", "check_directory", "read_adapter", "read_tensors"]
+__all__ = ["WEIGHT_FILES", "check_directory", "read_adapter", "read_tensors"]
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """In PEFT's order: the first that exists counts, and is never passed over for the next because it is bad."""
-
-SAFETENSORS: Mapping[str, TensorFileReader] = {".safetensors": read_safetensors}
-"""The reader that needs nothing but numpy."""
 
 
 def read_adapter(
@@ -36,7 +35,6 @@ def read_adapter(
     base: BaseShape,
     *,
     max_bytes: int,
-    tensor_readers: Mapping[str, TensorFileReader] = SAFETENSORS,
     dtype: str | None = None,
     allocate: Allocate = own_memory,
 ) -> PackedAdapter:
@@ -49,7 +47,6 @@ def read_adapter(
         path: The directory. Where it may lie is ``sources.resolve_path``'s question.
         base: The base model.
         max_bytes: Largest weight file.
-        tensor_readers: Readers by file suffix; those for formats that need torch come from ``execution``.
         dtype: Type to keep the weights in; ``auto`` for the narrowest that holds them exactly (``precision``), the
             page's own when ``None``.
         allocate: Gives the memory for the image.
@@ -58,23 +55,16 @@ def read_adapter(
         AdapterError: It cannot be served on this base; says why.
     """
     directory = check_directory(name, path)
-    settings = read_settings(name, directory)
-    tensors, disk_bytes = read_tensors(name, directory, max_bytes, tensor_readers)
-    weights = match_weights(name, settings, tensors, base)
-    layout = lay_out({w.module.name: w.rank for w in weights}, base, choose_dtype(weights, dtype or base.page.dtype))
+    config = read_config(name, directory)
+    method = find_method(config)
+    settings = method.parse(name, config)
+    tensors, disk_bytes = read_tensors(name, directory, max_bytes)
+    weights = settings.match(tensors, base)
+    ranks = {w.module.name: w.rank for w in weights}
+    layout = method.lay_out(ranks, base, choose_dtype(weights, dtype or base.page.dtype))
     image = pack(name, weights, layout, base.page, allocate)
-    version = AdapterVersion(
-        key=_content_key(weights, base),
-        source=str(directory),
-        rank=max(w.rank for w in weights),
-        total_rank=sum(w.rank for w in weights),
-        num_modules=len(weights),
-        target_modules=tuple(sorted({w.module.name.rpartition(".")[2] for w in weights})),
-        num_pages=layout.num_pages,
-        weight_bytes=layout.weight_bytes,
-        host_bytes=image.nbytes,
-        disk_bytes=disk_bytes,
-    )
+    key = _content_key(weights, base)
+    version = make_version(layout, base.page, key=key, source=str(directory), disk_bytes=disk_bytes)
     return PackedAdapter(version, layout, image)
 
 
@@ -94,28 +84,20 @@ def check_directory(name: str, path: str | Path) -> Path:
     return directory
 
 
-def read_tensors(
-    name: str,
-    directory: Path,
-    max_bytes: int,
-    tensor_readers: Mapping[str, TensorFileReader] = SAFETENSORS,
-) -> tuple[dict[str, StoredTensor], int]:
+def read_tensors(name: str, directory: Path, max_bytes: int) -> tuple[dict[str, StoredTensor], int]:
     """Read the weight file of a directory.
 
     Returns:
         Its tensors by key, and its size in bytes.
 
     Raises:
-        AdapterError: There is none, it is damaged or too large, or nobody can read its format.
+        AdapterError: There is none, or it is damaged or too large.
     """
     present = [directory / file for file in WEIGHT_FILES if os.path.lexists(directory / file)]
     if not present:
         raise AdapterError(name, f"has no weight file ({' or '.join(WEIGHT_FILES)})")
     file = present[0]
-    reader = tensor_readers.get(file.suffix)
-    if reader is None:
-        raise AdapterError(name, f"{file.name} cannot be read here; convert it to {WEIGHT_FILES[0]}")
-    tensors = reader(name, file, max_bytes)
+    tensors = (read_bin if file.suffix == ".bin" else read_safetensors)(name, file, max_bytes)
     try:
         return tensors, file.stat().st_size
     except OSError as error:
@@ -123,7 +105,7 @@ def read_tensors(
 
 
 def _content_key(weights: Sequence[ModuleWeights], base: BaseShape) -> AdapterKey:
-    """Hash what an adapter computes: the base it is for, and each module's rank, scale, and weights as stored.
+    """Hash all that an adapter computes with: its base, and each module's rank, scale, and weights as stored.
 
     File metadata, key order, training settings and the file's name have no part in it: two uploads of the same
     weights are one version. Every part is preceded by its length, so that no two lists of parts hash alike.
@@ -138,7 +120,8 @@ def _content_key(weights: Sequence[ModuleWeights], base: BaseShape) -> AdapterKe
     for w in sorted(weights, key=lambda w: w.module.name):
         add(w.module.name.encode())
         add(struct.pack("<Qd", w.rank, w.scale))
-        for tensor in (w.a, w.b):
+        # Matrices and vectors cannot be confused: no module has a third tensor but its column scale.
+        for tensor in (w.a, w.b) if w.column_scale is None else (w.a, w.b, w.column_scale):
             add(tensor.dtype.encode())
             add(tensor.data.data)
     return AdapterKey(digest.hexdigest())

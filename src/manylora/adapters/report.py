@@ -1,40 +1,19 @@
-"""What is in an adapter directory, for people: ``manylora adapters inspect``."""
+"""The contents of an adapter directory, for people: ``manylora adapters inspect``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora.adapters.config import read_settings
-from manylora.adapters.read import SAFETENSORS, check_directory, read_adapter, read_tensors
+from manylora.adapters.config import read_config
+from manylora.adapters.method import StoredModule
+from manylora.adapters.methods import find_method
+from manylora.adapters.read import check_directory, read_adapter, read_tensors
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.targeting import Targeting
-from manylora.adapters.tensors import StoredTensor, TensorFileReader
-from manylora.adapters.weights import pair_tensors
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
 
-__all__ = ["AdapterReport", "ModuleReport", "inspect_adapter"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleReport:
-    """One adapted module.
-
-    Args:
-        name: As in the file.
-        rank: Rows of its A, by the file.
-        scale: What B A is multiplied by.
-        dtype: Stored type of A, by safetensors' name.
-        num_elements: Elements of A and B.
-    """
-
-    name: str
-    rank: int
-    scale: float
-    dtype: str
-    num_elements: int
+__all__ = ["AdapterReport", "inspect_adapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +38,7 @@ class AdapterReport:
     task_type: str | None
     rank: int
     use_rslora: bool
-    modules: tuple[ModuleReport, ...]
+    modules: tuple[StoredModule, ...]
     disk_bytes: int
     fits: bool | None
     problem: str | None
@@ -71,46 +50,27 @@ class AdapterReport:
         return tuple(sorted({m.name.rpartition(".")[2] for m in self.modules}))
 
 
-def inspect_adapter(
-    path: str | Path,
-    base: BaseShape | None = None,
-    *,
-    max_bytes: int,
-    tensor_readers: Mapping[str, TensorFileReader] = SAFETENSORS,
-) -> AdapterReport:
+def inspect_adapter(path: str | Path, base: BaseShape | None = None, *, max_bytes: int) -> AdapterReport:
     """Look into an adapter directory.
 
     Args:
         path: The directory.
         base: The base to try it on, if any.
         max_bytes: Largest weight file.
-        tensor_readers: Readers by file suffix.
 
     Raises:
-        AdapterError: It is no adapter we could read on any base. That it does not fit ``base`` is no error but
-            an answer.
+        AdapterError: It cannot be read for any base. That it does not fit ``base`` is no error but an answer.
     """
     name = str(path)
     directory = check_directory(name, path)
-    settings = read_settings(name, directory)
-    tensors, disk_bytes = read_tensors(name, directory, max_bytes, tensor_readers)
-    targeting = Targeting(name, settings, ())
-    modules = []
-    for module, pair in sorted(pair_tensors(name, tensors).items()):
-        a, b = pair.both()
-        modules.append(
-            ModuleReport(
-                name=module,
-                rank=a.shape[0] if a.shape else 0,
-                scale=targeting.scale(module),
-                dtype=a.dtype,
-                num_elements=_count(a) + _count(b),
-            )
-        )
+    config = read_config(name, directory)
+    settings = find_method(config).parse(name, config)
+    tensors, disk_bytes = read_tensors(name, directory, max_bytes)
+    modules = settings.stored_modules(tensors)
     version, problem = None, None
     if base is not None:
         try:
-            version = read_adapter(name, directory, base, max_bytes=max_bytes, tensor_readers=tensor_readers).version
+            version = read_adapter(name, directory, base, max_bytes=max_bytes).version
         except AdapterError as error:
             problem = error.reason
     return AdapterReport(
@@ -119,16 +79,9 @@ def inspect_adapter(
         task_type=settings.task_type,
         rank=max(m.rank for m in modules),
         use_rslora=settings.use_rslora,
-        modules=tuple(modules),
+        modules=modules,
         disk_bytes=disk_bytes,
         fits=None if base is None else problem is None,
         problem=problem,
         version=version,
     )
-
-
-def _count(tensor: StoredTensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return count

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, deserialize
 
 from manylora.errors import AdapterError
 
-__all__ = ["FLOAT_DTYPES", "StoredTensor", "TensorFileReader", "open_regular", "read_safetensors"]
+__all__ = ["FLOAT_DTYPES", "StoredTensor", "open_regular", "read_safetensors"]
 
 FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -64,23 +64,6 @@ class StoredTensor:
         return values.reshape(self.shape)
 
 
-class TensorFileReader(Protocol):
-    """Reads one weight file format; ``execution`` brings the one that needs torch."""
-
-    def __call__(self, name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
-        """Read every tensor of a file.
-
-        Args:
-            name: The adapter, for messages.
-            path: The file.
-            max_bytes: Most bytes the file, and its tensors together, may take.
-
-        Raises:
-            AdapterError: It is not such a file, is damaged, or is too large.
-        """
-        ...
-
-
 def open_regular(name: str, path: Path, max_bytes: int) -> BinaryIO:
     """Open a regular file of a limited size; never blocks on what only looks like one.
 
@@ -110,9 +93,17 @@ def open_regular(name: str, path: Path, max_bytes: int) -> BinaryIO:
 
 
 def read_safetensors(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
-    """Read a safetensors file; a ``TensorFileReader``.
+    """Read every tensor of a safetensors file.
 
     The library checks the format: header length, JSON, offsets that overlap, leave holes or overrun the file.
+
+    Args:
+        name: The adapter, for messages.
+        path: The file.
+        max_bytes: Most bytes the file may have.
+
+    Raises:
+        AdapterError: It is no such file, is damaged, or is too large.
     """
     with open_regular(name, path, max_bytes) as file:
         content = file.read(os.fstat(file.fileno()).st_size)

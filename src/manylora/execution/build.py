@@ -99,7 +99,7 @@ def build_parts(
     base = fit_context(base, num_pages, is_asked=config.model.max_model_len is not None)
     pages = PageTensor(base.page, num_pages, device)
     directory = GroupDirectory.of(base) if kernel in TABLE_KERNELS else None
-    space = LoraSpace(directory, pages.flat) if directory is not None else None
+    space = LoraSpace(directory, pages.flat, TABLE_KERNELS[kernel]) if directory is not None else None
 
     ops = make_device_ops(device)
     attention: AttentionKernel = TorchAttentionKernel(pages)
@@ -118,7 +118,6 @@ def build_parts(
                 vocab_size=base.vocab_size,
                 max_num_seqs=max_num_seqs,
                 space=space,
-                is_padded=kernel == "padded",
             )
     sampler = make_sampler(base) if make_sampler is not None else _plain_sampler(base, device)
     resident: dict[AdapterKey, ResidentAdapter] = {}

@@ -12,9 +12,9 @@ that never move:
 
 Batches are padded to a *bucket*; rows of padding have no slot and an empty query block, so nothing is written or read
 for them, and their attention is zeros, or left from an earlier step. A graph is captured when its bucket is first
-needed, after that very step has run eagerly. Those with adapters also depend on which groups any adapter changes: a
-group that none does is left out of the graph, since even a launch that finds nothing to do takes its two microseconds,
-32 layers long.
+needed, after that very step has run eagerly. Those with adapters also depend on which groups any adapter has changed so
+far: a group that none has is left out of the graph, since even a launch that finds nothing to do takes its two
+microseconds, 32 layers long. For the same reason a graph with an epilogue is another one than the graph without.
 
 On the CPU a capture is the work itself, which is how the tests run this file.
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import BLOCK_FIELDS
 from manylora.execution.lora.batch import LoraSegment, StepContext
 from manylora.execution.lora.parts import GroupParts
-from manylora.execution.lora.tables import DECODE_ROWS, LoraSpace, Room, StepTables, TableRows, measure
+from manylora.execution.lora.tables import LoraSpace, Room, StepTables, TableRows, measure
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.plan import PlannedSequence
 
@@ -62,26 +63,30 @@ class _StaticLora:
         tables: Read by the launches that are captured.
         space: The groups.
         present: Whether any adapter changes each group.
+        scaled: Whether any adapter has a column scale in each group.
     """
 
-    def __init__(self, tables: StepTables, space: LoraSpace, present: NDArray[np.bool_]) -> None:
-        self._tables = tables
+    def __init__(
+        self, tables: StepTables, space: LoraSpace, present: NDArray[np.bool_], scaled: NDArray[np.bool_]
+    ) -> None:
+        self._tables = _FixedTables(tables)
         self._space = space
         self._present = present
+        self._scaled = scaled
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return parts that point to the tables; every row of a decode step is sampled, so there is one set of rows."""
         span = self._space.directory.groups.get(group)
         if span is None or not self._present[span.index]:
             return None
-        return GroupParts((), tables=_SharedTables(self._tables), span=span)
+        return GroupParts((), tables=self._tables, span=span, is_scaled=bool(self._scaled[span.index]))
 
 
-class _SharedTables:
-    """One set of tables for every kernel that goes by tables."""
+@dataclass(frozen=True, slots=True)
+class _FixedTables:
+    """Tables that lie where a captured graph reads them."""
 
-    def __init__(self, tables: StepTables) -> None:
-        self.ragged = self.padded = tables
+    step: StepTables
 
 
 class _StaticAttention:
@@ -107,7 +112,6 @@ class DecodeGraphs:
         vocab_size: Columns of the logits.
         max_num_seqs: Largest batch.
         space: Where adapters' tables are made; without it only steps of the base alone are run.
-        is_padded: Whether the LoRA kernel pads every row by itself.
     """
 
     def __init__(
@@ -121,7 +125,6 @@ class DecodeGraphs:
         vocab_size: int,
         max_num_seqs: int,
         space: LoraSpace | None = None,
-        is_padded: bool = False,
     ) -> None:
         self._ops = ops
         self._model = model
@@ -129,7 +132,6 @@ class DecodeGraphs:
         self._pages = pages
         self._page_tables = tables
         self._space = space
-        self._block_rows = 1 if is_padded else DECODE_ROWS
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[tuple[int, bytes], Callable[[], None]] = {}
         self._is_broken = False
@@ -144,6 +146,8 @@ class DecodeGraphs:
         self._written: list[TableRows] | None = None
         groups = len(space.directory.groups) if space is not None else 0
         self._present = np.zeros(groups, dtype=np.bool_)
+        self._scaled = np.zeros(groups, dtype=np.bool_)
+        self._adapted = b""  # both of them, as the graphs with adapters are told apart
 
     def run(self, sequences: Sequence[PlannedSequence], segments: Sequence[LoraSegment]) -> torch.Tensor | None:
         """Run a step; return logits ``[n, vocab]``, good until the next, or ``None`` if no graph can run it.
@@ -161,13 +165,14 @@ class DecodeGraphs:
         if rows is None:
             return None
         bucket = next(size for size in self._buckets if size >= num_rows)
-        lora = self._write_adapters(rows) if rows else None
+        if rows:
+            self._write_adapters(rows)
         self._write_inputs(sequences, bucket)
-        key = (bucket, self._present.tobytes() if lora is not None else b"")
+        key = (bucket, self._adapted if rows else b"")
         if key in self._graphs:
             self._graphs[key]()
         else:
-            self._record(key, lora)
+            self._record(key)
         return self._logits[:num_rows]
 
     @torch.inference_mode()
@@ -175,7 +180,7 @@ class DecodeGraphs:
         """Capture the base's graph of every bucket, so that no request waits for it later."""
         for bucket in reversed(self._buckets):  # the largest first: smaller ones fit in the memory it leaves
             self._write_inputs((), bucket)
-            self._record((bucket, b""), None)
+            self._record((bucket, b""))
         self._ops.wait()
 
     def _table_rows(self, segments: Sequence[LoraSegment]) -> list[TableRows] | None:
@@ -188,21 +193,22 @@ class DecodeGraphs:
             rows.append((segment.start, segment.stop, table))
         return rows
 
-    def _write_adapters(self, rows: list[TableRows]) -> _StaticLora:
-        """Bring the adapters' tables up to date; return the adapters for modules to see while a graph is captured."""
-        assert self._space is not None
-        if rows != self._written:
-            if self._lora_tables is None or not self._lora_tables.write(rows):
-                self._make_room(rows)
-            self._written = rows
-            for _, _, table in rows:
-                self._present |= table.template.present
-        assert self._lora_tables is not None
-        return _StaticLora(self._lora_tables, self._space, self._present.copy())
+    def _write_adapters(self, rows: list[TableRows]) -> None:
+        """Bring the adapters' tables up to date."""
+        if rows == self._written:
+            return
+        if self._lora_tables is None or not self._lora_tables.write(rows):
+            self._make_room(rows)
+        self._written = rows
+        self._scaled[:] = False
+        for _, _, table in rows:
+            self._present |= table.template.present
+            self._scaled |= table.template.scaled
+        self._adapted = self._present.tobytes() + self._scaled.tobytes()
 
     def _make_room(self, rows: list[TableRows]) -> None:
         assert self._space is not None
-        needed = measure(rows, self._block_rows)
+        needed = measure(rows, self._space.blocks.decode)
         most = self._buckets[-1]
         tiles = max(ROOM_TILES, *(table.template.max_tiles for _, _, table in rows))
         room = Room(
@@ -216,7 +222,7 @@ class DecodeGraphs:
             room = room.union(self._lora_tables.room)
             logger.info("graphs_dropped reason=larger_adapter max_rank=%d", room.max_rank)
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
-        self._lora_tables = StepTables(self._space, room, self._block_rows)
+        self._lora_tables = StepTables(self._space, room, self._space.blocks.decode)
         is_written = self._lora_tables.write(rows)
         assert is_written, "the room was made for these rows"
 
@@ -232,9 +238,13 @@ class DecodeGraphs:
             numbers[:, row] = sequence.tokens[position], position, slot, row, 1, position, line
         self._inputs.copy_(self._host, non_blocking=True)
 
-    def _record(self, key: tuple[int, bytes], lora: _StaticLora | None) -> None:
+    def _record(self, key: tuple[int, bytes]) -> None:
         """Run the step eagerly, and capture it for the next time."""
-        bucket = key[0]
+        bucket, adapted = key
+        lora = None
+        if adapted:
+            assert self._lora_tables is not None and self._space is not None
+            lora = _StaticLora(self._lora_tables, self._space, self._present.copy(), self._scaled.copy())
         tokens, positions, slots = (self._inputs[i, :bucket] for i in range(3))
         blocks = self._blocks[:bucket]
         attention = TritonAttention(

@@ -6,8 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from manylora.adapters.layout import lay_out
+from manylora.adapters.methods import find_method
 from manylora.adapters.shape import BaseShape
+from manylora.adapters.size import make_version
 from manylora.catalog.models import base_shape
 from manylora.clock import Clock
 from manylora.config import EngineConfig
@@ -17,7 +18,7 @@ from manylora.errors import AdapterError, AdapterNotFound
 from manylora.ports import EngineParts
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.sim.target import SimulatedTarget, find_target, make_token_source
-from manylora.types import AdapterKey, AdapterVersion
+from manylora.types import AdapterVersion
 
 __all__ = ["SimulatedReader", "build_simulated_parts"]
 
@@ -62,21 +63,9 @@ class SimulatedReader:
             raise AdapterError(name, f"rank {rank} on {targets} applies to no module of {self._base.name}")
         weight_file = config_file.with_name("adapter_model.safetensors")
         weights = weight_file.read_bytes() if weight_file.is_file() else b""
-        layout = lay_out(ranks, self._base)
-        weight_bytes = layout.used_elements * self._base.page.element_bytes
+        layout = find_method(settings).lay_out(ranks, self._base)
         key = hashlib.blake2b(self._base.fingerprint.encode() + content + weights, digest_size=16).hexdigest()
-        return AdapterVersion(
-            key=AdapterKey(key),
-            source=str(path),
-            rank=rank,
-            total_rank=sum(ranks.values()),
-            num_modules=len(ranks),
-            target_modules=tuple(sorted({module.rpartition(".")[2] for module in ranks})),
-            num_pages=layout.num_pages,
-            weight_bytes=weight_bytes,
-            host_bytes=layout.num_pages * self._base.page.num_bytes,
-            disk_bytes=len(weights) or weight_bytes,
-        )
+        return make_version(layout, self._base.page, key=key, source=str(path), disk_bytes=len(weights) or None)
 
 
 def build_simulated_parts(

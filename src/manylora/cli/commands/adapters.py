@@ -14,10 +14,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manylora.adapters.read import SAFETENSORS
 from manylora.adapters.report import AdapterReport, inspect_adapter
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.tensors import StoredTensor
 from manylora.cli.options.shared import resolve_model
 from manylora.cli.views.terminal import note, out
 from manylora.clock import WallClock
@@ -49,12 +47,7 @@ def inspect_folder(
     [bold]manylora adapters inspect /adapters/sql --model /models/llama[/bold]
     """
     base = None if model is None else _describe(model)
-    report = inspect_adapter(
-        Path(path).expanduser(),
-        base,
-        max_bytes=AdapterConfig().max_adapter_bytes,
-        tensor_readers={**SAFETENSORS, ".bin": _read_bin},
-    )
+    report = inspect_adapter(Path(path).expanduser(), base, max_bytes=AdapterConfig().max_adapter_bytes)
     if as_json:
         sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n")
     else:
@@ -74,12 +67,6 @@ def _describe(model: str) -> BaseShape:
     parts = build_parts(config, WallClock())
     parts.close()
     return parts.base
-
-
-def _read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
-    from manylora.execution.storage.bin_reader import read_bin
-
-    return read_bin(name, path, max_bytes)
 
 
 def _show(report: AdapterReport, base: BaseShape | None) -> None:

@@ -7,7 +7,7 @@ base alone pays one comparison per module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +15,11 @@ import torch
 
 from manylora.errors import ConfigError
 from manylora.execution.kernels.triton.support import find_triton
+from manylora.execution.lora.comparison import apply_naive, apply_padded, apply_reference
 from manylora.execution.lora.grouped import apply_grouped
-from manylora.execution.lora.naive import apply_naive
 from manylora.execution.lora.parts import GroupParts, Part
-from manylora.execution.lora.ragged import apply_padded, apply_ragged
-from manylora.execution.lora.reference import apply_reference
-from manylora.execution.lora.tables import BatchTables, LoraSpace, TableRows
+from manylora.execution.lora.ragged import apply_ragged
+from manylora.execution.lora.tables import PADDED, RAGGED, BatchTables, LoraSpace, RowBlocks, TableRows
 from manylora.execution.storage.resident import ResidentAdapter
 
 __all__ = [
@@ -47,8 +46,8 @@ LORA_KERNELS: dict[str, LoraKernel] = {
 }
 """Implementations by name; all give the same sums, in another order of additions."""
 
-TABLE_KERNELS = frozenset({"padded", "ragged"})
-"""Those that find weights by table (``lora_tables``) and run in Triton: they need a ``LoraSpace``."""
+TABLE_KERNELS: Mapping[str, RowBlocks] = {"padded": PADDED, "ragged": RAGGED}
+"""Those that find weights by table and run in Triton: they need a ``LoraSpace`` with these row blocks."""
 
 
 def choose_kernel(name: str, device: torch.device) -> str:
@@ -107,18 +106,20 @@ class LoraBatch:
     def _find(self, group: str, is_sampled: bool) -> GroupParts | None:
         span = self._space.directory.groups.get(group) if self._space is not None else None
         parts = []
-        # With tables the parts are not walked again, layer by layer, but for a batch that is one product.
+        # With tables the parts are not walked again, layer by layer, except for a batch that is one product.
         for segment in self.segments if span is None or len(self.segments) == 1 else ():
             weights = segment.adapter.groups.get(group)
             start, stop = self._rows(segment, is_sampled)
             if weights is not None and stop > start:
                 parts.append(Part(start, stop, weights))
         if span is None or self._space is None:
-            return GroupParts(tuple(parts)) if parts else None
+            return GroupParts(tuple(parts), is_scaled=any(p.weights.is_scaled for p in parts)) if parts else None
         if is_sampled not in self._tables:
             self._tables[is_sampled] = BatchTables(self._space, self._table_rows(is_sampled))
         tables = self._tables[is_sampled]
-        return GroupParts(tuple(parts), tables=tables, span=span) if tables.has_group(span) else None
+        if not tables.has_group(span):
+            return None
+        return GroupParts(tuple(parts), tables=tables, span=span, is_scaled=tables.is_scaled(span))
 
     def _table_rows(self, is_sampled: bool) -> list[TableRows]:
         found: list[TableRows] = []
@@ -144,7 +145,7 @@ class StepLora(Protocol):
 
 @dataclass(slots=True)
 class StepContext:
-    """What the adapted modules look at while a step runs: set before the model is called, cleared after.
+    """The running step, as adapted modules see it: set before the model is called, cleared after.
 
     Args:
         kernel: The LoRA implementation.

@@ -16,7 +16,7 @@ import torch
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import linear
 from manylora.execution.lora.parts import GroupParts
-from manylora.execution.storage.resident import GroupWeights
+from manylora.execution.storage.resident import ResidentGroup
 
 if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.lora import LoraTables
@@ -70,7 +70,7 @@ def _prepare(parts: GroupParts, kernels: CompiledKernels) -> _Prepared:
     return cast(_Prepared, parts.prepared["grouped"])
 
 
-def _apply(x: torch.Tensor, out: torch.Tensor, weights: GroupWeights) -> None:
+def _apply(x: torch.Tensor, out: torch.Tensor, weights: ResidentGroup) -> None:
     shrunk = _shrink(x, weights)
     for module in weights.modules:
         for piece in module.b:
@@ -80,7 +80,7 @@ def _apply(x: torch.Tensor, out: torch.Tensor, weights: GroupWeights) -> None:
             target.addmm_(shrunk[:, first : first + num_rows], piece.weight.to(x.dtype))
 
 
-def _shrink(x: torch.Tensor, weights: GroupWeights) -> torch.Tensor:
+def _shrink(x: torch.Tensor, weights: ResidentGroup) -> torch.Tensor:
     if len(weights.a) == 1:
         return linear(x, weights.a[0].weight.to(x.dtype))
     shrunk = x.new_zeros(x.shape[0], weights.rank)

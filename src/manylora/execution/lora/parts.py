@@ -1,17 +1,17 @@
-"""What a LoRA kernel is given: which rows of a step take which weights of one group."""
+"""The input of a LoRA kernel: which rows of a step take which weights of one group."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from manylora.execution.storage.resident import GroupWeights
+from manylora.execution.storage.resident import ResidentGroup
 
 if TYPE_CHECKING:
     from manylora.execution.lora.tables import StepTables
     from manylora.execution.storage.tile_tables import GroupSpan
 
-__all__ = ["FamilyTables", "GroupParts", "Part"]
+__all__ = ["GroupParts", "HasTables", "Part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +20,15 @@ class Part:
 
     start: int
     stop: int
-    weights: GroupWeights
+    weights: ResidentGroup
 
 
-class FamilyTables(Protocol):
-    """The step's tables, by the family of kernels that goes by them."""
-
-    @property
-    def ragged(self) -> StepTables:
-        """Rows of one adapter together, true ranks."""
-        ...
+class HasTables(Protocol):
+    """Tables of a step, made when first asked for."""
 
     @property
-    def padded(self) -> StepTables:
-        """Every row by itself, at the largest rank."""
+    def step(self) -> StepTables:
+        """The tables on the device."""
         ...
 
 
@@ -43,12 +38,14 @@ class GroupParts:
 
     Args:
         parts: In order of rows.
-        prepared: What kernels keep with them, by the kernel's own key; as long-lived as the parts.
+        prepared: Kept with them by kernels, by the kernel's own key; as long-lived as the parts.
         tables: The step's tables, for the kernels that go by them; ``None`` where none does.
         span: The group in those tables.
+        is_scaled: Whether any adapter of the step has a column scale here, so that the group needs an epilogue.
     """
 
     parts: tuple[Part, ...]
     prepared: dict[str, object] = field(default_factory=dict)
-    tables: FamilyTables | None = None
+    tables: HasTables | None = None
     span: GroupSpan | None = None
+    is_scaled: bool = False

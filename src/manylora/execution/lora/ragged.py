@@ -1,4 +1,4 @@
-"""The table-driven LoRA families: ``ragged`` (every adapter at its own rank) and ``padded`` (all at the largest).
+"""The table-driven LoRA kernel: all adapters of a step at once, each at its own rank.
 
 A batch with one adapter and many rows is a plain product, and goes to the library that is best at those.
 """
@@ -10,7 +10,7 @@ import torch
 from manylora.execution.lora.grouped import apply_grouped
 from manylora.execution.lora.parts import GroupParts
 
-__all__ = ["apply_padded", "apply_ragged"]
+__all__ = ["apply_ragged"]
 
 MIN_PRODUCT_ROWS = 64
 """From here a batch of one adapter is a product for the library."""
@@ -22,10 +22,4 @@ def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
         apply_grouped(x, out, parts)
         return
     assert parts.tables is not None and parts.span is not None, "the step was made without tables"
-    parts.tables.ragged.apply(x, out, parts.span)
-
-
-def apply_padded(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-    """Do the same with every row padded to the batch's largest rank, for comparison."""
-    assert parts.tables is not None and parts.span is not None, "the step was made without tables"
-    parts.tables.padded.apply(x, out, parts.span)
+    parts.tables.step.apply(x, out, parts.span)

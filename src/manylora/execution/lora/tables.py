@@ -8,26 +8,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from manylora.execution.kernels.triton.support import num_programs
 from manylora.execution.storage.tile_tables import BLOCK_FIELDS, AdapterTable, GroupDirectory, GroupSpan
 
 __all__ = [
-    "DECODE_ROWS",
+    "PADDED",
+    "RAGGED",
     "BatchTables",
     "LoraSpace",
     "Room",
+    "RowBlocks",
     "StepTables",
     "TableRows",
     "measure",
 ]
 
-DECODE_ROWS, PROMPT_ROWS = 16, 64
-"""Rows of a row block: the height of a matrix instruction, or what keeps the matrix units fed."""
+PROMPT_ROWS = 64
+
+
+class RowBlocks(NamedTuple):
+    """Rows of a row block, in a step that decodes and in one with prompts."""
+
+    decode: int
+    prompt: int
+
+    def suit(self, rows: Sequence[TableRows]) -> int:
+        """Return the height that suits a step: low unless some adapter has a prompt."""
+        return self.decode if max(stop - start for start, stop, _ in rows) <= self.decode else self.prompt
+
+
+RAGGED = RowBlocks(16, PROMPT_ROWS)
+"""The height of a matrix instruction, and enough rows to keep the matrix units fed."""
+
+PADDED = RowBlocks(1, 1)
+"""Every row by itself, at the largest rank of the step: the family that comparisons use."""
 
 MAX_SPLITS = 8
 SPLIT_COLUMNS = 512
@@ -38,16 +57,18 @@ TableRows = tuple[int, int, AdapterTable]
 
 
 class LoraSpace:
-    """What every step's tables share: the pool, the base's groups, and the column blocks of each group.
+    """Shared by every step's tables: the pool, the base's groups, and the column blocks of each group.
 
     Args:
         directory: The groups by number.
         pool: All pages, ``[num_pages, page_elements]``.
+        blocks: Heights of row blocks, by the kernel in use.
     """
 
-    def __init__(self, directory: GroupDirectory, pool: torch.Tensor) -> None:
+    def __init__(self, directory: GroupDirectory, pool: torch.Tensor, blocks: RowBlocks = RAGGED) -> None:
         self.directory = directory
         self.pool = pool
+        self.blocks = blocks
         self._columns: dict[tuple[tuple[tuple[int, int], ...], int], torch.Tensor] = {}
 
     def columns(self, span: GroupSpan, width: int) -> torch.Tensor:
@@ -110,7 +131,6 @@ class StepTables:
         self._space = space
         self.room = room
         self._block_rows = block_rows
-        self._is_padded = block_rows == 1
         self._splits = 1 if block_rows == PROMPT_ROWS else MAX_SPLITS
         num_groups = len(directory.groups)
         is_pinned = device.type == "cuda"
@@ -123,9 +143,9 @@ class StepTables:
         )
 
     @classmethod
-    def for_rows(cls, space: LoraSpace, rows: Sequence[TableRows], *, is_padded: bool = False) -> StepTables:
+    def for_rows(cls, space: LoraSpace, rows: Sequence[TableRows]) -> StepTables:
         """Return tables just large enough for ``rows``, written and planned."""
-        block_rows = 1 if is_padded else block_rows_for(rows)
+        block_rows = space.blocks.suit(rows)
         tables = cls(space, measure(rows, block_rows), block_rows)
         assert tables.write(rows)
         tables.plan()
@@ -158,7 +178,7 @@ class StepTables:
             self._sizes,
             directory.line,
             MODULES=directory.num_modules,
-            PAD=self._is_padded,
+            PAD=self._block_rows == PADDED.decode,
             BLOCKS=_power_of_two(self.room.num_blocks),
         )
 
@@ -226,44 +246,62 @@ class StepTables:
             num_stages=3,
         )
 
+    def scale(self, out: torch.Tensor, span: GroupSpan) -> None:
+        """Multiply rows by the column scales of their adapters, where they have some.
+
+        Args:
+            out: Outputs ``[rows, out]``, changed in place.
+            span: The group.
+        """
+        from manylora.execution.kernels.triton import lora as triton_lora
+
+        block_n = 128
+        columns = self._space.columns(span, block_n)
+        triton_lora.scale[(num_programs(out.device),)](
+            out,
+            out.stride(0),
+            self._space.pool,
+            self._step,
+            columns,
+            columns.shape[0],
+            span.index,
+            self._space.directory.line,
+            MODULES=self._space.directory.num_modules,
+            BLOCK_M=max(16, self._block_rows),
+            BLOCK_N=block_n,
+            num_warps=4,
+        )
+
 
 class BatchTables:
-    """The tables of one set of rows, made when a kernel first asks for them.
+    """The tables of one set of rows; those on the device are made when a kernel first asks for them.
 
     Args:
-        space: What steps share.
-        rows: Whose rows are whose, in order.
+        space: Shared by all steps.
+        rows: The rows of each adapter, in order.
     """
 
     def __init__(self, space: LoraSpace, rows: Sequence[TableRows]) -> None:
         self._space = space
         self._rows = rows
+        self._present = np.zeros(len(space.directory.groups), dtype=np.bool_)
+        self._scaled = np.zeros_like(self._present)
+        for _, _, table in rows:
+            self._present |= table.template.present
+            self._scaled |= table.template.scaled
 
     def has_group(self, span: GroupSpan) -> bool:
         """Return whether any adapter of these rows changes the group."""
         return bool(self._present[span.index])
 
-    @cached_property
-    def _present(self) -> NDArray[np.bool_]:
-        present = np.zeros(len(self._space.directory.groups), dtype=np.bool_)
-        for _, _, table in self._rows:
-            present |= table.template.present
-        return present
+    def is_scaled(self, span: GroupSpan) -> bool:
+        """Return whether any adapter of these rows has a column scale in the group."""
+        return bool(self._scaled[span.index])
 
     @cached_property
-    def ragged(self) -> StepTables:
-        """Rows of one adapter together, true ranks."""
+    def step(self) -> StepTables:
+        """The tables on the device."""
         return StepTables.for_rows(self._space, self._rows)
-
-    @cached_property
-    def padded(self) -> StepTables:
-        """Every row by itself, at the largest rank."""
-        return StepTables.for_rows(self._space, self._rows, is_padded=True)
-
-
-def block_rows_for(rows: Sequence[TableRows]) -> int:
-    """Return the height of row blocks that suits a step: low unless some adapter has a prompt."""
-    return DECODE_ROWS if max(stop - start for start, stop, _ in rows) <= DECODE_ROWS else PROMPT_ROWS
 
 
 def measure(rows: Sequence[TableRows], block_rows: int) -> Room:

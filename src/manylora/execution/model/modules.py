@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from manylora.adapters.shape import BaseShape, ModuleKind, TargetModule
-from manylora.execution.kernels.linear import linear
 from manylora.execution.lora.batch import StepContext, add_embedding
+from manylora.execution.lora.product import adapted_product, apply_epilogue
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
 
@@ -45,13 +45,7 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x W^T + b`` plus every row's own adapter."""
-        out = linear(x, self.weight, self.bias)
-        lora = self._step.lora
-        if lora is not None:
-            parts = lora.parts(self._group, is_sampled=self._is_head)
-            if parts is not None:
-                self._step.kernel(x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]), parts)
-        return out
+        return adapted_product(x, self.weight, self.bias, self._step, self._group, is_sampled=self._is_head)
 
 
 class AdaptedEmbedding(nn.Module):
@@ -82,7 +76,9 @@ class AdaptedEmbedding(nn.Module):
         parts = lora.parts(self._group) if lora is not None else None
         if parts is not None:
             assert self._step.token_ids is not None
-            add_embedding(parts, self._step.token_ids, out.view(-1, out.shape[-1]), self._scale)
+            rows = out.view(-1, out.shape[-1])
+            add_embedding(parts, self._step.token_ids, rows, self._scale)
+            apply_epilogue(rows, None, parts)
         return out
 
 
@@ -123,13 +119,7 @@ class FusedLinear(nn.Module):
         return output
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        out = linear(x, self.weight, self.bias)
-        lora = self._step.lora
-        if lora is not None:
-            parts = lora.parts(self._group)
-            if parts is not None:
-                self._step.kernel(x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1]), parts)
-        return out
+        return adapted_product(x, self.weight, self.bias, self._step, self._group)
 
 
 class FusedPart(nn.Module):

@@ -1,31 +1,28 @@
-"""Read adapters from disk into the host tier.
+"""Read adapters from disk into the host tier, all in processes of their own.
 
-An adapter that is registered is read here: its caller waits for the answer anyhow. One that is read again, while others
-decode, is read by a process of its own (``packing_process``).
+The engine's process never parses, hashes or packs an adapter: that is seconds of work for a large one, much of it in
+calls that hold the interpreter lock. It maps the finished image and keeps it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from queue import LifoQueue
 
 from manylora.adapters.packed import PackedAdapter
-from manylora.adapters.read import WEIGHT_FILES, read_adapter
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.tensors import TensorFileReader, read_safetensors
 from manylora.errors import AdapterError
-from manylora.execution.storage.bin_reader import read_bin
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
-from manylora.execution.storage.reader_process import PackingProcess
+from manylora.execution.storage.reader_process import ReaderProcess
 from manylora.types import AdapterVersion
 
 __all__ = ["HostReader"]
 
-_TENSOR_READERS: Mapping[str, TensorFileReader] = {".safetensors": read_safetensors, ".bin": read_bin}
+NUM_READERS = 2
+"""Most processes: as many as the threads that register adapters, and as those that re-read them."""
 
 
 class HostReader:
-    """Checks, packs and keeps adapters; blocks, safe from any thread.
+    """Has adapters checked and packed, and keeps them; blocks, safe from any thread.
 
     Args:
         base: The base they must fit.
@@ -35,11 +32,12 @@ class HostReader:
     """
 
     def __init__(self, base: BaseShape, store: HostTier, *, max_bytes: int, dtype: str | None = None) -> None:
-        self._base = base
         self._store = store
-        self._max_bytes = max_bytes
-        self._dtype = dtype
-        self._helper = PackingProcess(base, max_bytes=max_bytes, dtype=dtype)
+        self._processes = [ReaderProcess(base, max_bytes=max_bytes, dtype=dtype) for _ in range(NUM_READERS)]
+        # The one that was used last is taken first: the others start only when two adapters are read at once.
+        self._free: LifoQueue[ReaderProcess] = LifoQueue()
+        for process in reversed(self._processes):
+            self._free.put(process)
 
     def read(self, name: str, path: str) -> AdapterVersion:
         """Read an adapter and keep it in the host tier.
@@ -57,11 +55,7 @@ class HostReader:
         Raises:
             AdapterError: Its directory is gone, broken, or holds other weights by now.
         """
-        # What needs torch to be read (.bin) stays here: the helper is light because it does without.
-        is_light = (Path(version.source) / WEIGHT_FILES[0]).exists()
-        packed = self._helper.read(version.source, version.source) if is_light else None
-        if packed is None:
-            packed = self._read(version.source, version.source)
+        packed = self._read(version.source, version.source)
         if packed.version.key != version.key:
             raise AdapterError(
                 version.source,
@@ -71,10 +65,13 @@ class HostReader:
         return self._store.put(packed)
 
     def close(self) -> None:
-        """End what reads; nothing is read again."""
-        self._helper.close()
+        """End the processes; nothing is read again."""
+        for process in self._processes:
+            process.close()
 
     def _read(self, name: str, path: str) -> PackedAdapter:
-        return read_adapter(
-            name, path, self._base, max_bytes=self._max_bytes, tensor_readers=_TENSOR_READERS, dtype=self._dtype
-        )
+        process = self._free.get()
+        try:
+            return process.read(name, path)
+        finally:
+            self._free.put(process)

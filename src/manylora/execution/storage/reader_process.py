@@ -1,14 +1,14 @@
 """Reading adapters in a process of its own, so that a decode step never waits for the interpreter lock.
 
-Checking a file, hashing it and laying its weights out is seconds of work for a large adapter, much of it in calls that
-hold the lock which every step needs some hundred times. So whoever serves lets a helper do it::
+::
 
-    here      (name, path)  ----->  helper   read, check, pack into a memory file
-              version, layout's key, descriptor of the file  <-----
+    here      (name, path)  ----->  reader   read, check, pack into a memory file
+              version, arguments of its layout, descriptor of the file  <-----
               map the file: the image is in host memory, and nothing was copied
 
-The helper starts with the first adapter it is asked for and ends when the pipe closes. It runs at a lower priority:
-loading may take a little longer, tokens may not. If it dies, the adapter is read here and the next one starts another.
+The process starts with the first adapter that it is asked for and ends when the pipe closes. It runs at a lower
+priority: loading may take a little longer, tokens may not. A file may kill it (by the memory it takes, or by a
+crash): then that adapter is refused by name, and the next one starts another process.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from manylora import errors
 from manylora.adapters.layout import AdapterLayout, lay_out
@@ -33,20 +35,25 @@ from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
 
-__all__ = ["PackingProcess", "main", "serve"]
+if TYPE_CHECKING:
+    import subprocess
+
+__all__ = ["ReaderProcess", "main", "serve"]
 
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
 
+_LayoutArguments = tuple[tuple[tuple[str, int], ...], str, tuple[str, ...]]
+"""Ranks by module, type of the weights, and the modules with a column scale: the arguments of ``lay_out``."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What the helper answers: everything but the image, which follows as a descriptor."""
+    """The answer but for the image, which follows as a descriptor."""
 
     version: AdapterVersion
-    ranks: tuple[tuple[str, int], ...]
-    dtype: str
+    layout: _LayoutArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class _Refused:
     reason: str
 
 
-class PackingProcess:
+class ReaderProcess:
     """Reads adapters elsewhere. Safe from any thread, which it blocks; one adapter at a time.
 
     Args:
@@ -75,35 +82,46 @@ class PackingProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lay_out = lru_cache(maxsize=256)(self._lay_out_again)
 
-    def read(self, name: str, path: str) -> PackedAdapter | None:
-        """Return the adapter in ``path``, ``None`` if the helper died over it or cannot be started.
+    def read(self, name: str, path: str) -> PackedAdapter:
+        """Return the adapter in ``path``.
 
         Raises:
-            AdapterError: It cannot be served on this base; says why.
+            AdapterError: It cannot be served on this base, or the process died while it read it; says which.
         """
         with self._lock:
             try:
-                pipe = self._pipe or self._start()
+                pipe = self._running()
                 pipe.send((name, path))
                 answer = pipe.recv()
                 if isinstance(answer, _Packed):
                     return self._receive(answer, _map(recv_handle(pipe)))
             except (OSError, EOFError) as error:
-                logger.warning("packing_process_lost adapter=%s error=%r", name, error)
+                logger.warning("reader_process_lost adapter=%s error=%r", name, error)
                 self._stop()
-                return None
+                raise AdapterError(
+                    name, "the process that reads adapters died while it read this one; its files may be broken"
+                ) from error
         assert isinstance(answer, _Refused)
         kind: type[AdapterError] = getattr(errors, answer.error)
         raise kind(answer.adapter, answer.reason)
 
     def close(self) -> None:
-        """End the helper."""
+        """End the process; the next read would start another."""
         with self._lock:
             self._stop()
 
+    def _running(self) -> Connection:
+        """Return the pipe to a process that lives: one that died since it was last asked is replaced."""
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("reader_process_restarted exit_code=%d", self._process.returncode)
+            self._stop()
+        return self._pipe or self._start()
+
     def _start(self) -> Connection:
+        import subprocess  # here and not above, like all that the process itself does not need: it starts sooner
+
         here, there = Pipe()
-        # -P: what lies in the directory that we were started from is not for importing.
+        # -P: files of the working directory are not for importing.
         # Not `-m`: run as a main module, its classes would be others than ours.
         command = [sys.executable, "-P", "-c", f"import {__name__} as here; here.main({there.fileno()})"]
         self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
@@ -121,17 +139,18 @@ class PackingProcess:
             self._process.wait()
             self._process = None
 
-    def _receive(self, packed: _Packed, memory: mmap.mmap) -> PackedAdapter:
-        layout = self._lay_out(packed.ranks, packed.dtype)
+    def _receive(self, packed: _Packed, memory: NDArray[np.uint8]) -> PackedAdapter:
+        layout = self._lay_out(packed.layout)
         return PackedAdapter(packed.version, layout, image_of(memory, layout, self._base.page))
 
-    def _lay_out_again(self, ranks: tuple[tuple[str, int], ...], dtype: str) -> AdapterLayout:
-        """Lay out what the helper laid out: it is a pure function, and adapters of one shape share the answer."""
-        return lay_out(dict(ranks), self._base, dtype)
+    def _lay_out_again(self, arguments: _LayoutArguments) -> AdapterLayout:
+        """Repeat the process's layout: a pure function, whose result adapters of one shape share."""
+        ranks, dtype, column_scaled = arguments
+        return lay_out(dict(ranks), self._base, dtype, column_scaled)
 
 
 def serve(pipe: Connection) -> None:
-    """Read what the pipe asks for until it closes: the helper's whole life."""
+    """Read the adapters that the pipe asks for until it closes: the process's whole life."""
     base, max_bytes, dtype = pipe.recv()
     while True:
         try:
@@ -144,8 +163,10 @@ def serve(pipe: Connection) -> None:
         except AdapterError as error:
             pipe.send(_Refused(type(error).__name__, error.adapter, error.reason))
         else:
-            ranks = tuple((m.module.name, m.rank) for g in packed.layout.groups.values() for m in g.modules)
-            pipe.send(_Packed(packed.version, ranks, packed.layout.dtype))
+            parts = [part for group in packed.layout.groups.values() for part in group.modules]
+            ranks = tuple((part.module.name, part.rank) for part in parts)
+            column_scaled = tuple(part.module.name for part in parts if part.column_scale)
+            pipe.send(_Packed(packed.version, (ranks, packed.layout.dtype, column_scaled)))
             send_handle(pipe, memory.descriptor, os.getppid())
         finally:
             memory.close()
@@ -161,6 +182,8 @@ class _MemoryFile:
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("manylora-adapter")
         else:
+            import tempfile
+
             self.descriptor, path = tempfile.mkstemp()
             os.unlink(path)
         os.ftruncate(self.descriptor, num_bytes)
@@ -171,14 +194,21 @@ class _MemoryFile:
             os.close(self.descriptor)
 
 
-def _map(descriptor: int) -> mmap.mmap:
+def _map(descriptor: int) -> NDArray[np.uint8]:
+    """Map a memory file and close it: Python's own mapping would keep a descriptor open for each adapter."""
+    import torch  # not in the process that reads: it starts without
+
     try:
-        return mmap.mmap(descriptor, 0)
+        size = os.fstat(descriptor).st_size
+        bits: NDArray[np.uint8] = torch.from_file(
+            f"/dev/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8
+        ).numpy()
+        return bits
     finally:
         os.close(descriptor)
 
 
 def main(descriptor: int) -> None:
-    """Be the helper at the other end of a pipe."""
+    """Be the process at the other end of a pipe."""
     os.nice(NICENESS)
     serve(Connection(descriptor))

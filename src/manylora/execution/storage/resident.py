@@ -15,7 +15,7 @@ from manylora.adapters.layout import AdapterLayout, GroupLayout, Tile
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.tile_tables import AdapterTable, TileTemplate
 
-__all__ = ["GroupWeights", "ModuleWeights", "Piece", "ResidentAdapter", "make_resident"]
+__all__ = ["Piece", "ResidentAdapter", "ResidentGroup", "ResidentModule", "make_resident"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,37 +28,44 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleWeights:
-    """B^T of one module.
+class ResidentModule:
+    """B^T of one module, and its column scale if it has one.
 
     Args:
         row: Its first row in the group's A stack.
         rank: Its rank.
         offset: First column of its output in the group's output.
         b: Pieces of B^T ``[rank, out_features]``, scale folded in.
+        column_scale: Pieces of the column scale ``[1, out_features]``; none where the module has none.
     """
 
     row: int
     rank: int
     offset: int
     b: tuple[Piece, ...]
+    column_scale: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class GroupWeights:
+class ResidentGroup:
     """LoRA weights of one group.
 
     Args:
         rank: Rows of the A stack.
         a: Pieces of the A stack ``[rank, in_features]``.
         modules: Its modules.
-        prepared: What kernels keep with them, by the kernel's own key; as long-lived as the weights.
+        prepared: Kept with them by kernels, by the kernel's own key; as long-lived as the weights.
     """
 
     rank: int
     a: tuple[Piece, ...]
-    modules: tuple[ModuleWeights, ...]
+    modules: tuple[ResidentModule, ...]
     prepared: dict[str, object] = field(default_factory=dict, compare=False)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether any of its modules has a column scale."""
+        return any(module.column_scale for module in self.modules)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +79,7 @@ class ResidentAdapter:
         table: The same for kernels that find weights by table, ``None`` where no such kernel is in use.
     """
 
-    groups: dict[str, GroupWeights]
+    groups: dict[str, ResidentGroup]
     table: AdapterTable | None = None
 
 
@@ -87,11 +94,18 @@ def make_resident(
     return ResidentAdapter({name: _group(group, pages, flat) for name, group in layout.groups.items()}, table)
 
 
-def _group(group: GroupLayout, pages: Sequence[int], flat: torch.Tensor) -> GroupWeights:
+def _group(group: GroupLayout, pages: Sequence[int], flat: torch.Tensor) -> ResidentGroup:
     modules = tuple(
-        ModuleWeights(part.row, part.rank, part.module.offset, _pieces(part.b, pages, flat)) for part in group.modules
+        ResidentModule(
+            part.row,
+            part.rank,
+            part.module.offset,
+            _pieces(part.b, pages, flat),
+            _pieces(part.column_scale, pages, flat),
+        )
+        for part in group.modules
     )
-    return GroupWeights(group.rank, _pieces(group.a, pages, flat), modules)
+    return ResidentGroup(group.rank, _pieces(group.a, pages, flat), modules)
 
 
 def _pieces(tiles: Sequence[Tile], pages: Sequence[int], flat: torch.Tensor) -> tuple[Piece, ...]:

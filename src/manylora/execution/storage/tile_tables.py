@@ -6,7 +6,8 @@ grows with ``adapters x layers`` from step to step:
 ::
 
     adapter table   one per resident adapter, written when it arrives: int64
-                    header  [groups, 3 + 2 * modules]   first A tile, A tiles, K planes, (first B tile, B tiles) ...
+                    header  [groups, 3 + 4 * modules]   first A tile, A tiles, K planes, (first B tile, B tiles) ...,
+                                                        (first tile of the column scale, its tiles) ...
                     tiles   [n, 6]                      element in the pool, row, rows, column, columns, plane
     step table      one per step: how many row blocks, then (first row, rows, address of the adapter table) each
 
@@ -40,7 +41,8 @@ __all__ = [
 ]
 
 GROUP_FIELDS = 3
-"""Numbers at the front of a group's header line; two more follow for each module the largest group has."""
+"""Numbers at the front of a group's header line; four more follow for each module the largest group has: two each
+for B, then two each for the column scale."""
 
 TILE_FIELDS = 6
 BLOCK_FIELDS = 3
@@ -98,7 +100,7 @@ class GroupDirectory:
     @property
     def line(self) -> int:
         """Numbers in a header line."""
-        return GROUP_FIELDS + 2 * self.num_modules
+        return GROUP_FIELDS + 4 * self.num_modules
 
 
 def _alignment(base: BaseShape, groups: dict[str, GroupSpan]) -> int:
@@ -122,7 +124,7 @@ class TileTemplate:
         max_rank: Most rows of a stack of A.
         max_tiles: Most tiles of a stack of A.
         max_planes: Most column pieces a stack of A is cut in.
-        is_complete: Whether the table says all: the embedding's share, if it has one, is not in it.
+        is_complete: Whether the table holds all; the embedding's share, if there is one, is not in it.
     """
 
     header: NDArray[np.int64]
@@ -137,6 +139,13 @@ class TileTemplate:
     def present(self) -> NDArray[np.bool_]:
         """Whether the adapter changes any module of each group."""
         return self.header[:, 1] > 0
+
+    @property
+    def scaled(self) -> NDArray[np.bool_]:
+        """Whether any module of each group has a column scale."""
+        first = GROUP_FIELDS + (self.header.shape[1] - GROUP_FIELDS) // 2
+        num_tiles: NDArray[np.int64] = self.header[:, first + 1 :: 2].sum(axis=1)
+        return num_tiles > 0
 
     def place(self, pages: Sequence[int], page_elements: int) -> NDArray[np.int64]:
         """Return the table of the adapter in ``pages``, flat."""
@@ -170,8 +179,13 @@ def make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTempl
         max_rank, max_planes = max(max_rank, group.rank), max(max_planes, num_planes)
         for module in group.modules:
             start, _ = add(module.b, module.row)
-            place = GROUP_FIELDS + 2 * directory.places[module.module.name][1]
+            number = directory.places[module.module.name][1]
+            place = GROUP_FIELDS + 2 * number
             header[span.index, place : place + 2] = start, len(module.b)
+            if module.column_scale:
+                start, _ = add(module.column_scale, 0)
+                place = GROUP_FIELDS + 2 * (directory.num_modules + number)
+                header[span.index, place : place + 2] = start, len(module.column_scale)
     tiles = np.asarray(lines, dtype=np.int64).reshape(-1, TILE_FIELDS)
     is_complete = all(name in directory.groups for name in layout.groups)
     max_tiles = int(header[:, 1].max(initial=1))

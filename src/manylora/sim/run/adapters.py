@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 
-from manylora.adapters.layout import lay_out
+from manylora.adapters.layout import AdapterLayout
+from manylora.adapters.methods import PLAIN_LORA
 from manylora.adapters.shape import BaseShape
+from manylora.adapters.size import make_version
 from manylora.errors import AdapterError
 from manylora.types import AdapterKey, AdapterVersion
 from manylora.workloads import AdapterSpec
@@ -31,42 +34,17 @@ def adapter_versions(adapters: Iterable[AdapterSpec], base: BaseShape) -> dict[s
     for spec in adapters:
         kind = spec.rank, spec.targets
         if kind not in sizes:
-            sizes[kind] = _sized(spec, base)
-        like = sizes[kind]
+            sizes[kind] = make_version(_lay_out(spec, base), base.page, key="", source="")
         key = hashlib.blake2b(f"{base.fingerprint}/{spec.name}/{kind}".encode(), digest_size=16).hexdigest()
-        versions[spec.name] = AdapterVersion(
-            key=AdapterKey(key),
-            source=spec.name,
-            rank=like.rank,
-            total_rank=like.total_rank,
-            num_modules=like.num_modules,
-            target_modules=like.target_modules,
-            num_pages=like.num_pages,
-            weight_bytes=like.weight_bytes,
-            host_bytes=like.host_bytes,
-            disk_bytes=like.disk_bytes,
-        )
+        versions[spec.name] = replace(sizes[kind], key=AdapterKey(key), source=spec.name)
     return versions
 
 
-def _sized(spec: AdapterSpec, base: BaseShape) -> AdapterVersion:
+def _lay_out(spec: AdapterSpec, base: BaseShape) -> AdapterLayout:
     targets = set(spec.targets)
     modules = [one.name for one in base.modules if one.name.rpartition(".")[2] in targets]
     if spec.rank < 1 or not modules:
         raise AdapterError(
             spec.name, f"rank {spec.rank} on {', '.join(spec.targets)} applies to no module of {base.name}"
         )
-    layout = lay_out(dict.fromkeys(modules, spec.rank), base)
-    weight_bytes = layout.used_elements * base.page.element_bytes
-    return AdapterVersion(
-        key=AdapterKey(""),
-        source="",
-        rank=spec.rank,
-        total_rank=spec.rank * len(modules),
-        num_modules=len(modules),
-        target_modules=tuple(sorted(targets)),
-        num_pages=layout.num_pages,
-        weight_bytes=weight_bytes,
-        host_bytes=layout.num_pages * base.page.num_bytes,
-        disk_bytes=weight_bytes,
-    )
+    return PLAIN_LORA.lay_out(dict.fromkeys(modules, spec.rank), base)

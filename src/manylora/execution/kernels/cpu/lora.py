@@ -47,7 +47,7 @@ from manylora.execution.kernels.cpu.tables import (
     group_table,
     share,
 )
-from manylora.execution.storage.resident import GroupWeights
+from manylora.execution.storage.resident import ResidentGroup
 
 __all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
 
@@ -75,7 +75,7 @@ class LoraTables:
     max_rank: int
 
 
-def make_tables(parts: list[tuple[int, int, GroupWeights]]) -> LoraTables:
+def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
     """Write the pieces of ``parts`` (``(start, stop, weights)``) down."""
     tables = [group_table(weights) for _, _, weights in parts]
     first_row = np.array([start for start, _, _ in parts])

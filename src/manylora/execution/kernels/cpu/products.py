@@ -49,7 +49,7 @@ from manylora.execution.kernels.cpu.tiles import (
     dot_tile,
 )
 from manylora.execution.kernels.cpu.vectors import LANES
-from manylora.execution.storage.resident import GroupWeights
+from manylora.execution.storage.resident import ResidentGroup
 
 __all__ = ["ProductTables", "apply_products", "make_product_tables", "product_kernel"]
 
@@ -86,7 +86,7 @@ class ProductTables:
     max_rank: int
 
 
-def make_product_tables(parts: list[tuple[int, int, GroupWeights]]) -> ProductTables:
+def make_product_tables(parts: list[tuple[int, int, ResidentGroup]]) -> ProductTables:
     """Write the pieces of ``parts`` (``(start, stop, weights)``) down."""
     tables = [group_table(weights) for _, _, weights in parts]
     lines = np.zeros((len(parts), NUM_PART_FIELDS), dtype=np.int64)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.lora import LoraTables
     from manylora.execution.kernels.cpu.openmp import Team
     from manylora.execution.kernels.cpu.products import ProductTables
-    from manylora.execution.storage.resident import GroupWeights
+    from manylora.execution.storage.resident import ResidentGroup
 
 __all__ = ["CompiledKernels", "find_compiled"]
 
@@ -46,7 +46,7 @@ class CompiledKernels:
         compiled_lora.lora_kernel()
         compiled_products.product_kernel()
 
-    def tables(self, parts: list[tuple[int, int, GroupWeights]]) -> LoraTables:
+    def tables(self, parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
         """Write down the pieces of ``parts`` for ``lora``."""
         return self._lora.make_tables(parts)
 
@@ -54,7 +54,7 @@ class CompiledKernels:
         """Add LoRA into ``out``; see ``compiled_lora.apply_compiled``."""
         self._lora.apply_compiled(self._team, x, out, pages, tables)
 
-    def product_tables(self, parts: list[tuple[int, int, GroupWeights]]) -> ProductTables:
+    def product_tables(self, parts: list[tuple[int, int, ResidentGroup]]) -> ProductTables:
         """Write down the pieces of ``parts`` for ``products``."""
         return self._products.make_product_tables(parts)
 

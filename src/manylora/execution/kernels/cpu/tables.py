@@ -14,7 +14,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from manylora.execution.storage.resident import GroupWeights, Piece
+from manylora.execution.storage.resident import Piece, ResidentGroup
 
 __all__ = [
     "BEGIN",
@@ -65,14 +65,14 @@ class GroupTable:
     element_bytes: int
 
 
-def group_table(weights: GroupWeights) -> GroupTable:
+def group_table(weights: ResidentGroup) -> GroupTable:
     """Return the table of ``weights``, made when first asked for."""
     if "compiled" not in weights.prepared:
         weights.prepared["compiled"] = _make_group_table(weights)
     return cast(GroupTable, weights.prepared["compiled"])
 
 
-def _make_group_table(weights: GroupWeights) -> GroupTable:
+def _make_group_table(weights: ResidentGroup) -> GroupTable:
     def line(piece: Piece, row: int, begin: int, start: int, cost: int) -> tuple[int, ...]:
         weight = piece.weight
         place = (weight.storage_offset(), *weight.shape, _CODES[weight.dtype])

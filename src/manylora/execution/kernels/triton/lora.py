@@ -5,6 +5,7 @@
     plan     once per step    program g lists group g's work: one item per (row block, A tile)
     shrink   per group        item, K split -> partial sums [rows, 16] in float32, each to its own place
     expand   per group        row block x columns: add up the partials in a fixed order, times B, into the output
+    scale    per group        row block x columns: times the adapter's column scale; only where a step has one
 
 No atomics: a sum is made in the same order every time, whatever shares the batch. Programs walk the lists with a
 stride, so the grid is as large as the device and not as the batch, and a captured graph serves any mix of adapters.
@@ -27,7 +28,7 @@ import triton.language as tl
 
 from manylora.execution.storage.tile_tables import BLOCK_FIELDS, GROUP_FIELDS, TILE_FIELDS
 
-__all__ = ["ITEM_TILES", "TILE_ROWS", "expand", "plan", "shrink"]
+__all__ = ["ITEM_TILES", "TILE_ROWS", "expand", "plan", "scale", "shrink"]
 
 TILE_ROWS = 16
 """Rows of a tile at most: ``adapters.layout.MAX_TILE_ROWS``."""
@@ -191,3 +192,42 @@ def expand(
             )
             mask = is_row & is_col[None, :]
             tl.store(target, (tl.load(target, mask=mask, other=0.0) + total).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_column_blocks", "group", "line"])
+def scale(
+    out,
+    out_stride,
+    pool,
+    step,
+    columns,
+    num_column_blocks,
+    group,
+    line,
+    MODULES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Multiply rows of ``out`` by the column scales of their adapters; ``columns`` as in ``expand``."""
+    rows = tl.arange(0, BLOCK_M)
+    num_items = tl.load(step).to(tl.int32) * num_column_blocks
+    for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        block = step + 1 + (number // num_column_blocks) * _BLOCK_FIELDS
+        first_row, num_rows = tl.load(block), tl.load(block + 1)
+        table = tl.load(block + 2).to(tl.pointer_type(tl.int64))
+        place = columns + (number % num_column_blocks) * 4
+        module = table + group * line + _GROUP_FIELDS + 2 * (MODULES + tl.load(place))
+        first_tile, num_tiles = tl.load(module), tl.load(module + 1).to(tl.int32)
+        if num_tiles > 0:
+            own_cols = tl.load(place + 1) + tl.arange(0, BLOCK_N)
+            is_col = own_cols < tl.load(place + 2)
+            factors = tl.zeros((BLOCK_N,), tl.float32)
+            for number_of_tile in range(num_tiles):
+                tile = table + first_tile + number_of_tile * _TILE_FIELDS
+                col, num_cols = tl.load(tile + 3), tl.load(tile + 4)
+                inside = is_col & (own_cols >= col) & (own_cols < col + num_cols)
+                factors += tl.load(pool + tl.load(tile) + (own_cols - col), mask=inside, other=0.0).to(tl.float32)
+            target = out + (first_row + rows)[:, None] * out_stride + tl.load(place + 3) + own_cols[None, :]
+            mask = (rows < num_rows)[:, None] & is_col[None, :]
+            scaled = tl.load(target, mask=mask, other=0.0).to(tl.float32) * factors[None, :]
+            tl.store(target, scaled.to(out.dtype.element_ty), mask=mask)

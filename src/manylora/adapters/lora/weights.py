@@ -13,13 +13,14 @@ from typing import NoReturn
 
 import numpy as np
 
-from manylora.adapters.config import LoraSettings
+from manylora.adapters.lora.settings import LoraSettings
+from manylora.adapters.lora.targeting import Targeting
+from manylora.adapters.method import ModuleWeights
 from manylora.adapters.shape import BaseShape, ModuleKind, TargetModule
-from manylora.adapters.targeting import Targeting
 from manylora.adapters.tensors import FLOAT_DTYPES, StoredTensor
 from manylora.errors import AdapterError
 
-__all__ = ["LoraPair", "ModuleWeights", "match_weights", "pair_tensors"]
+__all__ = ["LoraPair", "match_weights", "pair_tensors"]
 
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\."
@@ -63,25 +64,6 @@ class LoraPair:
         """Return A and B of a pair that is complete, as those of ``pair_tensors`` are."""
         assert self.a is not None and self.b is not None, "the pair is complete"
         return self.a, self.b
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleWeights:
-    """A checked pair.
-
-    Args:
-        module: The module it belongs to.
-        rank: Its rank.
-        scale: What B A is multiplied by.
-        a: ``[rank, in_features]``.
-        b: ``[out_features, rank]``, without the scale.
-    """
-
-    module: TargetModule
-    rank: int
-    scale: float
-    a: StoredTensor
-    b: StoredTensor
 
 
 def pair_tensors(name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, LoraPair]:

@@ -1,7 +1,7 @@
 """Which modules an adapter's settings mean, and each one's rank and scale: PEFT's rules, exactly.
 
 Names and patterns are matched only against the names of modules the base has (or would have in the layout the
-adapter was trained on), so what is matched is short and ours; regular expressions go through ``patterns``.
+adapter was trained on), which are short and ours; regular expressions go through ``patterns``.
 
 Source: PEFT 0.21, ``tuners_utils.check_target_module_exists``, ``utils.other.get_pattern_key``,
 ``tuners.lora.layer.LoraLayer.update_layer``.
@@ -14,14 +14,14 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from manylora.adapters.config import LoraSettings
-from manylora.adapters.patterns import Budget, Pattern, PatternError
+from manylora.adapters.lora.patterns import Budget, Pattern, PatternError
+from manylora.adapters.lora.settings import LoraSettings
 from manylora.errors import AdapterError
 
 __all__ = ["Targeting"]
 
-MATCHING_STEPS = 1_000_000
-"""For all patterns of an adapter on all modules: a second or two at worst."""
+MATCHING_S = 1.0
+"""Seconds for all patterns of an adapter on all modules; published adapters take milliseconds."""
 
 # Without a quantifier or group a pattern cannot blow up, and Python's own matcher is the quicker one.
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
@@ -45,7 +45,7 @@ class Targeting:
     def __init__(self, name: str, settings: LoraSettings, all_linear: Collection[str]) -> None:
         self._name = name
         self._settings = settings
-        budget = Budget(MATCHING_STEPS)
+        budget = Budget(MATCHING_S)
         try:
             self._is_excluded = _name_matcher(settings.exclude_modules, budget)
             if isinstance(settings.target_modules, str) and settings.target_modules.lower() == "all-linear":

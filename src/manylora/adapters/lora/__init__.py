@@ -1,0 +1,1 @@
+"""Plain LoRA as PEFT writes it: settings, target modules, tensors."""

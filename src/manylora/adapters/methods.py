@@ -1,0 +1,21 @@
+"""The adapter methods this server knows, asked in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.adapters.lora.plain import PlainLora
+from manylora.adapters.method import AdapterMethod
+
+__all__ = ["METHODS", "PLAIN_LORA", "find_method"]
+
+PLAIN_LORA = PlainLora()
+
+METHODS: list[AdapterMethod] = []
+"""Methods beside plain LoRA, which takes every configuration that none of them accepts (or refuses it by name)."""
+
+
+def find_method(config: Mapping[str, Any]) -> AdapterMethod:
+    """Return the method that a configuration asks for."""
+    return next((method for method in METHODS if method.accepts(config)), PLAIN_LORA)
