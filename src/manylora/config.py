@@ -129,7 +129,6 @@ class SchedulerConfig:
             where steps run on a GPU.
         predictor: What guesses answer lengths, by name in ``scheduling.PREDICTORS``; or somebody's own.
         predictor_accuracy: 1 less the mean relative error of the ``noisy`` one; for experiments.
-        predictor_file: What ``manylora predictor train`` wrote, for the ``trained`` one.
         ageing_tokens_per_s: Under ``sjf``, predicted tokens that a second of waiting makes up for.
         request_size: Under ``chameleon``, what a request's size is: ``degree-2`` (prompt and answer, times the
             adapter), ``degree-1`` (their sum) or ``output`` (the answer alone).
@@ -153,7 +152,6 @@ class SchedulerConfig:
     plan_ahead: bool | None = None
     predictor: str = "quantile"
     predictor_accuracy: float = 0.8
-    predictor_file: str | None = None
     ageing_tokens_per_s: float = 50.0
     request_size: str = "degree-2"
     queue_criterion: str = "elbow"
@@ -226,8 +224,7 @@ class EngineConfig:
         scheduler: The step.
         adapters: The adapter cache.
         seed: Seed of whatever the engine draws itself (seeds of requests that bring none).
-        request_log: File that gets one JSON line per finished request (sizes, no text): what ``manylora predictor
-            train`` learns from.
+        request_log: File that gets one JSON line per finished request: sizes, no text.
         step_log: File that gets one JSON line per step and per load: what ``manylora calibrate`` learns from.
         simulate: What to simulate in place of a model: the file of a cost profile, or ``hardware:model``.
     """

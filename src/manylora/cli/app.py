@@ -17,7 +17,6 @@ from manylora.cli.demo import demo
 from manylora.cli.experiment import experiment_app
 from manylora.cli.generate import generate
 from manylora.cli.plan import plan_command
-from manylora.cli.predictor import predictor_app
 from manylora.cli.serve import ServeCommand, serve
 from manylora.cli.simulate import simulate_command
 from manylora.cli.terminal import fail
@@ -45,7 +44,6 @@ app.command()(top)
 app.command(name="simulate")(simulate_command)
 app.command(name="plan")(plan_command)
 app.add_typer(experiment_app, name="experiment")
-app.add_typer(predictor_app, name="predictor")
 app.add_typer(bench_app, name="bench")
 app.command()(demo)
 

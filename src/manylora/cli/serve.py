@@ -173,15 +173,11 @@ def serve(
         str,
         panel("Scheduling", "What guesses the length of answers, for policies that ask.", metavar="|".join(PREDICTORS)),
     ] = _SCHEDULER.predictor,
-    predictor_file: Annotated[
-        str | None,
-        panel("Scheduling", "The trained one, from [bold]manylora predictor train[/bold].", metavar="FILE"),
-    ] = None,
     request_log: Annotated[
         str | None,
         panel(
             "Scheduling",
-            "Append a line per finished request (sizes, no text), for [bold]manylora predictor train[/bold].",
+            "Append a line per finished request: sizes, no text.",
             metavar="FILE",
         ),
     ] = None,
@@ -320,7 +316,6 @@ def serve(
             steps_between_admissions=steps_between_admissions,
             plan_ahead=plan_ahead,
             predictor=predictor,
-            predictor_file=predictor_file,
             slo_s=slo,
             ageing_tokens_per_s=ageing,
             request_size=request_size,

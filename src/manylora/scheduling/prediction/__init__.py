@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manylora.config import SchedulerConfig
-from manylora.errors import ConfigError
 from manylora.plugins import find_factory, made_by
 from manylora.scheduling.prediction.oracle import NoisyPredictor, OraclePredictor
 from manylora.scheduling.prediction.port import LengthEstimate, LengthPredictor
 from manylora.scheduling.prediction.quantile import QuantilePredictor
 from manylora.scheduling.prediction.request_log import RequestLog
-from manylora.scheduling.prediction.trained import TrainedPredictor, load_trained
 
 __all__ = [
     "PREDICTORS",
@@ -21,8 +19,6 @@ __all__ = [
     "OraclePredictor",
     "QuantilePredictor",
     "RequestLog",
-    "TrainedPredictor",
-    "load_trained",
     "make_predictor",
 ]
 
@@ -30,7 +26,6 @@ PREDICTORS: dict[str, Callable[[SchedulerConfig, int], LengthPredictor]] = {
     "noisy": lambda config, seed: NoisyPredictor(config.predictor_accuracy, seed),
     "oracle": lambda config, seed: OraclePredictor(),
     "quantile": lambda config, seed: QuantilePredictor(),
-    "trained": lambda config, seed: _trained(config),
 }
 
 
@@ -38,17 +33,11 @@ def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
     """Make the predictor that the configuration names.
 
     Args:
-        config: Its ``predictor``, by name in ``PREDICTORS`` or somebody's own (``plugins.py``), and what belongs to it.
+        config: Its ``predictor``, by name in ``PREDICTORS`` or one of your own (``plugins.py``), and its options.
         seed: Of the noisy one's draws.
 
     Raises:
-        ConfigError: There is none of that name, or its file is missing or not a predictor.
+        ConfigError: There is none of that name.
     """
     factory = find_factory("predictor", config.predictor, PREDICTORS)
     return made_by("predictor", config.predictor, factory, config, seed, seam=LengthPredictor)
-
-
-def _trained(config: SchedulerConfig) -> LengthPredictor:
-    if config.predictor_file is None:
-        raise ConfigError("Got predictor = 'trained' and no predictor_file, expected a trained predictor")
-    return load_trained(config.predictor_file, QuantilePredictor())
