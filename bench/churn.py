@@ -18,12 +18,8 @@ adapter is unloaded and every page must be free. Writes `results/churn.json` and
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,21 +28,21 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from publishing import arguments, publish, table
 from rich.progress import Progress
-from safetensors.numpy import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.adapters.shape import BaseShape
+from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.demo import demo_model_path
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.events import AdapterLoaded, Event, RequestAdmitted, StepFinished
 from manylora.execution.build import build_parts
-from manylora.types import AdapterVersion, Output, Request, SamplingParams, Tier
+from manylora.execution.machine import describe_machine
+from manylora.measure import Recorder
+from manylora.types import AdapterVersion, Request, SamplingParams, Tier
 
-RESULTS = Path(__file__).resolve().parent / "results"
 RANKS = (8, 16, 32, 64)
 NUM_SEATS = 16
 NUM_IN, NUM_OUT = 24, 48
@@ -74,52 +70,14 @@ class Round:
     hits: float
 
 
-class Watch:
-    """Takes events and outputs of one round."""
-
-    def __init__(self, clock: WallClock) -> None:
-        self._clock = clock
-        self._last_at: dict[str, float] = {}
-        self.gaps: Samples = []
-        self.ttfts: Samples = []
-        self.steps: Samples = []
-        self.waits: Samples = []
-        self.copies: Samples = []
-        self.arrived_at: dict[str, float] = {}
-        self.num_tokens: Counter[str] = Counter()
-
-    def take_event(self, event: Event) -> None:
-        match event:
-            case StepFinished(took_s=took_s):
-                self.steps.append(took_s)
-            case RequestAdmitted(waited_s=waited_s):
-                self.waits.append(waited_s)
-            case AdapterLoaded(tier=Tier.DEVICE, took_s=took_s):
-                self.copies.append(took_s)
-
-    def take_outputs(self, outputs: list[Output], _now: float) -> None:
-        now = self._clock.now()
-        for output in outputs:
-            assert output.error is None, output.error
-            if not output.tokens:
-                continue
-            last_at = self._last_at.get(output.request_id)
-            if last_at is None:
-                self.ttfts.append(now - self.arrived_at[output.request_id])
-            else:
-                self.gaps.append(now - last_at)
-            self._last_at[output.request_id] = now
-            self.num_tokens[output.request_id] += len(output.tokens)
-
-
 class System:
     """One engine, kept from round to round."""
 
     def __init__(self, config: EngineConfig, folders: Sequence[Path]) -> None:
         self._clock = WallClock()
         self._parts = build_parts(config, self._clock)
-        self._watch = Watch(self._clock)
-        self._core = EngineCore.from_parts(self._parts, config, sinks=[lambda event: self._watch.take_event(event)])
+        self._recorder = Recorder()
+        self._core = EngineCore.from_parts(self._parts, config, sinks=[lambda event: self._recorder(event)])
         self.versions: list[AdapterVersion] = []
         for folder in folders:
             version = self._parts.reader.read(folder.name, str(folder))
@@ -135,27 +93,28 @@ class System:
 
     def run(self, requests: Sequence[tuple[float, Request]]) -> Round:
         """Serve requests that arrive at their times, counted from now; return when all have ended."""
-        watch = self._watch = Watch(self._clock)
+        recorder = self._recorder = Recorder()
         before = self._core.stats()
         start = self._clock.now()
         arrivals = [(start + after_s, request) for after_s, request in requests]
-        watch.arrived_at = {request.request_id: at for at, request in arrivals}
-        EngineLoop(self._core, self._clock, on_outputs=watch.take_outputs, arrivals=arrivals).run()
+        EngineLoop(self._core, self._clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
         self._settle()
-        assert all(watch.num_tokens[request.request_id] == NUM_OUT for _, request in requests), "a request fell short"
+        records, loads = recorder.records, recorder.timeline.loads[Tier.DEVICE]
+        assert [one.num_output_tokens for one in records] == [NUM_OUT] * len(requests), "a request fell short"
         after = self._core.stats()
         assert not (after.num_kv_pages or after.num_prefix_pages), "pages outlive their requests"
         self._core.check_integrity()
-        gap_p50, gap_p90, gap_p99 = (1e3 * float(p) for p in np.percentile(watch.gaps, (50, 90, 99)))
+        gap_p50, gap_p90, gap_p99 = percentiles_ms([gap for one in records for gap in one.gaps_s], 50, 90, 99)
+        ttft_p50, ttft_p99 = percentiles_ms([one.ttft_s for one in records if one.ttft_s is not None], 50, 99)
         return Round(
             gap_p50=gap_p50,
             gap_p90=gap_p90,
             gap_p99=gap_p99,
-            step_p99=1e3 * float(np.percentile(watch.steps, 99)),
-            ttft_p50=1e3 * float(np.percentile(watch.ttfts, 50)),
-            ttft_p99=1e3 * float(np.percentile(watch.ttfts, 99)),
-            longest_wait=1e3 * max(watch.waits),
-            load_p50=1e3 * statistics.median(watch.copies) if watch.copies else 0.0,
+            step_p99=percentiles_ms(recorder.timeline.steps.took_s, 99)[0],
+            ttft_p50=ttft_p50,
+            ttft_p99=ttft_p99,
+            longest_wait=1e3 * max(one.queueing_s or 0.0 for one in records),
+            load_p50=percentiles_ms(loads.busy_s, 50)[0] if loads.busy_s else 0.0,
             loads=after.num_loads - before.num_loads,
             reads=after.num_disk_loads - before.num_disk_loads,
             evictions=after.num_evictions - before.num_evictions,
@@ -186,46 +145,17 @@ class System:
             self._core.collect(self._clock.now())
 
 
-def model_path(folder: Path) -> Path:
-    """Return the demo model, or a random one of its size where its files are not at hand."""
-    demo = demo_model_path()
-    if (demo / "model.safetensors").exists():
-        return demo
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=115,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "base")
-    return folder / "base"
+def percentiles_ms(seconds: Sequence[float], *shares: float) -> list[float]:
+    return [1e3 * float(value) for value in np.percentile(seconds, shares)]
 
 
 def write_adapters(folder: Path, base: BaseShape, count: int) -> list[Path]:
-    """Write adapters on all linears with random weights, in PEFT's format."""
+    """Write adapters on all linears with random weights."""
     rng = np.random.default_rng(0)
-    folders = []
-    for index in range(count):
-        rank = RANKS[index % len(RANKS)]
-        place = folder / f"adapter-{index}"
-        place.mkdir()
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear", "bias": "none"}
-        (place / "adapter_config.json").write_text(json.dumps(config))
-        tensors: dict[str, np.ndarray[Any, Any]] = {}
-        for module in base.modules:
-            if module.name in base.all_linear:
-                key = f"base_model.model.{module.name}"
-                a = rng.standard_normal((rank, module.in_features), dtype=np.float32)
-                b = rng.standard_normal((module.out_features, rank), dtype=np.float32)
-                tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a / 16, b / 16
-        save_file(tensors, place / "adapter_model.safetensors")
-        folders.append(place)
-    return folders
+    return [
+        write_synthetic_adapter(folder / f"adapter-{index}", base, RANKS[index % len(RANKS)], rng)
+        for index in range(count)
+    ]
 
 
 def make_requests(count: int, folders: Sequence[Path], vocab_size: int, label: str) -> list[Request]:
@@ -245,9 +175,8 @@ def make_requests(count: int, folders: Sequence[Path], vocab_size: int, label: s
 
 def build_systems(path: Path, num_adapters: int) -> tuple[dict[str, System], list[Path], BaseShape]:
     """Build the three engines, and the adapters they serve."""
-    model = model_path(path)
     config = EngineConfig(
-        model=ModelConfig(model=str(model), device="cpu", max_model_len=256),
+        model=ModelConfig(model=str(demo_model_path()), device="cpu", max_model_len=256),
         memory=MemoryConfig(num_pages=64, prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
     )
@@ -298,14 +227,8 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) 
             rss.append(process.memory_info().rss)
         held = {name: system.close() for name, system in systems.items()}
     return {
-        "machine": {
-            "cpu": cpu_name(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "machine": describe_machine(torch.device("cpu")),
         "command": "python bench/churn.py",
-        "model": "demo" if (demo_model_path() / "model.safetensors").exists() else "random, of the demo's size",
         "adapters": num_adapters,
         "ranks": RANKS,
         "requests": num_requests,
@@ -344,9 +267,8 @@ def ratio(rounds: dict[str, list[Round]], name: str) -> float:
     )
 
 
-def table(figures: dict[str, Any]) -> str:
+def page(figures: dict[str, Any]) -> str:
     names = list(figures["medians"])
-    machine = figures["machine"]
     rows: list[tuple[str, Callable[[str], str]]] = [
         ("**P99 between tokens, over resident**", lambda name: f"**{figures['gap_p99_ratio'][name]:.2f}**")
     ]
@@ -373,16 +295,14 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         "# Churn: what loading costs those who decode",
         "",
-        f"`{figures['command']}` on {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}: the demo "
-        f"model ({figures['model']}) and {figures['adapters']} adapters of rank {RANKS[0]} to {RANKS[-1]} on all "
-        f"linears; {figures['requests']} requests a round of {NUM_IN} tokens in and {NUM_OUT} out, each with the next "
+        f"`{figures['command']}` on {figures['machine']}: the demo model and {figures['adapters']} "
+        f"adapters of rank {RANKS[0]} to {RANKS[-1]} on all linears; {figures['requests']} requests a round of "
+        f"{NUM_IN} tokens in and {NUM_OUT} out, each with the next "
         f"adapter, arriving by a Poisson process at {figures['load']:.0%} of what the resident engine can do "
         f"({figures['requests_per_s']:.1f} a second). The three take turns on the same arrivals; medians of "
         f"{num_rounds} rounds, the ratio that of each round's pair. Core and loop in process, no HTTP.",
         "",
-        f"| | {' | '.join(names)} |",
-        f"|---|{'---:|' * len(names)}",
-        *(f"| {title} | {' | '.join(map(show, names))} |" for title, show in rows),
+        *table(("", *names), ((title, *map(show, names)) for title, show in rows)),
         "",
         f"Memory of the process: {rss[0] / MIB:,.0f} MiB after the round to warm up, {rss[len(rss) // 2] / MIB:,.0f} "
         f"after half of the rounds, {rss[-1] / MIB:,.0f} after all (pages count from their first use on). Every "
@@ -392,26 +312,14 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor() or platform.machine())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few requests, one round; writes nothing")
+    parser = arguments(__doc__, quick="few requests, one round")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the resident engine can do")
     options = parser.parse_args()
     num_rounds, num_requests = (1, 48) if options.quick else (options.rounds, 64)
     figures = measure(num_rounds, num_requests, num_adapters=48 if options.quick else 96, load=options.load)
-    print(table(figures))
-    if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "churn.json").write_text(json.dumps(figures, indent=2) + "\n")
-        (RESULTS / "churn.md").write_text(table(figures))
+    publish("churn", figures, page(figures), is_kept=not options.quick)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ thread and are counted in processor time, which others on the machine disturb le
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from statistics import median
 from time import perf_counter, process_time
 
 import torch
+from publishing import arguments, publish, table
 
 from manylora.catalog.dims import ModelDims
 from manylora.catalog.hardware import HARDWARE, Hardware, find_hardware
@@ -39,7 +39,6 @@ from manylora.engine.loop import EngineLoop
 from manylora.execution.machine import describe_machine
 from manylora.types import Request, SamplingParams
 
-RESULTS = Path(__file__).parent / "results"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BATCHES = (1, 4, 16)
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 9
@@ -259,23 +258,22 @@ def report(machine: str, hardware: Hardware, rows: list[Compared], rounds: int) 
         "",
         f"`python bench/device.py --compare` on {machine}.",
         "",
-        "| measured without a model | |",
-        "|---|---:|",
-        *(f"| {name} | {value:.1f} |" for name, value in reached.items()),
+        *table(("measured without a model", ""), ((name, f"{value:.1f}") for name, value in reached.items())),
         "",
         f"Live steps of an 82M-parameter model (prompts of {PROMPT_TOKENS} tokens, adapters of rank 8 to 128 on",
         "all linears, one per request) over what the roofline says with these rates and nothing",
         f"fitted. Rates were measured anew in each of {rounds} rounds; medians. On a CPU: processor time, one thread.",
         "",
-        "| step | batch | live, ms | live / modelled |",
-        "|---|---:|---:|---:|",
-        *(f"| {row.step} | {row.batch} | {row.live_ms:.1f} | {row.ratio:.2f} |" for row in rows),
+        *table(
+            ("step", "batch", "live, ms", "live / modelled"),
+            ((row.step, row.batch, f"{row.live_ms:.1f}", f"{row.ratio:.2f}") for row in rows),
+        ),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--like", choices=HARDWARE, help="a profile for what is not measured")
     parser.add_argument("--profile", type=Path, help="write the measured profile here, as TOML")
     parser.add_argument("--compare", action="store_true", help="hold the roofline against live steps; writes results")
@@ -291,15 +289,8 @@ def main() -> None:
     if args.compare:
         rows = compare(device, args.like, args.rounds)
         text = report(describe_machine(device), hardware, rows, args.rounds)
-        print(text)
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "device.md").write_text(text)
-        figures = {
-            "machine": describe_machine(device),
-            "profile": as_toml(hardware),
-            "steps": [asdict(row) for row in rows],
-        }
-        (RESULTS / "device.json").write_text(json.dumps(figures, indent=2) + "\n")
+        steps = [asdict(row) for row in rows]
+        publish("device", {"machine": describe_machine(device), "profile": as_toml(hardware), "steps": steps}, text)
 
 
 if __name__ == "__main__":

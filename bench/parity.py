@@ -20,8 +20,6 @@ Writes `bench/results/parity.json`, `.md` and `.png`, and the machine's speed ov
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import statistics
@@ -37,7 +35,8 @@ from typing import Any
 import numpy as np
 import torch
 from parity_columns import COLUMNS, WITHOUT_CHANCE, Columns, Curve, plot_speed, speed_of
-from parity_table import table
+from parity_table import page
+from publishing import RESULTS, arguments, publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.bench.sweep import run_sweep
@@ -62,7 +61,6 @@ from manylora.sim.run.executor import SimulatedExecutor, synthetic_token
 from manylora.sim.run.replay import ReplayExecutor
 from manylora.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 
-RESULTS = Path(__file__).resolve().parent / "results"
 RANKS = (8, 16, 32, 64)
 VOCAB_SIZE = 7296
 NUM_ADAPTERS = 50
@@ -384,8 +382,7 @@ def overlap(one: Counter[Any], two: Counter[Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="60 requests, short sweeps; writes nothing")
+    parser = arguments(__doc__, quick="60 requests, short sweeps")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--sweep", type=float, default=75.0, help="seconds of each of the two calibration sweeps")
     parser.add_argument("--pool", type=int, default=280, help="the pool, in MiB")
@@ -393,15 +390,11 @@ def main() -> None:
     options = parser.parse_args()
     num_requests, sweep_s = (60, 20.0) if options.quick else (options.requests, options.sweep)
     figures, records, speeds = measure(num_requests, sweep_s, options.pool * MIB, options.logs)
-    print(table(figures))
-    if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "parity.json").write_text(json.dumps(figures, indent=2) + "\n")
-        (RESULTS / "parity.md").write_text(table(figures))
-        if can_plot():
-            shown = ("live", "mean prices", "components", "weather replayed")
-            plot_latencies({name: records[name] for name in shown}, RESULTS / "parity.png")
-            plot_speed(speeds, RESULTS / "parity-speed.png")
+    publish("parity", figures, page(figures), is_kept=not options.quick)
+    if not options.quick and can_plot():
+        shown = ("live", "mean prices", "components", "weather replayed")
+        plot_latencies({name: records[name] for name in shown}, RESULTS / "parity.png")
+        plot_speed(speeds, RESULTS / "parity-speed.png")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ is not in it. Every sequence has an adapter; requests arrive as others end. Both
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
@@ -20,9 +18,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
+from publishing import arguments, publish
 
 from manylora.adapters.shape import BaseShape
 from manylora.catalog.models import base_shape
@@ -39,7 +37,6 @@ from manylora.sim.run.adapters import adapter_versions
 from manylora.types import AdapterKey, Output, Request, SampledToken, SamplingParams, Tier
 from manylora.workloads import AdapterSpec
 
-RESULTS = Path(__file__).resolve().parent / "results"
 STEP_S = 0.004
 NUM_ADAPTERS = 64
 NUM_TOKENS = 200
@@ -156,9 +153,7 @@ def measure(base: BaseShape, batch: int, *, plan_ahead: bool, num_steps: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps; writes nothing")
-    options = parser.parse_args()
+    options = arguments(__doc__, quick="few steps").parse_args()
     base = base_shape("llama-3-8b", block_size=16)
     found: list[Gaps] = []
     lines = []
@@ -176,15 +171,9 @@ def main() -> None:
             f"| {ahead[0]:.0f} | {ahead[1]:.0f} | {ahead[2]:.1%} | {more:+.1%} |"
         )
         print(lines[-1], flush=True)
-    if not options.quick:
-        text = TABLE.format(
-            machine=describe_machine(torch.device("cpu")),
-            load=os.getloadavg()[0],
-            step_ms=STEP_S * 1e3,
-            rows="\n".join(lines),
-        )
-        (RESULTS / "plan_ahead.md").write_text(text)
-        (RESULTS / "plan_ahead.json").write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+    machine, load = describe_machine(torch.device("cpu")), os.getloadavg()[0]
+    text = TABLE.format(machine=machine, load=load, step_ms=STEP_S * 1e3, rows="\n".join(lines))
+    publish("plan_ahead", [asdict(one) for one in found], text, is_kept=not options.quick)
 
 
 def _middle(rounds: list[Gaps]) -> tuple[float, float, float]:

@@ -13,14 +13,12 @@ Run it: ``python bench/planner.py`` (minutes; ``--quick`` is a smoke test) write
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from time import perf_counter
 from typing import Any
+
+from publishing import arguments, publish
 
 from manylora.measure import RequestRecord, Slo
 from manylora.planning import Demand, Objective, Plan, SearchBudget, make_plan
@@ -29,7 +27,6 @@ from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario, read_scenario
 from manylora.workloads import make_workload
 
-RESULTS = Path(__file__).parent / "results"
 SHARES = (0.9, 1.0, 1.1)
 FRESH_SEEDS = range(100, 105)
 LENGTHS = {
@@ -107,7 +104,7 @@ def check(
     return outcomes
 
 
-def report(made: dict[str, tuple[Objective, Plan, list[Outcome], float]], num_requests: int) -> str:
+def report(made: dict[str, tuple[Objective, Plan, list[Outcome]]], num_requests: int) -> str:
     lines = [
         "# Planned capacity against direct simulation",
         "",
@@ -117,7 +114,7 @@ def report(made: dict[str, tuple[Objective, Plan, list[Outcome], float]], num_re
         "| service | promise | capacity, req/s | never idle, req/s | trials | binds | hit rate |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, (objective, plan, _, _) in made.items():
+    for name, (objective, plan, _) in made.items():
         limits = ", ".join(
             f"P{objective.percentile:g} {what.upper()} <= {limit:g} s" for what, limit in objective.limits()
         )
@@ -131,7 +128,7 @@ def report(made: dict[str, tuple[Objective, Plan, list[Outcome], float]], num_re
         "| service | of capacity | req/s | measured (range over single runs) | promise |",
         "|---|---|---|---|---|",
     ]
-    for name, (_, _, outcomes, _) in made.items():
+    for name, (_, _, outcomes) in made.items():
         for one in outcomes:
             measured = ", ".join(
                 f"{what.upper()} {seconds:.3f} s ({one.single_runs_s[what][0]:.3f} to {one.single_runs_s[what][1]:.3f})"
@@ -144,8 +141,7 @@ def report(made: dict[str, tuple[Objective, Plan, list[Outcome], float]], num_re
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few requests; writes nothing")
+    parser = arguments(__doc__, quick="few requests")
     parser.add_argument("--requests", type=int, default=2000, help="of each run, at least")
     args = parser.parse_args()
     num_requests = 150 if args.quick else args.requests
@@ -154,27 +150,20 @@ def main() -> None:
         scenario = read_scenario(table)
         objective = Objective(slo=Slo(**table["slo"]))
         search_budget = SearchBudget(num_requests=num_requests, spans=5.0 if args.quick else 30.0)
-        began = perf_counter()
         plan = make_plan(scenario, objective, Demand(search_budget=search_budget))
-        took_s = perf_counter() - began
         seeds = FRESH_SEEDS[:1] if args.quick else FRESH_SEEDS
-        made[name] = (objective, plan, check(scenario, objective, plan.capacity.rate, seeds, num_requests), took_s)
-        print(f"{name}: {plan.capacity.rate:.3f} req/s in {took_s:.0f} s", flush=True)
+        made[name] = (objective, plan, check(scenario, objective, plan.capacity.rate, seeds, num_requests))
     text = report(made, num_requests)
-    print(text)
-    if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "planner.md").write_text(text)
-        figures = {
-            name: {
-                "capacity_requests_per_s": plan.capacity.rate,
-                "binds": plan.binds,
-                "trials": [[one.rate, one.is_kept] for one in plan.capacity.load_tests],
-                "checks": [asdict(one) for one in outcomes],
-            }
-            for name, (_, plan, outcomes, _) in made.items()
+    figures = {
+        name: {
+            "capacity_requests_per_s": plan.capacity.rate,
+            "binds": plan.binds,
+            "load_tests": [[one.rate, one.is_kept] for one in plan.capacity.load_tests],
+            "checks": [asdict(one) for one in outcomes],
         }
-        (RESULTS / "planner.json").write_text(json.dumps(figures, indent=1) + "\n")
+        for name, (_, plan, outcomes) in made.items()
+    }
+    publish("planner", figures, text, is_kept=not args.quick)
 
 
 if __name__ == "__main__":

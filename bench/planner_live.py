@@ -11,8 +11,6 @@ Run it: ``python bench/planner_live.py`` (a quiet machine, eight minutes) writes
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import platform
 import tempfile
@@ -22,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from publishing import arguments, publish
 
 from manylora.bench.calibration import sweep_live
 from manylora.bench.synthetic import write_synthetic_adapter
@@ -47,7 +46,6 @@ from manylora.workloads.distributions import ExponentialTokens
 from manylora.workloads.lengths import ParametricLengths, TokenBounds
 from manylora.workloads.popularity import ZipfShares
 
-RESULTS = Path(__file__).parent / "results"
 SHARES = (0.85, 0.95, 1.05, 1.2)
 RANKS = (8, 16, 32)
 NUM_ADAPTERS = 24
@@ -136,8 +134,7 @@ def crossing(served: list[Served]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; writes nothing")
+    parser = arguments(__doc__, quick="seconds instead of minutes")
     parser.add_argument("--requests", type=int, default=500, help="of each run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each rate")
     args = parser.parse_args()
@@ -171,20 +168,16 @@ def main() -> None:
             live.close()
     found = crossing(served)
     text = report(planned, found, served, profile.machine, plan.most_per_s)
-    print(text)
-    if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "planner_live.md").write_text(text)
-        figures = {
-            "planned_requests_per_s": planned,
-            "live_requests_per_s": found if math.isfinite(found) else None,
-            "limit_s": LIMIT_S,
-            "percentile": PERCENTILE,
-            "served": [asdict(one) for one in served],
-            "fit": [{"regime": one.regime, "median_error": one.median_error} for one in profile.errors],
-            "machine": profile.machine,
-        }
-        (RESULTS / "planner_live.json").write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {
+        "planned_requests_per_s": planned,
+        "live_requests_per_s": found if math.isfinite(found) else None,
+        "limit_s": LIMIT_S,
+        "percentile": PERCENTILE,
+        "served": [asdict(one) for one in served],
+        "fit": [{"regime": one.regime, "median_error": one.median_error} for one in profile.errors],
+        "machine": profile.machine,
+    }
+    publish("planner_live", figures, text, is_kept=not args.quick)
 
 
 def expect(load_tests: LoadTests, rate: float, rounds: int) -> float:

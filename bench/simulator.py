@@ -10,9 +10,7 @@ Run it: `python bench/simulator.py --traces DIR` (`--quick` for a smoke test). I
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import json
 import platform
 import pstats
 import resource
@@ -21,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter, process_time
+
+from publishing import arguments, publish
 
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.events import Event
@@ -31,7 +31,6 @@ from manylora.workloads.arrivals import ReplayArrivals
 from manylora.workloads.lengths import ReplayLengths
 from manylora.workloads.popularity import RankShares
 
-RESULTS = Path(__file__).parent / "results"
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 RATE = 1.5  # requests per second: near the most at which the queue does not grow from start to end
 NUM_PROFILED = 2000
@@ -163,10 +162,9 @@ def report(speed: Speed, shares: list[tuple[str, float]], command: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, quick="five hundred requests")
     parser.add_argument("--traces", metavar="DIR", type=Path, required=True, help=f"folder of {TRACE}")
     parser.add_argument("--rate", type=float, default=RATE, help="requests per second")
-    parser.add_argument("--quick", action="store_true", help="five hundred requests, nothing written")
     options = parser.parse_args()
     workload = trace_workload(options.traces, options.rate, 500 if options.quick else None)
     speed, events = timed(workload)
@@ -175,10 +173,8 @@ def main() -> None:
         return
     head = replace(workload, requests=workload.requests[:NUM_PROFILED])
     shares = profiled(lambda: simulate(head, make_config(SETUP)))
-    RESULTS.mkdir(exist_ok=True)
-    content = {"rate": options.rate, **asdict(speed), "events_by_kind": dict(events), "own_time": dict(shares)}
-    (RESULTS / "simulator.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / "simulator.md").write_text(report(speed, shares, "python bench/simulator.py --traces DIR"))
+    figures = {"rate": options.rate, **asdict(speed), "events_by_kind": dict(events), "own_time": dict(shares)}
+    publish("simulator", figures, report(speed, shares, "python bench/simulator.py --traces DIR"))
 
 
 if __name__ == "__main__":

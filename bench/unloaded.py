@@ -8,13 +8,13 @@ Run it: `python bench/unloaded.py --traces DIR`; it writes `results/unloaded.jso
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+
+from publishing import arguments, publish, table
 
 from manylora.catalog.hardware import HARDWARE, Hardware
 from manylora.catalog.models import base_shape, find_dims
@@ -24,7 +24,6 @@ from manylora.costs.roofline import RooflineCost, StepParts, make_cost, memory_f
 from manylora.errors import ConfigError
 from manylora.sim.alone import decode_step, prompt_step, time_alone
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = (8, 16, 32, 64, 128)
 MEDIUM_TOKENS = 512
 """A medium prompt: DynamoLLM, which Chameleon refers to, calls 256 to 1024 tokens medium."""
@@ -251,7 +250,6 @@ def sensitivity() -> list[dict[str, object]]:
 def report(scale: dict[str, float] | None) -> str:
     """Write the tables; what needs the trace only where its scale is given."""
     agree = sum(fits(*case) == expected for *case, expected in FITTING)
-    heads = " | ".join(f"rank {rank}" for rank in RANKS)
     lines = [
         "# Unloaded facts, published and modelled",
         "",
@@ -260,30 +258,44 @@ def report(scale: dict[str, float] | None) -> str:
         "",
         "## What was set, and by which fact",
         "",
-        "| constant | set by | in the code | that fact implies |",
-        "|---|---|---:|---:|",
-        *(f"| {row.name} | {row.fact} | {row.in_code:.4g} | {row.implied:.4g} |" for row in constants()),
+        *table(
+            ("constant", "set by", "in the code", "that fact implies"),
+            ((row.name, row.fact, f"{row.in_code:.4g}", f"{row.implied:.4g}") for row in constants()),
+            left=2,
+        ),
         "",
         "Figures 2 and 5 say *a medium request*, and what share of its peak an A40 reaches is published nowhere. Taken",
         "otherwise, the constants would be:",
         "",
-        "| assumption | kernel's share of the peak | copies' share of the link | cut, GB/s |",
-        "|---|---:|---:|---:|",
-    ]
-    for row in sensitivity():
-        shares = f"{row['kernel_share']:.4f} | {row['link_share']:.2f} | {row['sharded_gb_per_s']:.2f}"
-        lines.append(f"| {row['assumption']} | {shares} |")
-    lines += [
+        *table(
+            ("assumption", "kernel's share of the peak", "copies' share of the link", "cut, GB/s"),
+            (
+                (
+                    one["assumption"],
+                    f"{one['kernel_share']:.4f}",
+                    f"{one['link_share']:.2f}",
+                    f"{one['sharded_gb_per_s']:.2f}",
+                )
+                for one in sensitivity()
+            ),
+        ),
         "",
         "## What follows: facts that set nothing",
         "",
-        "| fact | source | published | model | difference |",
-        "|---|---|---:|---:|---:|",
-    ]
-    for row in predictions():
-        difference = f"{row.model / row.published - 1:+.0%}"
-        lines.append(f"| {row.fact} | {row.source} | {row.published:g} | {row.model:.1f} | {difference} |")
-    lines += [
+        *table(
+            ("fact", "source", "published", "model", "difference"),
+            (
+                (
+                    one.fact,
+                    one.source,
+                    f"{one.published:g}",
+                    f"{one.model:.1f}",
+                    f"{one.model / one.published - 1:+.0%}",
+                )
+                for one in predictions()
+            ),
+            left=2,
+        ),
         "",
         "Which models fit which cards (Chameleon 3.2, 5.5; 7B in 24 GB, 13B from 48, 30B in 80, 70B on two of 80):",
         f"{agree} of {len(FITTING)} as published.",
@@ -293,40 +305,7 @@ def report(scale: dict[str, float] | None) -> str:
         "large products reach; with its 30 GB of KV read as well, 28.5 ms cannot be had there. What adapters add does",
         "not depend on it, and the three kernels stand to each other as published. *The time between tokens* is a",
         "service level; that it was set as five times the mean, as the one for first tokens, is our reading.",
-        "",
-        "Figure 5, the share of loading in the time to first token of Llama-70B (published in words: rises with",
-        "devices and with rank; 68 % at rank 32 on four, which is set):",
-        "",
-        f"| devices | {heads} |",
-        "|---:|" + "---:|" * len(RANKS),
     ]
-    for devices in (2, 4, 8):
-        lines.append(f"| {devices} | " + " | ".join(f"{loading_share(devices, rank):.0%}" for rank in RANKS) + " |")
-    lines += [
-        "",
-        "Figure 2, the time to first token of a medium request on Llama-7B and an A40 (published in words: the shares",
-        "at rank 128, which are set):",
-        "",
-        "| rank | time, ms | base | adapter | loading |",
-        "|---:|---:|---:|---:|---:|",
-    ]
-    for rank in RANKS:
-        parts, load = prompt_parts(s_lora(), MEDIUM_TOKENS, rank), copy_s(s_lora(), rank)
-        total, adapter = sum(parts) + load, parts.adapters_s
-        shares = " | ".join(f"{part / total:.0%}" for part in (total - load - adapter, adapter, load))
-        lines.append(f"| {rank} | {1e3 * total:.0f} | {shares} |")
-    lines += [
-        "",
-        "Figure 3, the time to first token without loading, in ms (published in words: rank matters more for longer",
-        "prompts):",
-        "",
-        f"| prompt | {heads} | 128 less 8 |",
-        "|---:|" + "---:|" * (len(RANKS) + 1),
-    ]
-    for tokens in (128, 256, 512, 1024, 2048):
-        times = [1e3 * sum(prompt_parts(s_lora(), tokens, rank)) for rank in RANKS]
-        cells = " | ".join(f"{time:.0f}" for time in times)
-        lines.append(f"| {tokens} | {cells} | {times[-1] - times[0]:.0f} |")
     if scale is None:
         return "\n".join(lines) + "\n"
     prompt, output, ttft = (scale[key] for key in ("mean_prompt_tokens", "mean_output_tokens", "mean_ttft_alone_s"))
@@ -344,7 +323,7 @@ def report(scale: dict[str, float] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument(
         "--traces", type=Path, help="directory with AzureLLMInferenceTrace_conv.csv; writes nothing without"
     )
@@ -354,9 +333,6 @@ def main() -> None:
         return
     scale = length_scale(read_lengths(args.traces / "AzureLLMInferenceTrace_conv.csv"))
     text = report(scale)
-    print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "unloaded.md").write_text(text)
     figures = {
         "constants": [asdict(row) for row in constants()],
         "sensitivity": sensitivity(),
@@ -364,7 +340,7 @@ def main() -> None:
         "loading_share": {devices: {rank: loading_share(devices, rank) for rank in RANKS} for devices in (2, 4, 8)},
         "length_scale": scale,
     }
-    (RESULTS / "unloaded.json").write_text(json.dumps(figures, indent=2) + "\n")
+    publish("unloaded", figures, text)
 
 
 if __name__ == "__main__":
