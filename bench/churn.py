@@ -1,4 +1,4 @@
-"""What churn costs those who decode: every request another adapter, and a pool too small for all of them.
+"""The cost of churn for requests that decode: every request another adapter, and a pool too small for all of them.
 
     python bench/churn.py [--quick]
 
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +48,9 @@ NUM_SEATS = 16
 NUM_IN, NUM_OUT = 24, 48
 MIB = 2**20
 
-Samples = list[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """What one engine did in one round; times in milliseconds."""
-
-    gap_p50: float
-    gap_p90: float
-    gap_p99: float
-    step_p99: float
-    ttft_p50: float
-    ttft_p99: float
-    longest_wait: float
-    load_p50: float
-    loads: int
-    reads: int
-    evictions: int
-    preemptions: int
-    hits: float
+GAP_P99 = "between tokens, P99, ms"
+Round = dict[str, float]
+"""The figures of one engine in one round, by the title that they are shown under."""
 
 
 class System:
@@ -104,23 +87,23 @@ class System:
         after = self._core.stats()
         assert not (after.num_kv_pages or after.num_prefix_pages), "pages outlive their requests"
         self._core.check_integrity()
-        gap_p50, gap_p90, gap_p99 = percentiles_ms([gap for one in records for gap in one.gaps_s], 50, 90, 99)
-        ttft_p50, ttft_p99 = percentiles_ms([one.ttft_s for one in records if one.ttft_s is not None], 50, 99)
-        return Round(
-            gap_p50=gap_p50,
-            gap_p90=gap_p90,
-            gap_p99=gap_p99,
-            step_p99=percentiles_ms(recorder.timeline.steps.took_s, 99)[0],
-            ttft_p50=ttft_p50,
-            ttft_p99=ttft_p99,
-            longest_wait=1e3 * max(one.queueing_s or 0.0 for one in records),
-            load_p50=percentiles_ms(loads.busy_s, 50)[0] if loads.busy_s else 0.0,
-            loads=after.num_loads - before.num_loads,
-            reads=after.num_disk_loads - before.num_disk_loads,
-            evictions=after.num_evictions - before.num_evictions,
-            preemptions=after.num_preemptions - before.num_preemptions,
-            hits=(after.num_adapter_hits - before.num_adapter_hits) / len(requests),
-        )
+        gaps, ttfts = [gap for one in records for gap in one.gaps_s], [one.ttft_s or 0.0 for one in records]
+        return {
+            "between tokens, P50, ms": percentile_ms(gaps, 50),
+            "between tokens, P90, ms": percentile_ms(gaps, 90),
+            GAP_P99: percentile_ms(gaps, 99),
+            "a step, P99, ms": percentile_ms(recorder.timeline.steps.took_s, 99),
+            "first token, P50, ms": percentile_ms(ttfts, 50),
+            "first token, P99, ms": percentile_ms(ttfts, 99),
+            "longest wait for a seat, ms": 1e3 * max(one.queueing_s or 0.0 for one in records),
+            "copy to the device, P50, ms": percentile_ms(loads.busy_s, 50) if loads.busy_s else 0.0,
+            "copies to the device": after.num_loads - before.num_loads,
+            "reads from disk": after.num_disk_loads - before.num_disk_loads,
+            "evictions": after.num_evictions - before.num_evictions,
+            "pre-emptions": after.num_preemptions - before.num_preemptions,
+            "share of requests that found their adapter": (after.num_adapter_hits - before.num_adapter_hits)
+            / len(requests),
+        }
 
     def seconds(self, requests: Sequence[Request]) -> float:
         """Return how long the requests take when all arrive at once."""
@@ -145,8 +128,8 @@ class System:
             self._core.collect(self._clock.now())
 
 
-def percentiles_ms(seconds: Sequence[float], *shares: float) -> list[float]:
-    return [1e3 * float(value) for value in np.percentile(seconds, shares)]
+def percentile_ms(seconds: Sequence[float], share: float) -> float:
+    return 1e3 * float(np.percentile(seconds, share))
 
 
 def write_adapters(folder: Path, base: BaseShape, count: int) -> list[Path]:
@@ -236,7 +219,7 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) 
         "tokens_out": NUM_OUT,
         "load": load,
         "requests_per_s": load * capacity,
-        "rounds": {name: [asdict(one) for one in outcomes] for name, outcomes in rounds.items()},
+        "rounds": rounds,
         "medians": {name: medians(outcomes) for name, outcomes in rounds.items()},
         "gap_p99_ratio": {name: ratio(rounds, name) for name in rounds},
         "pages_held": held,
@@ -250,50 +233,34 @@ def rotated(names: list[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def medians(outcomes: Sequence[Round]) -> dict[str, float]:
-    return {field: statistics.median(getattr(one, field) for one in outcomes) for field in Round.__slots__}
+def medians(outcomes: Sequence[Round]) -> Round:
+    return {title: statistics.median(one[title] for one in outcomes) for title in outcomes[0]}
 
 
-def spread(outcomes: Sequence[dict[str, float]]) -> str:
+def spread(outcomes: Sequence[Round]) -> str:
     """Say how far the rounds lie apart: on a busy machine too far for any ratio."""
-    values = [one["gap_p99"] for one in outcomes]
+    values = [one[GAP_P99] for one in outcomes]
     return f"{min(values):.1f} to {max(values):.1f} ms"
 
 
 def ratio(rounds: dict[str, list[Round]], name: str) -> float:
     """Return P99 between tokens over that of the resident engine: the median over rounds of the ratio in each."""
     return statistics.median(
-        one.gap_p99 / other.gap_p99 for one, other in zip(rounds[name], rounds["resident"], strict=True)
+        one[GAP_P99] / other[GAP_P99] for one, other in zip(rounds[name], rounds["resident"], strict=True)
     )
 
 
 def page(figures: dict[str, Any]) -> str:
     names = list(figures["medians"])
-    rows: list[tuple[str, Callable[[str], str]]] = [
-        ("**P99 between tokens, over resident**", lambda name: f"**{figures['gap_p99_ratio'][name]:.2f}**")
-    ]
-    for title, field, form in (
-        ("between tokens, P50", "gap_p50", "{:.2f} ms"),
-        ("between tokens, P90", "gap_p90", "{:.2f} ms"),
-        ("between tokens, P99", "gap_p99", "{:.2f} ms"),
-        ("a step, P99", "step_p99", "{:.2f} ms"),
-        ("first token, P50", "ttft_p50", "{:.1f} ms"),
-        ("first token, P99", "ttft_p99", "{:.1f} ms"),
-        ("longest wait for a seat", "longest_wait", "{:.1f} ms"),
-        ("copy to the device, P50", "load_p50", "{:.2f} ms"),
-        ("copies to the device", "loads", "{:.0f}"),
-        ("reads from disk", "reads", "{:.0f}"),
-        ("evictions", "evictions", "{:.0f}"),
-        ("pre-emptions", "preemptions", "{:.0f}"),
-        ("requests that found their adapter on the device", "hits", "{:.0%}"),
-    ):
-        rows.append((title, lambda name, field=field, form=form: form.format(figures["medians"][name][field])))  # type: ignore[misc]
-    rows.insert(4, ("the same, over the rounds", lambda name: spread(figures["rounds"][name])))
-    rows.append(("pages held when all is unloaded", lambda name: str(figures["pages_held"][name])))
+    medians = figures["medians"]
+    rows = [("**P99 between tokens, over resident**", *(f"**{one:.2f}**" for one in figures["gap_p99_ratio"].values()))]
+    rows += [(title, *(f"{medians[name][title]:.3g}" for name in names)) for title in medians["resident"]]
+    rows.insert(4, ("the same, over the rounds", *(spread(figures["rounds"][name]) for name in names)))
+    rows.append(("pages held when all is unloaded", *map(str, figures["pages_held"].values())))
     num_rounds = len(figures["rounds"]["resident"])
     rss = figures["rss_bytes"]
     lines = [
-        "# Churn: what loading costs those who decode",
+        "# Churn: the cost of loading for requests that decode",
         "",
         f"`{figures['command']}` on {figures['machine']}: the demo model and {figures['adapters']} "
         f"adapters of rank {RANKS[0]} to {RANKS[-1]} on all linears; {figures['requests']} requests a round of "
@@ -302,7 +269,7 @@ def page(figures: dict[str, Any]) -> str:
         f"({figures['requests_per_s']:.1f} a second). The three take turns on the same arrivals; medians of "
         f"{num_rounds} rounds, the ratio that of each round's pair. Core and loop in process, no HTTP.",
         "",
-        *table(("", *names), ((title, *map(show, names)) for title, show in rows)),
+        *table(("", *names), rows),
         "",
         f"Memory of the process: {rss[0] / MIB:,.0f} MiB after the round to warm up, {rss[len(rss) // 2] / MIB:,.0f} "
         f"after half of the rounds, {rss[-1] / MIB:,.0f} after all (pages count from their first use on). Every "

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import sqrt
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from publishing import arguments, publish, table
 
@@ -49,14 +50,8 @@ BASE = BaseShape(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Law:
-    """How sizes are drawn, with mean 1.
-
-    Args:
-        draw: One size.
-        second_moment: Mean of its square.
-    """
+class Law(NamedTuple):
+    """How sizes are drawn, with mean 1: one size, and the mean of its square."""
 
     draw: Callable[[random.Random], float]
     second_moment: float
@@ -71,9 +66,8 @@ LAWS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request: when it comes, and how many tokens it is."""
+class Job(NamedTuple):
+    """A request: its arrival in seconds, and its tokens."""
 
     at: float
     tokens: int

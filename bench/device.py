@@ -29,15 +29,11 @@ from publishing import arguments, publish, table
 from manylora.catalog.dims import ModelDims
 from manylora.catalog.hardware import HARDWARE, Hardware, find_hardware
 from manylora.catalog.models import dims_from_config
-from manylora.clock import WallClock
-from manylora.config import GIB, MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.config import GIB, MIB
 from manylora.costs.features import StepFeatures
 from manylora.costs.roofline import RooflineCost
-from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
+from manylora.costs.step_log import LoadRecord, StepRecord
 from manylora.execution.machine import describe_machine
-from manylora.types import Request, SamplingParams
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BATCHES = (1, 4, 16)
@@ -133,7 +129,7 @@ def as_toml(hardware: Hardware) -> str:
 
 
 class Live:
-    """The live engine, whose steps are logged.
+    """The live engine of `throughput.py`, whose steps are logged.
 
     Args:
         folder: Where the model and its adapters are made.
@@ -141,55 +137,27 @@ class Live:
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        # Imported here, for they bring transformers and PEFT, which measuring a profile does without.
-        from throughput import VOCAB, make_adapters, make_model
+        # Imported here: they bring transformers and PEFT, which measuring a profile does without.
+        from cpu_systems import RANKS, VOCAB, Asked, Ours, make_adapters, make_model
 
-        from manylora.execution.build import build_parts
-
-        self.vocab_size = VOCAB
         make_model(folder / "base")
-        adapters = make_adapters(folder, max(BATCHES))
+        adapters = make_adapters(
+            folder / "base", folder / "adapters", [RANKS[i % len(RANKS)] for i in range(max(BATCHES))]
+        )
         self.dims = dims_from_config(json.loads((folder / "base" / "config.json").read_text()))
-        self.clock = WallClock()
         self.now = clock_of(device)
-        memory = MemoryConfig(memory_bytes=3 * GIB, prefix_caching=False)
-        scheduler = SchedulerConfig(max_num_seqs=64)
-        config = EngineConfig(
-            model=ModelConfig(model=str(folder / "base"), device=device.type),
-            memory=memory,
-            scheduler=scheduler,
-            adapters=AdapterConfig(),
-        )
-        self.parts = build_parts(config, self.clock)
         self.records: list[StepRecord | LoadRecord] = []
-        self.core = EngineCore.from_parts(
-            self.parts, config, executor=LoggedExecutor(self.parts.executor, self.records.append)
-        )
-        for index, path in enumerate(adapters):
-            version = self.parts.reader.read(path.name, str(path))
-            self.core.adapters.register(f"adapter-{index}", version, self.clock.now())
+        self.engine = Ours(folder / "base", {"wide": adapters}, device=device.type, log=self.records.append)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(3, VOCAB, (max(BATCHES), PROMPT_TOKENS), generator=generator).tolist()
+        self.asked = [Asked(tuple(prompt), 1) for prompt in prompts]
 
     def run(self, batch: int, num_output_tokens: int, *, is_mixed: bool) -> tuple[float, list[StepFeatures]]:
-        """Serve a batch of requests; return what it took, in seconds, and its steps."""
+        """Serve a batch of requests; return its time, in seconds, and its steps."""
         self.records.clear()
-        start = self.clock.now()
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
-        generator = torch.Generator().manual_seed(batch)
-        prompts = torch.randint(3, self.vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
-        arrivals = [
-            (
-                start,
-                Request(
-                    request_id=f"{start}-{index}",
-                    prompt=tuple(prompt),
-                    sampling=sampling,
-                    model=f"adapter-{index}" if is_mixed else "base",
-                ),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        asked = [replace(one, num_out=num_output_tokens) for one in self.asked[:batch]]
         began = self.now()
-        EngineLoop(self.core, self.clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+        self.engine.run(asked, [f"wide-{index}" for index in range(batch)] if is_mixed else None)
         took = self.now() - began
         return took, [record.features for record in self.records if isinstance(record, StepRecord)]
 
@@ -230,7 +198,7 @@ def compare(device: torch.device, like: str | None, rounds: int) -> list[Compare
                 decode_s = all_s - prompts_s
                 ratio = decode_s / (modelled[1] - modelled[0])
                 found.setdefault((f"decode, {adapted}", batch), []).append((decode_s / num_decodes, ratio))
-        live.parts.close()
+        live.engine.close()
     return [
         Compared(
             step=step,

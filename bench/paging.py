@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise, product
 from time import perf_counter
-from typing import Protocol
+from typing import Any
 
 import psutil
 from publishing import arguments, publish, table
@@ -61,34 +61,6 @@ def adapter_size(base: BaseShape, rank: int, targets: Sequence[str]) -> Size:
     return Size(layout.used_elements * base.page.element_bytes, layout.num_pages)
 
 
-class Arena(Protocol):
-    """A way to hold adapters in so many bytes."""
-
-    def taken(self, size: Size) -> int:
-        """Bytes that an adapter of this size takes."""
-        ...
-
-    def allocate(self, size: Size) -> object | None:
-        """Take room, or return None."""
-        ...
-
-    def free(self, place: object) -> None:
-        """Give it back."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Bytes nobody holds."""
-        ...
-
-    def largest_hole(self) -> int:
-        """Bytes of the largest adapter that would still be granted."""
-        ...
-
-    def check(self) -> None:
-        """Assert that nothing is lost or held twice."""
-        ...
-
-
 class Pages:
     """Ours: any free page serves."""
 
@@ -102,8 +74,7 @@ class Pages:
     def allocate(self, size: Size) -> list[int] | None:
         return self._pool.allocate(size.num_pages, Owner.ADAPTER)
 
-    def free(self, place: object) -> None:
-        assert isinstance(place, list)
+    def free(self, place: Any) -> None:
         self._pool.free(place)
 
     def free_bytes(self) -> int:
@@ -138,8 +109,7 @@ class Contiguous:
                 return start
         return None
 
-    def free(self, place: object) -> None:
-        assert isinstance(place, int)
+    def free(self, place: Any) -> None:
         holes: list[tuple[int, int]] = []
         for start, room in sorted([*self._holes, (place, self._held.pop(place))]):
             if holes and sum(holes[-1]) == start:
@@ -175,8 +145,7 @@ class Slots:
         assert size.num_bytes <= self._slot_bytes
         return self._free.pop() if self._free else None
 
-    def free(self, place: object) -> None:
-        assert isinstance(place, int)
+    def free(self, place: Any) -> None:
         self._free.append(place)
 
     def free_bytes(self) -> int:
@@ -187,6 +156,11 @@ class Slots:
 
     def check(self) -> None:
         assert len(set(self._free)) == len(self._free) <= self._num_slots
+
+
+Arena = Pages | Contiguous | Slots
+"""A way to hold adapters in so many bytes. ``taken``: the bytes that an adapter takes; ``allocate``: a place or
+``None``; ``largest_hole``: the bytes of the largest adapter that would still be granted."""
 
 
 @dataclass(frozen=True, slots=True)

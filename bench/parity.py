@@ -33,11 +33,11 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
+from cpu_systems import VOCAB as VOCAB_SIZE
+from cpu_systems import make_model
 from parity_columns import COLUMNS, WITHOUT_CHANCE, Columns, Curve, plot_speed, speed_of
 from parity_table import page
 from publishing import RESULTS, arguments, publish
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.bench.sweep import run_sweep
 from manylora.bench.synthetic import write_synthetic_adapter
@@ -62,7 +62,6 @@ from manylora.sim.run.replay import ReplayExecutor
 from manylora.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 
 RANKS = (8, 16, 32, 64)
-VOCAB_SIZE = 7296
 NUM_ADAPTERS = 50
 NUM_SEEDS = 10
 LOAD = 0.8
@@ -154,20 +153,6 @@ def choose(part: PlannedSequence) -> SampledToken:
 
 def header(parts: EngineParts) -> LogHeader:
     return LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine)
-
-
-def make_model(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=10,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        max_position_embeddings=2048,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def make_requests(count: int, rate: float) -> list[tuple[float, Request]]:

@@ -14,8 +14,10 @@ Run it: ``python bench/planner.py`` (minutes; ``--quick`` is a smoke test) write
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from publishing import arguments, publish
@@ -29,39 +31,7 @@ from manylora.workloads import make_workload
 
 SHARES = (0.9, 1.0, 1.1)
 FRESH_SEEDS = range(100, 105)
-LENGTHS = {
-    "kind": "parametric",
-    "prompt": {"kind": "gamma", "shape": 1.338, "scale": 863.0},
-    "output": {"kind": "gamma", "shape": 1.646, "scale": 128.0},
-    "bounds": {"max_prompt": 3072, "max_output": 1000},
-}
-SERVICES: dict[str, dict[str, Any]] = {
-    "chat": {
-        "workload": {
-            "arrivals": {"kind": "poisson", "rate": 1.0},
-            "lengths": LENGTHS,
-            "adapters": {"count": 100},
-            "popularity": {"kind": "zipf"},
-        },
-        "setup": {"model": "llama-3-8b", "hardware": "a40", "adapters": {"host_bytes": 64_000_000_000}},
-        "slo": {"ttft_s": 2.0},
-    },
-    "tenants": {
-        "workload": {
-            "arrivals": {"kind": "gamma", "rate": 1.0, "cov": 2.0},
-            "lengths": LENGTHS,
-            "adapters": {"count": 400, "ranks": [16, 32, 64], "base_share": 0.1},
-            "popularity": {"kind": "sessions", "num_at_once": 30},
-        },
-        "setup": {
-            "model": "llama-3-8b",
-            "hardware": "l40s",
-            "scheduler": {"policy": "chameleon"},
-            "adapters": {"host_bytes": 200_000_000_000},
-        },
-        "slo": {"ttft_s": 3.0, "tbt_s": 0.25},
-    },
-}
+SERVICES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 @dataclass(frozen=True, slots=True)

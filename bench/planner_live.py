@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import platform
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from live_arrivals import live_arrivals
 from publishing import arguments, publish
 
 from manylora.bench.calibration import sweep_live
@@ -35,11 +35,9 @@ from manylora.execution.build import build_parts
 from manylora.measure import Recorder, RequestRecord, Slo
 from manylora.planning import Demand, LoadTests, Objective, SearchBudget, make_plan
 from manylora.planning.load_test import at_rate
-from manylora.sim.run.prompts import PromptMaker
 from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
-from manylora.types import Request, SamplingParams
 from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
 from manylora.workloads.arrivals import PoissonArrivals
 from manylora.workloads.distributions import ExponentialTokens
@@ -104,21 +102,9 @@ class Live:
     def serve(self, workload: Workload) -> list[RequestRecord]:
         """Serve a workload to its end, and return its requests in order of arrival."""
         self._recorder = Recorder()
-        arrivals = self._arrivals(workload, self._clock.now() + 0.2)
+        arrivals = live_arrivals(workload, self._parts.base.vocab_size, self._clock.now() + 0.2)
         EngineLoop(self._core, self._clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
         return sorted(self._recorder.records, key=lambda record: int(record.request_id))
-
-    def _arrivals(self, workload: Workload, began_at: float) -> Iterator[tuple[float, Request]]:
-        longest = max(one.num_prompt_tokens for one in workload.requests)
-        prompts = PromptMaker(self._parts.base.vocab_size, longest)
-        for index, spec in enumerate(workload.requests):
-            request = Request(
-                request_id=str(index),
-                prompt=prompts.prompt(index, spec),
-                sampling=SamplingParams(temperature=0.0, max_tokens=spec.num_output_tokens, ignore_eos=True),
-                model=spec.adapter or "base",
-            )
-            yield began_at + spec.arrival_s, request
 
     def close(self) -> None:
         self._parts.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from publishing import arguments, publish, table
+from scipy.optimize import minimize_scalar
 
 from manylora.workloads.locality import OrderReplay, Sessions, StackDistances
 from manylora.workloads.popularity import Popularity, ZipfShares
@@ -69,18 +70,14 @@ def cov(times: Numbers) -> float:
 
 
 def zipf_exponent(counts: Numbers) -> float:
-    """Return the exponent of a finite Zipf law with the greatest likelihood, by golden-section search."""
+    """Return the exponent of a finite Zipf law with the greatest likelihood."""
     counts = np.sort(counts[counts > 0])[::-1].astype(np.float64)
     logs = np.log(np.arange(1, len(counts) + 1))
 
     def loss(s: float) -> float:
         return float(s * (counts @ logs) + counts.sum() * np.log(np.exp(-s * logs).sum()))
 
-    low, high, golden = 0.0, 4.0, (5**0.5 - 1) / 2
-    while high - low > 1e-5:
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, right) if loss(left) < loss(right) else (left, high)
-    return (low + high) / 2
+    return float(minimize_scalar(loss, bounds=(0.0, 4.0), method="bounded").x)
 
 
 def share_of_top(counts: Numbers, num: int) -> float:

@@ -8,13 +8,13 @@ Run it: `python bench/unloaded.py --traces DIR`; it writes `results/unloaded.jso
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 from publishing import arguments, publish, table
+from scipy.optimize import brentq
 
 from manylora.catalog.hardware import HARDWARE, Hardware
 from manylora.catalog.models import base_shape, find_dims
@@ -23,6 +23,7 @@ from manylora.costs.lora import S_LORA_FLOPS_SHARE
 from manylora.costs.roofline import RooflineCost, StepParts, make_cost, memory_for_pool
 from manylora.errors import ConfigError
 from manylora.sim.alone import decode_step, prompt_step, time_alone
+from manylora.workloads.traces.requests import read_requests
 
 RANKS = (8, 16, 32, 64, 128)
 MEDIUM_TOKENS = 512
@@ -41,7 +42,7 @@ class Constant:
     implied: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """A published figure that set nothing, and the model's."""
 
@@ -157,42 +158,20 @@ def predictions() -> list[Prediction]:
     sizes = {model: _size(s_lora("a40", model), 32)[0] for model in ("llama-7b", "llama-2-70b")}
     decode_s = fmean(sum(s_lora().price(decode_step(200, rank))) for rank in RANKS)
     rows = [
+        Prediction("rank-32 adapter of Llama-7B, MB", f"{chameleon} 3.2", 64, sizes["llama-7b"] / 2**20),
+        Prediction("rank-32 adapter of Llama-70B, MB", f"{chameleon} 3.2", 256, sizes["llama-2-70b"] / 2**20),
         Prediction(
-            fact="rank-32 adapter of Llama-7B, MB",
-            source=f"{chameleon} 3.2",
-            published=64,
-            model=sizes["llama-7b"] / 2**20,
+            "time between tokens alone, ms",
+            f"{chameleon} fig. 12: the SLO of 150 ms, as 5 x the mean alone",
+            30,
+            1e3 * decode_s,
         ),
-        Prediction(
-            fact="rank-32 adapter of Llama-70B, MB",
-            source=f"{chameleon} 3.2",
-            published=256,
-            model=sizes["llama-2-70b"] / 2**20,
-        ),
-        Prediction(
-            fact="time between tokens alone, ms",
-            source=f"{chameleon} fig. 12: the SLO of 150 ms, as 5 x the mean alone",
-            published=30,
-            model=1e3 * decode_s,
-        ),
-        Prediction(
-            fact="copy of 160 MB at 28 GB/s, ms",
-            source=article,
-            published=5.7,
-            model=1e3 * 160 * 2**20 / 28e9,
-        ),
-        Prediction(
-            fact="base step of Llama-70B, batch 128 (VL), ms",
-            source=article,
-            published=28.5,
-            model=1e3 * sum(mixed_batch("none")),
-        ),
+        Prediction("copy of 160 MB at 28 GB/s, ms", article, 5.7, 1e3 * 160 * 2**20 / 28e9),
+        Prediction("base step of Llama-70B, batch 128 (VL), ms", article, 28.5, 1e3 * sum(mixed_batch("none"))),
     ]
     for kernel, published in (("naive", 48.2), ("grouped", 8.6), ("ragged", 3.1)):
         added = 1e3 * mixed_batch(kernel).adapters_s
-        rows.append(
-            Prediction(fact=f"40 adapters add to it: {kernel}, ms", source=article, published=published, model=added)
-        )
+        rows.append(Prediction(f"40 adapters add to it: {kernel}, ms", article, published, added))
     return rows
 
 
@@ -210,17 +189,7 @@ def mean_alone_s(lengths: Lengths, scale: float) -> float:
 
 def solve_scale(lengths: Lengths, mean_s: float) -> float:
     """Return the factor on all lengths at which the mean request alone takes ``mean_s`` seconds."""
-    low, high = 0.001, 4.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mean_alone_s(lengths, middle) < mean_s else (low, middle)
-    return (low + high) / 2
-
-
-def read_lengths(path: Path) -> Lengths:
-    """Read prompt and answer lengths of an Azure LLM trace."""
-    with path.open(newline="") as file:
-        return [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+    return float(brentq(lambda scale: mean_alone_s(lengths, scale) - mean_s, 0.001, 4.0, xtol=1e-5))
 
 
 def length_scale(lengths: Lengths) -> dict[str, float]:
@@ -331,7 +300,8 @@ def main() -> None:
     if args.traces is None:
         print(report(None))
         return
-    scale = length_scale(read_lengths(args.traces / "AzureLLMInferenceTrace_conv.csv"))
+    trace = read_requests(args.traces / "AzureLLMInferenceTrace_conv.csv")
+    scale = length_scale(list(zip(trace.prompt.tolist(), trace.output.tolist(), strict=True)))
     text = report(scale)
     figures = {
         "constants": [asdict(row) for row in constants()],
