@@ -5,7 +5,7 @@ much per token of KV that is read. The four are fitted to the steps lately run, 
 starts from a guess. A step counts by its tokens: where it is short the device mostly waits for its weights, and says
 little of what a long one costs.
 
-Only the *form* is assumed, and little hangs on it: whoever asks wants to know how one prompt compares with another, or
+Only the *form* is assumed, and little hangs on it: policies ask how one prompt compares with another, or
 how many tokens make a step as long as those it has seen. ``costs/calibrate.py`` fits a device more closely, from a log.
 """
 
@@ -49,7 +49,7 @@ GUESS = (0.005, 512 * 1.5e-4, 0.0, 0.005)
 
 
 class OnlineCosts:
-    """Prices steps. It learns only once somebody has asked: until then ``is_asked`` is false."""
+    """Prices steps. It learns only from the first question on: until then ``is_asked`` is false."""
 
     def __init__(self) -> None:
         self.is_asked = False

@@ -1,4 +1,4 @@
-"""Plans that nobody makes, to ask a cost model what a step like that would take."""
+"""Plans of steps that are not run, to ask a cost model for their time."""
 
 from __future__ import annotations
 

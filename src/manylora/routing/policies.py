@@ -182,11 +182,11 @@ def make_router(name: str, context: RouterContext) -> Router:
     """Make a router by its name.
 
     Args:
-        name: In ``ROUTERS``, or somebody's own (``plugins.py``).
+        name: In ``ROUTERS``, or one of your own (``plugins.py``).
         context: What it may know.
 
     Raises:
-        ConfigError: There is none of that name, or it needs to know what steps take and nobody does.
+        ConfigError: There is none of that name, or it needs the time of steps, which is unknown.
     """
     return made_by("router", name, find_factory("router", name, ROUTERS), context, seam=Router)
 

@@ -28,7 +28,7 @@ class StepModel:
     """What a step takes, as a line: coarse, and enough to say which replica would feel a request more.
 
     Args:
-        step_s: A decode step of nobody, in seconds.
+        step_s: Fixed cost of a decode step, in seconds.
         request_s: For each request that decodes.
         rank_s: For each unit of rank: of the largest times the requests where ``is_padded``, else of the sum.
         prompt_token_s: For each token of a prompt.
