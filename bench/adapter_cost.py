@@ -11,7 +11,7 @@ is the same in every case, and is given beside it). Three questions:
 
 Cases take turns, so all of them are in memory (10 GB); a time is the median over rounds.
 
-Writes `bench/results/adapter_cost.json`, `.md` and `.png`.
+Writes `bench/results/adapter_cost.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from cpu_systems import LAYERS, RANKS
 from kernels_cpu import NUM_ROWS, Case, bench_shape, lora_case, product_cases
-from publishing import RESULTS, arguments, clock_of, publish, table
+from publishing import arguments, clock_of, publish, table
 
 from manylora.execution.machine import describe_machine
 
@@ -57,7 +56,6 @@ def main() -> None:
         "milliseconds": {name: 1e3 * statistics.median(samples) for name, samples in times.items()},
     }
     publish("adapter_cost", report, page(report))
-    plot(report["milliseconds"], RESULTS / "adapter_cost.png")
 
 
 def make_cases() -> dict[str, Case]:
@@ -96,9 +94,6 @@ def page(report: dict[str, Any]) -> str:
         ),
         "",
         f"The last table's mean rank is {mean:.1f}: cost follows the sum of ranks, not the largest.",
-        "",
-        "![The same, drawn](adapter_cost.png)",
-        "",
     ]
     return "\n".join(lines)
 
@@ -106,25 +101,6 @@ def page(report: dict[str, Any]) -> str:
 def of_each(title: str, columns: dict[Any, str], took: dict[str, float]) -> list[str]:
     rows = ([dtype, *(f"{took[f'{dtype} {name}']:.1f}" for name in columns.values())] for dtype in DTYPES)
     return table([title, *columns], rows)
-
-
-def plot(took: dict[str, float], file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    by_rank, by_number = figure.subplots(1, 2)
-    for dtype in DTYPES:
-        by_rank.plot(RANKS, [took[f"{dtype} rank {rank}"] for rank in RANKS], "o-", label=dtype)
-        mean = (128 + 8 * (NUM_ROWS - 1)) / NUM_ROWS
-        by_rank.plot([mean], [took[f"{dtype} one of 128"]], "k*")
-        by_number.plot(NUMBERS, [took[f"{dtype} distinct {n}"] for n in NUMBERS], "o-", label=dtype)
-    by_rank.set(xlabel="mean rank of 32 adapters (star: one of 128 among 8s)", ylabel="milliseconds a step")
-    by_number.set(xlabel=f"distinct adapters of rank {SHARED_RANK} over {NUM_ROWS} rows")
-    for axes in (by_rank, by_number):
-        axes.set_ylim(bottom=0)
-        axes.axhline(took["base products"], color="grey", linestyle="--", label="the base's products")
-        axes.legend()
-    figure.savefig(file, dpi=120)
 
 
 if __name__ == "__main__":

@@ -274,7 +274,6 @@ def page(figures: dict[str, Any]) -> str:
         f"Memory of the process: {rss[0] / MIB:,.0f} MiB after the round to warm up, {rss[len(rss) // 2] / MIB:,.0f} "
         f"after half of the rounds, {rss[-1] / MIB:,.0f} after all (pages count from their first use on). Every "
         "request ended with all its tokens.",
-        "",
     ]
     return "\n".join(lines)
 

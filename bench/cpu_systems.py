@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora.bench.peers import Asked, Peft, Transformers, quiet
+from manylora.bench.peers import Asked, quiet
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
@@ -25,8 +25,6 @@ from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.execution.kernels.linear import linear, pack
 from manylora.types import Output, Request, SamplingParams
-
-__all__ = ["RANKS", "VOCAB", "Asked", "Bare", "Ours", "Peft", "Transformers", "make_adapters", "make_model", "quiet"]
 
 RANKS = (8, 16, 32, 64, 128)
 VOCAB = 7296

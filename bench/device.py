@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 from publishing import arguments, publish, table
@@ -138,7 +139,9 @@ class Live:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         # Imported here: they bring transformers and PEFT, which measuring a profile does without.
-        from cpu_systems import RANKS, VOCAB, Asked, Ours, make_adapters, make_model
+        from cpu_systems import RANKS, VOCAB, Ours, make_adapters, make_model
+
+        from manylora.bench.peers import Asked
 
         make_model(folder / "base")
         adapters = make_adapters(
@@ -162,24 +165,7 @@ class Live:
         return took, [record.features for record in self.records if isinstance(record, StepRecord)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """Live against modelled, medians over rounds.
-
-    Args:
-        step: What kind of step.
-        batch: Sequences in it.
-        live_ms: Time of one live step.
-        ratio: Live over modelled.
-    """
-
-    step: str
-    batch: int
-    live_ms: float
-    ratio: float
-
-
-def compare(device: torch.device, like: str | None, rounds: int) -> list[Compared]:
+def compare(device: torch.device, like: str | None, rounds: int) -> list[dict[str, Any]]:
     """Return live over modelled time by kind of step and batch; rates are measured anew for each round."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -199,22 +185,18 @@ def compare(device: torch.device, like: str | None, rounds: int) -> list[Compare
                 ratio = decode_s / (modelled[1] - modelled[0])
                 found.setdefault((f"decode, {adapted}", batch), []).append((decode_s / num_decodes, ratio))
         live.engine.close()
-    return [
-        Compared(
-            step=step,
-            batch=batch,
-            live_ms=1e3 * median(time for time, _ in pairs),
-            ratio=median(ratio for _, ratio in pairs),
-        )
-        for (step, batch), pairs in sorted(found.items())
-    ]
+    rows = []
+    for (step, batch), pairs in sorted(found.items()):
+        times, ratios = zip(*pairs, strict=True)
+        rows.append({"step": step, "batch": batch, "live_ms": 1e3 * median(times), "ratio": median(ratios)})
+    return rows
 
 
 def make_roofline(dims: ModelDims, hardware: Hardware) -> RooflineCost:
     return RooflineCost(dims, hardware, lora_kernel="ragged", targets=TARGETS)
 
 
-def report(machine: str, hardware: Hardware, rows: list[Compared], rounds: int) -> str:
+def report(machine: str, hardware: Hardware, rows: list[dict[str, Any]], rounds: int) -> str:
     reached = {
         "large products, Gop/s": hardware.flops_per_s * hardware.flops_share / 1e9,
         "weights read for one row, GB/s": hardware.memory_bytes_per_s * hardware.memory_share / 1e9,
@@ -234,7 +216,7 @@ def report(machine: str, hardware: Hardware, rows: list[Compared], rounds: int) 
         "",
         *table(
             ("step", "batch", "live, ms", "live / modelled"),
-            ((row.step, row.batch, f"{row.live_ms:.1f}", f"{row.ratio:.2f}") for row in rows),
+            ((row["step"], row["batch"], f"{row['live_ms']:.1f}", f"{row['ratio']:.2f}") for row in rows),
         ),
     ]
     return "\n".join(lines)
@@ -257,8 +239,7 @@ def main() -> None:
     if args.compare:
         rows = compare(device, args.like, args.rounds)
         text = report(describe_machine(device), hardware, rows, args.rounds)
-        steps = [asdict(row) for row in rows]
-        publish("device", {"machine": describe_machine(device), "profile": as_toml(hardware), "steps": steps}, text)
+        publish("device", {"machine": describe_machine(device), "profile": as_toml(hardware), "steps": rows}, text)
 
 
 if __name__ == "__main__":

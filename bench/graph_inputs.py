@@ -19,7 +19,7 @@ from publishing import publish, table
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import PageShape
-from manylora.catalog.shapes import llama_3_8b_shape
+from manylora.catalog.models import base_shape
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DirectOps
@@ -45,7 +45,7 @@ def microseconds(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> None:
-    base, cpu = llama_3_8b_shape(), torch.device("cpu")
+    base, cpu = base_shape("llama-3-8b"), torch.device("cpu")
     # Only the numbers matter, so the pages are small.
     page = PageShape(block_size=BLOCK, num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, dtype="float32")
     pool = PageTensor(page, 8000, cpu)

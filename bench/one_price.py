@@ -13,7 +13,6 @@ conversation depend on each other, which workloads of experiments do not describ
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 
 import numpy as np
 from publishing import arguments, publish, table
@@ -36,28 +35,8 @@ from manylora.workloads.popularity import ZipfShares
 BASE = base_shape("llama-2-7b")
 ADAPTERS = AdapterSet(count=200).specs()
 NUM_CONVERSATIONS, NUM_PAGES = 500, 2000
+Outcome = dict[str, float]
 TOKEN_COSTS_S = {"fast prefill": 0.00002, "medium": 0.0001, "slow prefill": 0.0002}
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One policy on the conversations; shares in [0, 1], times in seconds.
-
-    Args:
-        adapter_hit_rate: Requests that found their adapter on the device.
-        cached_share: Prompt tokens that were in idle pages.
-        link_s: Time spent on copies of adapters.
-        prefill_s: Time spent on prompt tokens.
-        mean_ttft_s: Mean time to the first token.
-        p99_ttft_s: Its 99th percentile.
-    """
-
-    adapter_hit_rate: float
-    cached_share: float
-    link_s: float
-    prefill_s: float
-    mean_ttft_s: float
-    p99_ttft_s: float
 
 
 def token(conversation: int, position: int) -> int:
@@ -88,7 +67,10 @@ def conversations(num: int, rng: np.random.Generator) -> list[tuple[float, Reque
 
 
 def run(arrivals: list[tuple[float, Request]], policy: str, token_s: float) -> Outcome:
-    """Simulate the engine under one policy, which answers as the conversation goes on."""
+    """Simulate the engine under one policy, which answers as the conversation goes on.
+
+    ``link_s`` and ``prefill_s`` are the seconds spent on copies of adapters and on prompt tokens.
+    """
 
     def choose(part: PlannedSequence) -> SampledToken:
         return SampledToken(token_id=token(part.tokens[0], part.start + part.num_tokens))
@@ -111,14 +93,14 @@ def run(arrivals: list[tuple[float, Request]], policy: str, token_s: float) -> O
     stats, summary = core.stats(), summarise(recorder.records)
     assert summary.num_requests == len(arrivals)
     assert summary.ttft is not None
-    return Outcome(
-        adapter_hit_rate=stats.num_adapter_hits / stats.num_adapter_requests,
-        cached_share=stats.num_cached_tokens / stats.num_prompt_tokens,
-        link_s=sum(recorder.timeline.loads[Tier.DEVICE].busy_s),
-        prefill_s=(stats.num_prompt_tokens - stats.num_cached_tokens) * token_s,
-        mean_ttft_s=summary.ttft.mean,
-        p99_ttft_s=summary.ttft.p99,
-    )
+    return {
+        "adapter_hit_rate": stats.num_adapter_hits / stats.num_adapter_requests,
+        "cached_share": stats.num_cached_tokens / stats.num_prompt_tokens,
+        "link_s": sum(recorder.timeline.loads[Tier.DEVICE].busy_s),
+        "prefill_s": (stats.num_prompt_tokens - stats.num_cached_tokens) * token_s,
+        "mean_ttft_s": summary.ttft.mean,
+        "p99_ttft_s": summary.ttft.p99,
+    }
 
 
 def report(results: dict[str, dict[str, Outcome]], num_requests: int) -> str:
@@ -136,9 +118,13 @@ def report(results: dict[str, dict[str, Outcome]], num_requests: int) -> str:
     for name, outcomes in results.items():
         rows = []
         for policy, one in outcomes.items():
-            seconds = [f"{value:.1f} s" for value in (one.link_s, one.prefill_s, one.link_s + one.prefill_s)]
-            ttft = f"{one.mean_ttft_s * 1e3:.1f} ms", f"{one.p99_ttft_s * 1e3:.0f} ms"
-            rows.append((f"`{policy}`", f"{one.adapter_hit_rate:.1%}", f"{one.cached_share:.1%}", *seconds, *ttft))
+            seconds = [
+                f"{value:.1f} s" for value in (one["link_s"], one["prefill_s"], one["link_s"] + one["prefill_s"])
+            ]
+            ttft = f"{one['mean_ttft_s'] * 1e3:.1f} ms", f"{one['p99_ttft_s'] * 1e3:.0f} ms"
+            rows.append(
+                (f"`{policy}`", f"{one['adapter_hit_rate']:.1%}", f"{one['cached_share']:.1%}", *seconds, *ttft)
+            )
         lines += ["", f"## {name} ({TOKEN_COSTS_S[name] * 1e6:g} us a token)", "", *table(heads, rows)]
     return "\n".join(lines)
 
@@ -150,8 +136,7 @@ def main() -> None:
         name: {policy: run(arrivals, policy, token_s) for policy in EVICTION_POLICIES}
         for name, token_s in TOKEN_COSTS_S.items()
     }
-    figures = {name: {policy: asdict(one) for policy, one in by.items()} for name, by in results.items()}
-    publish("one_price", figures, report(results, len(arrivals)), is_kept=not options.quick)
+    publish("one_price", results, report(results, len(arrivals)), is_kept=not options.quick)
 
 
 if __name__ == "__main__":

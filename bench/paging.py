@@ -337,7 +337,6 @@ def report(outcomes: dict[str, Outcome], *, num_adapters: int) -> str:
         "grouped-query attention k and v are narrower (the formula is too large), and the MLP is wider (too small).",
         "",
         *size_table([LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B]),
-        "",
     ]
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from publishing import arguments, publish
+from publishing import arguments, publish, table
 
 from manylora.measure import RequestRecord, Slo
 from manylora.planning import Demand, Objective, Plan, SearchBudget, make_plan
@@ -81,33 +81,27 @@ def report(made: dict[str, tuple[Objective, Plan, list[Outcome]]], num_requests:
         f"Command: `python bench/planner.py`. What follows from a seed is exact. Searches: 2 seeds, runs of at least "
         f"{num_requests:,} requests, tolerance 2 %; checks: 5 other seeds.",
         "",
-        "| service | promise | capacity, req/s | never idle, req/s | trials | binds | hit rate |",
-        "|---|---|---|---|---|---|---|",
     ]
+    heads: tuple[str, ...]
+    heads = ("service", "promise", "capacity, req/s", "never idle, req/s", "load tests", "binds", "hit rate")
+    rows: list[tuple[object, ...]] = []
     for name, (objective, plan, _) in made.items():
         limits = ", ".join(
             f"P{objective.percentile:g} {what.upper()} <= {limit:g} s" for what, limit in objective.limits()
         )
         hit_rate = plan.usage.hit_rate if plan.usage is not None and plan.usage.hit_rate is not None else math.nan
-        lines.append(
-            f"| {name} | {limits} | {plan.capacity.rate:.3f} | {plan.most_per_s:.2f} | {len(plan.capacity.load_tests)} "
-            f"| {plan.binds} | {hit_rate:.1%} |"
-        )
-    lines += [
-        "",
-        "| service | of capacity | req/s | measured (range over single runs) | promise |",
-        "|---|---|---|---|---|",
-    ]
+        capacity, tests = f"{plan.capacity.rate:.3f}", len(plan.capacity.load_tests)
+        rows.append((name, limits, capacity, f"{plan.most_per_s:.2f}", tests, plan.binds, f"{hit_rate:.1%}"))
+    lines += [*table(heads, rows, left=2), ""]
+    heads, rows = ("service", "of capacity", "req/s", "measured (range over single runs)", "promise"), []
     for name, (_, _, outcomes) in made.items():
         for one in outcomes:
             measured = ", ".join(
                 f"{what.upper()} {seconds:.3f} s ({one.single_runs_s[what][0]:.3f} to {one.single_runs_s[what][1]:.3f})"
                 for what, seconds in one.measured_s.items()
             )
-            lines.append(
-                f"| {name} | {one.share:g} | {one.rate:.3f} | {measured} | {'kept' if one.is_kept else 'broken'} |"
-            )
-    return "\n".join(lines) + "\n"
+            rows.append((name, f"{one.share:g}", f"{one.rate:.3f}", measured, "kept" if one.is_kept else "broken"))
+    return "\n".join([*lines, *table(heads, rows)])
 
 
 def main() -> None:
@@ -116,9 +110,9 @@ def main() -> None:
     args = parser.parse_args()
     num_requests = 150 if args.quick else args.requests
     made = {}
-    for name, table in SERVICES.items():
-        scenario = read_scenario(table)
-        objective = Objective(slo=Slo(**table["slo"]))
+    for name, service in SERVICES.items():
+        scenario = read_scenario(service)
+        objective = Objective(slo=Slo(**service["slo"]))
         search_budget = SearchBudget(num_requests=num_requests, spans=5.0 if args.quick else 30.0)
         plan = make_plan(scenario, objective, Demand(search_budget=search_budget))
         seeds = FRESH_SEEDS[:1] if args.quick else FRESH_SEEDS

@@ -21,11 +21,11 @@ def arguments(doc: str | None, *, quick: str = "", processor_time: bool = False)
     return parser
 
 
-def publish(name: str, figures: object, text: str, *, is_kept: bool = True) -> None:
-    """Print a result, and write it to the folder of results unless the run was a smoke test."""
-    print(text)
+def publish(name: str, figures: object, text: str, *, is_kept: bool = True, is_shown: bool = True) -> None:
+    """Print a result, and write it to the folder of results; a smoke test writes nothing."""
+    if is_shown:
+        print(text)
     if is_kept:
-        RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
         (RESULTS / f"{name}.md").write_text(text.rstrip("\n") + "\n")
 

@@ -29,14 +29,16 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cpu_systems import RANKS, VOCAB, Asked, Bare, Ours, Peft, Transformers, make_adapters, make_model
+from cpu_systems import RANKS, VOCAB, Bare, Ours, make_adapters, make_model
 from publishing import arguments, clock_of, publish, table
 
+from manylora.bench.peers import Asked, Peft, Transformers
 from manylora.execution.machine import describe_machine
 from manylora.workloads.distributions import GammaTokens
 from manylora.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
@@ -179,7 +181,7 @@ def write(
         "ratios_of_medians": ratios_of_medians(seconds, beside),
         "load_average": os.getloadavg()[1],
     }
-    publish("throughput", report, page(report))
+    publish("throughput", report, page(report), is_shown=False)
 
 
 def ratios_of_medians(seconds: dict[str, list[float]], beside: dict[str, list[float]]) -> dict[str, float]:
@@ -244,7 +246,7 @@ def build_systems(
         "8 adapters attention": lambda: mixed("wide_attention", fixed, 8),
         "32 adapters attention": lambda: mixed("wide_attention", fixed, len(adapters)),
         "32 adapters attention bfloat16": lambda: mixed("narrow_attention", fixed, len(adapters)),
-        "transformers": lambda: run_with(Transformers(base), fixed),
+        "transformers": lambda: partial(Transformers(base).run, fixed),
         "PEFT": lambda: lambda: peft().run_mixed(fixed),
         "32 adapters spread": lambda: mixed("wide", spread, len(adapters)),
         "PEFT spread": lambda: lambda: peft().run_mixed(spread),
@@ -257,10 +259,6 @@ def build_systems(
         return kept[0]
 
     return {name: make() for name, make in makers.items() if chosen is None or name in chosen}
-
-
-def run_with(system: Transformers, asked: list[Asked]) -> Callable[[], None]:
-    return lambda: system.run(asked)
 
 
 def page(report: dict[str, Any]) -> str:
@@ -295,7 +293,6 @@ def page(report: dict[str, Any]) -> str:
         ),
         "",
         f"Of a base run, {report['outside_forward']:.1%} is outside the model's forward.",
-        "",
     ]
     return "\n".join(lines)
 

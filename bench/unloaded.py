@@ -32,7 +32,7 @@ MEDIUM_TOKENS = 512
 Lengths = Sequence[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A constant, the fact that set it, and what that fact implies on the model as it is."""
 
@@ -98,22 +98,22 @@ def constants(medium_tokens: int = MEDIUM_TOKENS, hardware: Hardware = HARDWARE[
     assert rate is not None
     return [
         Constant(
-            name="share of the peak that S-LoRA's kernel for prompts reaches",
-            fact="Chameleon fig. 2: at rank 128, 42.5 % of the time to first token is the adapter's computation",
-            in_code=S_LORA_FLOPS_SHARE,
-            implied=flops / adapter_s / hardware.flops_per_s,
+            "share of the peak that S-LoRA's kernel for prompts reaches",
+            "Chameleon fig. 2: at rank 128, 42.5 % of the time to first token is the adapter's computation",
+            S_LORA_FLOPS_SHARE,
+            flops / adapter_s / hardware.flops_per_s,
         ),
         Constant(
-            name="share of the link that S-LoRA's copies reach",
-            fact="Chameleon 3.2: at rank 128, 17.5 % is loading",
-            in_code=COPY_PATHS["s-lora"].link_share,
-            implied=num_bytes / loading_s / hardware.link_bytes_per_s,
+            "share of the link that S-LoRA's copies reach",
+            "Chameleon 3.2: at rank 128, 17.5 % is loading",
+            COPY_PATHS["s-lora"].link_share,
+            num_bytes / loading_s / hardware.link_bytes_per_s,
         ),
         Constant(
-            name="rate at which it cuts and hands out adapters on several devices, GB/s",
-            fact="Chameleon fig. 5: Llama-70B, rank 32, four A100: 68 % is loading",
-            in_code=rate / 1e9,
-            implied=sharded_bytes / sharded_s / 1e9,
+            "rate at which it cuts and hands out adapters on several devices, GB/s",
+            "Chameleon fig. 5: Llama-70B, rank 32, four A100: 68 % is loading",
+            rate / 1e9,
+            sharded_bytes / sharded_s / 1e9,
         ),
     ]
 
