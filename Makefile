@@ -3,7 +3,7 @@
 #   make demo            the two commands worth knowing
 #   make test
 #   make PYTHON=python3.12 demo     another interpreter
-#   make test ARGS="-k server -x"   arguments for pytest
+#   make test ARGS="-k server -x"   arguments for pytest, which runs in two processes; "-n 0 ..." for one
 #   make bench TRACES=DIR           with the benchmarks that read public traces
 
 SHELL := bash
@@ -29,7 +29,7 @@ demo: $(FOR_RUN) ## serve the demo model with its twelve adapters and ask all of
 .PHONY: test
 test: $(FOR_TEST) ## all checks and all tests; the tests run even when a check fails, and come last
 	@checks=0; $(MAKE) --no-print-directory check || checks=$$?; \
-	$(BIN)/python -m pytest $(ARGS); \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS); \
 	[ $$checks -eq 0 ] || echo 'The tests passed, but `make check` did not: see above.' >&2; \
 	exit $$checks
 

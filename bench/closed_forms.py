@@ -13,26 +13,21 @@ Run it: `python bench/closed_forms.py` (`--quick` for a smoke test); it writes `
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import sqrt
-from pathlib import Path
 from statistics import fmean, stdev
+from typing import NamedTuple
+
+from publishing import arguments, publish, table
 
 from manylora.adapters.shape import BaseShape, PageShape
-from manylora.clock import VirtualClock
-from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
-from manylora.events import Event, RequestAdmitted
-from manylora.sim.run.executor import SimulatedExecutor
-from manylora.types import Request, SampledToken, SamplingParams
+from manylora.sim.run.simulation import SimulationConfig, simulate
+from manylora.workloads import RequestSpec, Workload
 
-RESULTS = Path(__file__).parent / "results"
 MEAN_TOKENS = 1000
 """Mean size of a request in tokens, each a millisecond: sizes are whole numbers, and this many make them smooth."""
 TOKEN_S = 0.001
@@ -40,14 +35,23 @@ MAX_TOKENS = 40 * MEAN_TOKENS
 NUM_BATCHES = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Law:
-    """How sizes are drawn, with mean 1.
+BASE = BaseShape(
+    name="queue",
+    architecture="llama",
+    fingerprint="queue",
+    vocab_size=16,
+    hidden_size=8,
+    num_layers=1,
+    max_model_len=MAX_TOKENS + 1,
+    page=PageShape(block_size=1024, num_layers=1, num_kv_heads=1, head_dim=8, element_bytes=2, dtype="bfloat16"),
+    modules=(),
+    all_linear=(),
+    eos_token_ids=(),
+)
 
-    Args:
-        draw: One size.
-        second_moment: Mean of its square.
-    """
+
+class Law(NamedTuple):
+    """How sizes are drawn, with mean 1: one size, and the mean of its square."""
 
     draw: Callable[[random.Random], float]
     second_moment: float
@@ -62,9 +66,8 @@ LAWS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request: when it comes, and how many tokens it is."""
+class Job(NamedTuple):
+    """A request: its arrival in seconds, and its tokens."""
 
     at: float
     tokens: int
@@ -104,45 +107,16 @@ def make_jobs(law: Law, load: float, count: int, seed: int) -> list[Job]:
 
 def waits_of_engine(jobs: list[Job]) -> list[float]:
     """Serve the jobs, one sequence at a time, and return how long each waited."""
-    waits: list[float] = []
-
-    def record(event: Event) -> None:
-        if isinstance(event, RequestAdmitted):
-            waits.append(event.waited_s)
-
-    def arrivals() -> Iterator[tuple[float, Request]]:
-        once = SamplingParams(max_tokens=1, ignore_eos=True)
-        for index, job in enumerate(jobs):
-            yield job.at, Request(request_id=str(index), prompt=(1,) * job.tokens, sampling=once, model="")
-
-    page = PageShape(block_size=1024, num_layers=1, num_kv_heads=1, head_dim=8, element_bytes=2, dtype="bfloat16")
-    base = BaseShape(
-        name="queue",
-        architecture="llama",
-        fingerprint="queue",
-        vocab_size=2,
-        hidden_size=8,
-        num_layers=1,
-        max_model_len=MAX_TOKENS + 1,
-        page=page,
-        modules=(),
-        all_linear=(),
-        eos_token_ids=(),
-    )
-    core = EngineCore(
-        base=base,
-        num_pages=MAX_TOKENS // page.block_size + 2,
-        executor=SimulatedExecutor(
-            FixedCost(step_s=0.0, token_s=TOKEN_S), vocab_size=2, choose=lambda part: SampledToken(token_id=0)
-        ),
+    requests = (RequestSpec(arrival_s=one.at, num_prompt_tokens=one.tokens, num_output_tokens=1) for one in jobs)
+    config = SimulationConfig(
+        base=BASE,
+        cost=FixedCost(step_s=0.0, token_s=TOKEN_S),
+        num_pages=MAX_TOKENS // BASE.page.block_size + 2,
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=MAX_TOKENS, max_waiting=len(jobs)),
-        memory=MemoryConfig(block_size=page.block_size, prefix_caching=False),
-        adapters=AdapterConfig(),
-        served_name="queue",
-        sinks=[record],
+        memory=MemoryConfig(block_size=BASE.page.block_size, prefix_caching=False),
     )
-    EngineLoop(core, VirtualClock(), on_outputs=lambda outputs, now: None, arrivals=arrivals()).run()
-    return waits
+    records = simulate(Workload(name="queue", requests=tuple(requests), adapters=()), config).records
+    return [one.queueing_s or 0.0 for one in records]
 
 
 def waits_of_lindley(jobs: list[Job]) -> list[float]:
@@ -183,30 +157,26 @@ def report(rows: list[Row]) -> str:
         "`python bench/closed_forms.py`: one sequence at a time, Poisson arrivals, mean service time "
         f"{MEAN_TOKENS * TOKEN_S:g} s, no adapters. Virtual time and fixed seeds: the same digits on any machine.",
         "",
-        "| sizes | load | requests | mean wait by formula | by the engine | 95 % | difference "
-        "| any request off Lindley by at most |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {row.law} | {row.load:g} | {row.requests:,} | {row.expected_s:.4f} s | {row.mean_s:.4f} s "
-        f"| ± {row.interval_s:.4f} | {row.error:+.2%} | {row.largest_difference_s:.0e} s |"
+    heads = ("sizes", "load", "requests", "mean wait by formula", "by the engine", "95 %", "difference")
+    cells = (
+        (
+            f"{row.law} | {row.load:g} | {row.requests:,} | {row.expected_s:.4f} s | {row.mean_s:.4f} s "
+            f"| ± {row.interval_s:.4f} | {row.error:+.2%}",
+            f"{row.largest_difference_s:.0e} s",
+        )
         for row in rows
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return "\n".join([*lines, *table((*heads, "any request off Lindley by at most"), cells)])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a hundredth of the requests, nothing written")
-    options = parser.parse_args()
+    options = arguments(__doc__, quick="a hundredth of the requests").parse_args()
     rows = []
     for name in LAWS:
         for load, count in ((0.5, 300_000), (0.7, 600_000)):
             rows.append(compare(name, load, count // (100 if options.quick else 1), seed=1))
-            print(report(rows[-1:]).splitlines()[-1], flush=True)
-    if not options.quick:
-        (RESULTS / "closed_forms.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        (RESULTS / "closed_forms.md").write_text(report(rows))
+    publish("closed_forms", [asdict(row) for row in rows], report(rows), is_kept=not options.quick)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora.bench.peers import Asked, Peft, Transformers, quiet
+from manylora.bench.peers import Asked, quiet
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.execution.kernels.linear import linear, pack
 from manylora.types import Output, Request, SamplingParams
-
-__all__ = ["RANKS", "VOCAB", "Asked", "Bare", "Ours", "Peft", "Transformers", "make_adapters", "make_model", "quiet"]
 
 RANKS = (8, 16, 32, 64, 128)
 VOCAB = 7296
@@ -84,22 +83,31 @@ class Ours:
     Args:
         model: The base.
         sets: Lists of adapter folders, by a name for each list.
-        clock: What ``forward_s`` is told by.
+        clock: Times ``forward_s``.
+        device: Where it runs.
+        log: Takes every step and load.
     """
 
     def __init__(
-        self, model: Path, sets: dict[str, list[Path]], clock: Callable[[], float] = time.perf_counter
+        self,
+        model: Path,
+        sets: dict[str, list[Path]],
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        device: str = "cpu",
+        log: Callable[[StepRecord | LoadRecord], None] | None = None,
     ) -> None:
         self._seconds = clock
         self._clock = WallClock()
         config = EngineConfig(
-            model=ModelConfig(model=str(model), device="cpu"),
+            model=ModelConfig(model=str(model), device=device),
             memory=MemoryConfig(memory_bytes=3 * 2**30, prefix_caching=False),
             scheduler=SchedulerConfig(max_num_seqs=64),
             adapters=AdapterConfig(),
         )
         self._parts = build_parts(config, self._clock)
-        self._core = EngineCore.from_parts(self._parts, config)
+        executor = self._parts.executor if log is None else LoggedExecutor(self._parts.executor, log)
+        self._core = EngineCore.from_parts(self._parts, config, executor=executor)
         self.weight_bytes: dict[str, int] = {}
         for name, folders in sets.items():
             versions = [self._parts.reader.read(folder.name, str(folder)) for folder in folders]

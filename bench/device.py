@@ -14,32 +14,28 @@ thread and are counted in processor time, which others on the machine disturb le
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
+from publishing import arguments, publish, table
 
 from manylora.catalog.dims import ModelDims
 from manylora.catalog.hardware import HARDWARE, Hardware, find_hardware
 from manylora.catalog.models import dims_from_config
-from manylora.clock import WallClock
-from manylora.config import GIB, MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.config import GIB, MIB
 from manylora.costs.features import StepFeatures
 from manylora.costs.roofline import RooflineCost
-from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
+from manylora.costs.step_log import LoadRecord, StepRecord
 from manylora.execution.machine import describe_machine
-from manylora.types import Request, SamplingParams
 
-RESULTS = Path(__file__).parent / "results"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BATCHES = (1, 4, 16)
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 9
@@ -134,7 +130,7 @@ def as_toml(hardware: Hardware) -> str:
 
 
 class Live:
-    """The live engine, whose steps are logged.
+    """The live engine of `throughput.py`, whose steps are logged.
 
     Args:
         folder: Where the model and its adapters are made.
@@ -142,77 +138,34 @@ class Live:
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        # Imported here, for they bring transformers and PEFT, which measuring a profile does without.
-        from throughput import VOCAB, make_adapters, make_model
+        # Imported here: they bring transformers and PEFT, which measuring a profile does without.
+        from cpu_systems import RANKS, VOCAB, Ours, make_adapters, make_model
 
-        from manylora.execution.build import build_parts
+        from manylora.bench.peers import Asked
 
-        self.vocab_size = VOCAB
         make_model(folder / "base")
-        adapters = make_adapters(folder, max(BATCHES))
+        adapters = make_adapters(
+            folder / "base", folder / "adapters", [RANKS[i % len(RANKS)] for i in range(max(BATCHES))]
+        )
         self.dims = dims_from_config(json.loads((folder / "base" / "config.json").read_text()))
-        self.clock = WallClock()
         self.now = clock_of(device)
-        memory = MemoryConfig(memory_bytes=3 * GIB, prefix_caching=False)
-        scheduler = SchedulerConfig(max_num_seqs=64)
-        config = EngineConfig(
-            model=ModelConfig(model=str(folder / "base"), device=device.type),
-            memory=memory,
-            scheduler=scheduler,
-            adapters=AdapterConfig(),
-        )
-        self.parts = build_parts(config, self.clock)
         self.records: list[StepRecord | LoadRecord] = []
-        self.core = EngineCore.from_parts(
-            self.parts, config, executor=LoggedExecutor(self.parts.executor, self.records.append)
-        )
-        for index, path in enumerate(adapters):
-            version = self.parts.reader.read(path.name, str(path))
-            self.core.adapters.register(f"adapter-{index}", version, self.clock.now())
+        self.engine = Ours(folder / "base", {"wide": adapters}, device=device.type, log=self.records.append)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(3, VOCAB, (max(BATCHES), PROMPT_TOKENS), generator=generator).tolist()
+        self.asked = [Asked(tuple(prompt), 1) for prompt in prompts]
 
     def run(self, batch: int, num_output_tokens: int, *, is_mixed: bool) -> tuple[float, list[StepFeatures]]:
-        """Serve a batch of requests; return what it took, in seconds, and its steps."""
+        """Serve a batch of requests; return its time, in seconds, and its steps."""
         self.records.clear()
-        start = self.clock.now()
-        sampling = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
-        generator = torch.Generator().manual_seed(batch)
-        prompts = torch.randint(3, self.vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
-        arrivals = [
-            (
-                start,
-                Request(
-                    request_id=f"{start}-{index}",
-                    prompt=tuple(prompt),
-                    sampling=sampling,
-                    model=f"adapter-{index}" if is_mixed else "base",
-                ),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        asked = [replace(one, num_out=num_output_tokens) for one in self.asked[:batch]]
         began = self.now()
-        EngineLoop(self.core, self.clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+        self.engine.run(asked, [f"wide-{index}" for index in range(batch)] if is_mixed else None)
         took = self.now() - began
         return took, [record.features for record in self.records if isinstance(record, StepRecord)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """Live against modelled, medians over rounds.
-
-    Args:
-        step: What kind of step.
-        batch: Sequences in it.
-        live_ms: Time of one live step.
-        ratio: Live over modelled.
-    """
-
-    step: str
-    batch: int
-    live_ms: float
-    ratio: float
-
-
-def compare(device: torch.device, like: str | None, rounds: int) -> list[Compared]:
+def compare(device: torch.device, like: str | None, rounds: int) -> list[dict[str, Any]]:
     """Return live over modelled time by kind of step and batch; rates are measured anew for each round."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -231,23 +184,19 @@ def compare(device: torch.device, like: str | None, rounds: int) -> list[Compare
                 decode_s = all_s - prompts_s
                 ratio = decode_s / (modelled[1] - modelled[0])
                 found.setdefault((f"decode, {adapted}", batch), []).append((decode_s / num_decodes, ratio))
-        live.parts.close()
-    return [
-        Compared(
-            step=step,
-            batch=batch,
-            live_ms=1e3 * median(time for time, _ in pairs),
-            ratio=median(ratio for _, ratio in pairs),
-        )
-        for (step, batch), pairs in sorted(found.items())
-    ]
+        live.engine.close()
+    rows = []
+    for (step, batch), pairs in sorted(found.items()):
+        times, ratios = zip(*pairs, strict=True)
+        rows.append({"step": step, "batch": batch, "live_ms": 1e3 * median(times), "ratio": median(ratios)})
+    return rows
 
 
 def make_roofline(dims: ModelDims, hardware: Hardware) -> RooflineCost:
     return RooflineCost(dims, hardware, lora_kernel="ragged", targets=TARGETS)
 
 
-def report(machine: str, hardware: Hardware, rows: list[Compared], rounds: int) -> str:
+def report(machine: str, hardware: Hardware, rows: list[dict[str, Any]], rounds: int) -> str:
     reached = {
         "large products, Gop/s": hardware.flops_per_s * hardware.flops_share / 1e9,
         "weights read for one row, GB/s": hardware.memory_bytes_per_s * hardware.memory_share / 1e9,
@@ -259,23 +208,22 @@ def report(machine: str, hardware: Hardware, rows: list[Compared], rounds: int) 
         "",
         f"`python bench/device.py --compare` on {machine}.",
         "",
-        "| measured without a model | |",
-        "|---|---:|",
-        *(f"| {name} | {value:.1f} |" for name, value in reached.items()),
+        *table(("measured without a model", ""), ((name, f"{value:.1f}") for name, value in reached.items())),
         "",
         f"Live steps of an 82M-parameter model (prompts of {PROMPT_TOKENS} tokens, adapters of rank 8 to 128 on",
         "all linears, one per request) over what the roofline says with these rates and nothing",
         f"fitted. Rates were measured anew in each of {rounds} rounds; medians. On a CPU: processor time, one thread.",
         "",
-        "| step | batch | live, ms | live / modelled |",
-        "|---|---:|---:|---:|",
-        *(f"| {row.step} | {row.batch} | {row.live_ms:.1f} | {row.ratio:.2f} |" for row in rows),
+        *table(
+            ("step", "batch", "live, ms", "live / modelled"),
+            ((row["step"], row["batch"], f"{row['live_ms']:.1f}", f"{row['ratio']:.2f}") for row in rows),
+        ),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--like", choices=HARDWARE, help="a profile for what is not measured")
     parser.add_argument("--profile", type=Path, help="write the measured profile here, as TOML")
     parser.add_argument("--compare", action="store_true", help="hold the roofline against live steps; writes results")
@@ -291,15 +239,7 @@ def main() -> None:
     if args.compare:
         rows = compare(device, args.like, args.rounds)
         text = report(describe_machine(device), hardware, rows, args.rounds)
-        print(text)
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "device.md").write_text(text)
-        figures = {
-            "machine": describe_machine(device),
-            "profile": as_toml(hardware),
-            "steps": [asdict(row) for row in rows],
-        }
-        (RESULTS / "device.json").write_text(json.dumps(figures, indent=2) + "\n")
+        publish("device", {"machine": describe_machine(device), "profile": as_toml(hardware), "steps": rows}, text)
 
 
 if __name__ == "__main__":

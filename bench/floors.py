@@ -10,15 +10,14 @@ no seed. Writes `bench/results/floors.json` and `.md`.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
+
+from publishing import publish, table
 
 from manylora.adapters.shape import BaseShape, ModuleKind
 from manylora.catalog.hardware import Hardware, find_hardware
 from manylora.catalog.models import base_shape
 
-RESULTS = Path(__file__).resolve().parent / "results"
 TARGETS = {
     "q, v": ("q_proj", "v_proj"),
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -79,14 +78,14 @@ def adapter_rows(base: BaseShape, hardware: Hardware) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    def cell(value: object) -> str:
-        if not isinstance(value, float):
-            return str(value)
-        return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+def cell(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(map(cell, row.values())) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+def shown(rows: list[dict[str, Any]]) -> str:
+    return "\n".join(table(list(rows[0]), (list(map(cell, row.values())) for row in rows)))
 
 
 def main() -> None:
@@ -101,13 +100,10 @@ def main() -> None:
     }
     text = (
         f"# Floors of a decode step\n\nLlama-3-8B in 16 bits, {CONTEXT} tokens of context, data-sheet bandwidth; "
-        f"`{report['command']}`.\n\n{table(report['base'])}\n{NUM_ADAPTERS} distinct adapters in the batch:\n\n"
-        f"{table(report['with adapters'])}"
+        f"`{report['command']}`.\n\n{shown(report['base'])}\n\n{NUM_ADAPTERS} distinct adapters in the batch:\n\n"
+        f"{shown(report['with adapters'])}"
     )
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "floors.json").write_text(json.dumps(report, indent=1) + "\n")
-    (RESULTS / "floors.md").write_text(text)
-    print(text)
+    publish("floors", report, text)
 
 
 if __name__ == "__main__":

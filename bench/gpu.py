@@ -22,9 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from gpu_rig import ALL_LINEAR, DTYPES, LLAMA_3_8B, SMOKE, Engine, Report, Sizes, captured, seconds, wait, wall_seconds
+from live_arrivals import live_arrivals
 
 from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, SchedulerConfig
@@ -41,8 +41,12 @@ from manylora.execution.fusion.norm import FusedNorm
 from manylora.execution.lora.tables import BatchTables
 from manylora.measure import Recorder, summarise
 from manylora.sim.run.simulation import SimulationConfig, simulate
-from manylora.types import AdapterVersion, Request, SamplingParams
-from manylora.workloads import AdapterSpec, RequestSpec, Workload
+from manylora.types import AdapterVersion
+from manylora.workloads import AdapterSet, AdapterSpec, Workload, WorkloadSpec, make_workload
+from manylora.workloads.arrivals import PoissonArrivals
+from manylora.workloads.distributions import UniformTokens
+from manylora.workloads.lengths import ParametricLengths
+from manylora.workloads.popularity import ZipfShares
 
 QV = ("q_proj", "v_proj")
 
@@ -125,18 +129,14 @@ class Bench:
                     num_bytes = (
                         sum(_table_bytes(table.template, g.index) for table in tables for g in chosen) * dtype.itemsize
                     )  # type: ignore[union-attr]
-                    rows.append(
-                        {
-                            "kernel": f"lora {family}",
-                            "rows": batch,
-                            "adapters": num,
-                            "rank": rank or "mixed",
-                            "us per layer": took / len(chosen) * 1e6,
-                            "GB/s": num_bytes / took / 1e9,
-                            "share of copy": num_bytes / took / self.copy_bytes_per_s,
-                        }
-                    )
+                    what = {"kernel": f"lora {family}", "rows": batch, "adapters": num, "rank": rank or "mixed"}
+                    rows.append(what | self._speed(took, num_bytes, len(chosen)))
         return rows
+
+    def _speed(self, took: float, num_bytes: int, num_layers: int) -> dict[str, float]:
+        bytes_per_s = num_bytes / took
+        share = bytes_per_s / self.copy_bytes_per_s
+        return {"us per layer": took / num_layers * 1e6, "GB/s": bytes_per_s / 1e9, "share of copy": share}
 
     def _attention_kernels(self) -> list[dict[str, Any]]:
         rows = []
@@ -165,15 +165,8 @@ class Bench:
             took = seconds(captured(work, self.device), self.device, self.sizes.rounds)
             num_bytes = batch * (self.sizes.context + 1) * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
             num_bytes *= dtype.itemsize
-            rows.append(
-                {
-                    "kernel": f"rotation, KV write, attention to {self.sizes.context} tokens",
-                    "rows": batch,
-                    "us per layer": took / shape.num_layers * 1e6,
-                    "GB/s": num_bytes / took / 1e9,
-                    "share of copy": num_bytes / took / self.copy_bytes_per_s,
-                }
-            )
+            what = {"kernel": f"rotation, KV write, attention to {self.sizes.context} tokens", "rows": batch}
+            rows.append(what | self._speed(took, num_bytes, shape.num_layers))
         return rows
 
     def _row_kernels(self) -> list[dict[str, Any]]:
@@ -194,10 +187,10 @@ class Bench:
                     for _ in range(self.sizes.model["num_hidden_layers"]):
                         work()
 
+                num_layers = self.sizes.model["num_hidden_layers"]
                 took = seconds(captured(layers, self.device), self.device, self.sizes.rounds)
-                took /= self.sizes.model["num_hidden_layers"]
-                num_bytes = num_elements * dtype.itemsize
-                rows.append({"kernel": name, "rows": batch, "us per layer": took * 1e6, "GB/s": num_bytes / took / 1e9})
+                num_bytes = num_layers * num_elements * dtype.itemsize
+                rows.append({"kernel": name, "rows": batch} | self._speed(took, num_bytes, num_layers))
         return rows
 
     def steps(self) -> list[dict[str, Any]]:
@@ -209,16 +202,7 @@ class Bench:
             kv_bytes = batch * sizes.context * engine.base.page.num_bytes // engine.base.page.block_size
             floor_s = (engine.weight_bytes + kv_bytes) / self.copy_bytes_per_s
             alone[batch] = (base_s, floor_s)
-            rows.append(
-                {
-                    "batch": batch,
-                    "adapters": 0,
-                    "step ms": base_s * 1e3,
-                    "tokens/s": batch / base_s,
-                    "floor ms": floor_s * 1e3,
-                    "floor over step": floor_s / base_s,
-                }
-            )
+            rows.append({"batch": batch, "adapters": 0} | _against_floor(batch, base_s, floor_s))
         for targets in (QV, ALL_LINEAR):
             engine.forget_groups()
             for batch, (base_s, floor_s) in alone.items():
@@ -234,18 +218,14 @@ class Bench:
         versions, page = self.adapters(num, rank, targets)
         step_s = self.engine.step_s(self.engine.plan(batch, versions, page))
         added_floor_s = sum(version.weight_bytes for version in versions) / self.copy_bytes_per_s
-        return {
+        what = {
             "batch": batch,
             "adapters": num,
             "rank": rank or "mixed",
             "targets": "q, v" if targets is QV else "all linears",
-            "step ms": step_s * 1e3,
-            "tokens/s": batch / step_s,
-            "floor ms": (floor_s + added_floor_s) * 1e3,
-            "floor over step": (floor_s + added_floor_s) / step_s,
-            "added": step_s / base_s - 1.0,
-            "added at least (bytes)": added_floor_s / base_s,
         }
+        added = {"added": step_s / base_s - 1.0, "added at least (bytes)": added_floor_s / base_s}
+        return what | _against_floor(batch, step_s, floor_s + added_floor_s) | added
 
     def families(self) -> list[dict[str, Any]]:
         """Return what adapters add to a step by kernel: published 169 / 30 / 10.9 % at batch 128, 40 adapters."""
@@ -306,35 +286,26 @@ class Bench:
 
     def live(self) -> list[dict[str, Any]]:
         engine, sizes = self.engine, self.sizes
-        specs = tuple(
-            AdapterSpec(name=f"live-{i}", rank=sizes.ranks[i % len(sizes.ranks)], targets=QV)
-            for i in range(sizes.live_adapters)
-        )
+        adapter_set = AdapterSet(count=sizes.live_adapters, ranks=sizes.ranks, targets=QV)
         engine.forget_groups()
-        versions = engine.versions(specs)
+        versions = engine.versions(adapter_set.specs())
         batch = max(sizes.batches)
         num_in, num_out = (256, 64) if self.device.type == "cuda" else (8, 2)
         # Near saturation: what prompts and decoding take of the device when nothing of adapters is in the way.
         step_s = engine.step_s(engine.plan(batch, [], 0))
         token_s = engine.step_s(engine.prompt_plan()) / sizes.context
         rate = 0.85 / (num_out * step_s / batch + 0.75 * num_in * token_s)
-        rng = np.random.default_rng(0)
-        popularity = 1.0 / np.arange(1, sizes.live_adapters + 1)
-        popularity /= popularity.sum()
-        times = np.cumsum(rng.exponential(1.0 / rate, size=max(4, int(rate * sizes.live_s))))
-        workload = Workload(
+        spec = WorkloadSpec(
             name="live",
-            requests=tuple(
-                RequestSpec(
-                    arrival_s=float(t),
-                    num_prompt_tokens=int(rng.integers(num_in // 2, num_in)),
-                    num_output_tokens=int(rng.integers(1, 2 * num_out)),
-                    adapter=specs[int(rng.choice(len(specs), p=popularity))].name,
-                )
-                for t in times
+            num_requests=max(4, int(rate * sizes.live_s)),
+            arrivals=PoissonArrivals(rate=rate),
+            lengths=ParametricLengths(
+                prompt=UniformTokens(low=num_in // 2, high=num_in), output=UniformTokens(low=1, high=2 * num_out)
             ),
-            adapters=specs,
+            adapters=adapter_set,
+            popularity=ZipfShares(s=1.0, q=0.0),
         )
+        workload = make_workload(spec, seed=0)
         pages_each = -(-(num_in + 2 * num_out) // engine.base.page.block_size)
         # A quarter of the adapters fit beside the KV of a full batch.
         num_pages = batch * pages_each + sum(version.num_pages for version in versions.values()) // 4 + 8
@@ -385,21 +356,14 @@ class Bench:
         for name, version in versions.items():
             core.adapters.register(name, version, now)
         start = engine.clock.now() + 0.1
-        rng = np.random.default_rng(1)
-        arrivals = [
-            (
-                start + spec.arrival_s,
-                Request(
-                    request_id=str(i),
-                    prompt=tuple(int(t) for t in rng.integers(3, engine.base.vocab_size, spec.num_prompt_tokens)),
-                    sampling=SamplingParams(temperature=0.0, max_tokens=spec.num_output_tokens, ignore_eos=True),
-                    model=spec.adapter or "base",
-                ),
-            )
-            for i, spec in enumerate(workload.requests)
-        ]
+        arrivals = live_arrivals(workload, engine.base.vocab_size, start)
         EngineLoop(core, engine.clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
         return _latencies(recorder.records)
+
+
+def _against_floor(batch: int, step_s: float, floor_s: float) -> dict[str, float]:
+    times = {"step ms": step_s * 1e3, "tokens/s": batch / step_s}
+    return times | {"floor ms": floor_s * 1e3, "floor over step": floor_s / step_s}
 
 
 def _latencies(records: list[Any]) -> dict[str, float]:

@@ -261,41 +261,32 @@ class Engine:
         sequences = []
         for row in range(batch):
             version = versions[row * len(versions) // batch] if versions else None
-            start = first_page + row * pages_each
-            sequences.append(
-                PlannedSequence(
-                    seq_id=row,
-                    tokens=[3 + row % 40] * (self.sizes.context + 1),
-                    num_prompt_tokens=1,
-                    start=self.sizes.context,
-                    num_tokens=1,
-                    pages=tuple(range(start, start + pages_each)),
-                    adapter=version.key if version else None,
-                    rank=version.rank if version else 0,
-                    sampling=SamplingParams(temperature=0.0),
-                    is_sampled=True,
-                    seed=0,
-                )
-            )
+            first = first_page + row * pages_each
+            pages = range(first, first + pages_each)
+            sequences.append(self._sequence(row, self.sizes.context, 1, pages, version))
         return StepPlan(step_id=1, sequences=tuple(sequences))
 
     def prompt_plan(self) -> StepPlan:
         """Return a step of one prompt, as long as the context of ``plan``."""
-        num_tokens = self.sizes.context
-        sequence = PlannedSequence(
-            seq_id=0,
-            tokens=[3 + i % 40 for i in range(num_tokens)],
-            num_prompt_tokens=num_tokens,
-            start=0,
+        pages = range(-(-self.sizes.context // self.base.page.block_size))
+        return StepPlan(step_id=1, sequences=(self._sequence(0, 0, self.sizes.context, pages, None),))
+
+    def _sequence(
+        self, row: int, start: int, num_tokens: int, pages: Sequence[int], version: AdapterVersion | None
+    ) -> PlannedSequence:
+        return PlannedSequence(
+            seq_id=row,
+            tokens=[3 + row % 40] * (start + num_tokens),
+            num_prompt_tokens=1 if start else num_tokens,
+            start=start,
             num_tokens=num_tokens,
-            pages=tuple(range(-(-num_tokens // self.base.page.block_size))),
-            adapter=None,
-            rank=0,
+            pages=tuple(pages),
+            adapter=version.key if version else None,
+            rank=version.rank if version else 0,
             sampling=SamplingParams(temperature=0.0),
             is_sampled=True,
             seed=0,
         )
-        return StepPlan(step_id=1, sequences=(sequence,))
 
     def step_s(self, plan: StepPlan) -> float:
         """Return the median wall time of the whole step: inputs, model, sampling, tokens on the host."""

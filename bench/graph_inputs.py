@@ -10,17 +10,16 @@ to a device are not in it. Medians of 60 rounds; the least as well, for machines
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+from publishing import publish
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import PageShape
-from manylora.catalog.shapes import llama_3_8b_shape
+from manylora.catalog.models import base_shape
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DirectOps
@@ -33,7 +32,6 @@ from manylora.execution.storage.tile_tables import AdapterTable, GroupDirectory,
 from manylora.plan import PlannedSequence
 from manylora.types import SamplingParams
 
-RESULTS = Path(__file__).resolve().parent / "results"
 CONTEXT, RANK, BLOCK = 700, 32, 16
 
 
@@ -47,7 +45,7 @@ def microseconds(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def main() -> None:
-    base, cpu = llama_3_8b_shape(), torch.device("cpu")
+    base, cpu = base_shape("llama-3-8b"), torch.device("cpu")
     # Only the numbers matter, so the pages are small.
     page = PageShape(block_size=BLOCK, num_layers=1, num_kv_heads=1, head_dim=1, element_bytes=4, dtype="float32")
     pool = PageTensor(page, 8000, cpu)
@@ -97,13 +95,9 @@ def main() -> None:
             row[f"{name} us"], row[f"{name} us, least"] = microseconds(one)
         rows.append(row)
     report = {"command": "python bench/graph_inputs.py", "machine": describe_machine(cpu), "rows": rows}
-    lines_of_text = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
-    lines_of_text += [" | ".join(f"{value:.0f}" for value in row.values()) for row in rows]
-    text = f"# The host's share of a captured decode step\n\n{report['machine']}; `{report['command']}`.\n\n"
-    text += "".join(f"| {line} |\n" for line in lines_of_text)
-    (RESULTS / "graph_inputs.json").write_text(json.dumps(report, indent=1) + "\n")
-    (RESULTS / "graph_inputs.md").write_text(text)
-    print(text)
+    head = f"# The host's share of a captured decode step\n\n{report['machine']}; `{report['command']}`.\n"
+    lines_of_text = table(list(rows[0]), ([f"{value:.0f}" for value in row.values()] for row in rows), left=0)
+    publish("graph_inputs", report, "\n".join([head, *lines_of_text]))
 
 
 if __name__ == "__main__":

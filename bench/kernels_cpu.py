@@ -14,19 +14,17 @@ Writes `bench/results/kernels_cpu.json` and `.md`.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from cpu_systems import HEADS, HIDDEN, INTERMEDIATE, LAYERS, RANKS, VOCAB
+from publishing import arguments, clock_of, publish, table
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
@@ -38,7 +36,6 @@ from manylora.execution.machine import describe_machine
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import make_resident
 
-RESULTS = Path(__file__).resolve().parent / "results"
 NUM_ROWS, NUM_PROMPT_ROWS, CONTEXT, BLOCK = 32, 2048, 160, 16
 HEAD_DIM = HIDDEN // HEADS
 PRODUCTS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN))
@@ -63,13 +60,12 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, processor_time=True)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--processor-time", action="store_true", help="one thread, and its processor time")
     options = parser.parse_args()
-    clock = time.thread_time if options.processor_time else time.perf_counter
-    torch.set_num_threads(1 if options.processor_time else options.threads)
+    torch.set_num_threads(options.threads)
+    clock = clock_of(options, time.thread_time)
     torch.manual_seed(0)
     cases = {**floor_cases(), **product_cases(), **attention_cases(), **lora_cases()}
     times: dict[str, list[float]] = {name: [] for name in cases}
@@ -81,10 +77,7 @@ def main() -> None:
                 if number >= 0:
                     times[name].append(clock() - began)
     report = summarise(cases, times, "python bench/kernels_cpu.py" + " --processor-time" * options.processor_time)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "kernels_cpu.json").write_text(json.dumps(report, indent=2) + "\n")
-    (RESULTS / "kernels_cpu.md").write_text(table(report))
-    print(table(report))
+    publish("kernels_cpu", report, page(report))
 
 
 FLOORS = ("read", "product")
@@ -233,7 +226,12 @@ def summarise(cases: dict[str, Case], times: dict[str, list[float]], command: st
     }
 
 
-def table(report: dict[str, Any]) -> str:
+def against_floor(row: dict[str, float], unit: float, digits: int) -> tuple[str, str, str]:
+    took, floor = row["seconds"], row["floor_s"]
+    return f"{unit * took:.{digits}f}", f"{unit * floor:.{digits}f}", f"{floor / took:.0%}"
+
+
+def page(report: dict[str, Any]) -> str:
     names = {
         "base": "a decoding step, no adapters",
         "float32": "the same with 32 adapters, float32",
@@ -247,23 +245,23 @@ def table(report: dict[str, Any]) -> str:
         "operations over the other, whichever is longer. Per layer, in microseconds; shapes as in the script. The load "
         f"average of the machine was {report['load_average']:.1f}.",
         "",
-        "| kernel | time | floor | floor / time | GB/s | GFLOP/s |",
-        "|---|---:|---:|---:|---:|---:|",
-        *(
-            f"| {name} | {1e6 * row['seconds']:.0f} | {1e6 * row['floor_s']:.0f} | "
-            f"{row['floor_s'] / row['seconds']:.0%} | {row['bytes_per_s'] / 1e9:.1f} | "
-            f"{row['operations_per_s'] / 1e9:.0f} |"
-            for name, row in report["kernels"].items()
+        *table(
+            ("kernel", "time", "floor", "floor / time", "GB/s", "GFLOP/s"),
+            (
+                (
+                    name,
+                    *against_floor(row, 1e6, 0),
+                    f"{row['bytes_per_s'] / 1e9:.1f}",
+                    f"{row['operations_per_s'] / 1e9:.0f}",
+                )
+                for name, row in report["kernels"].items()
+            ),
         ),
         "",
-        "| step: these kernels added up, in milliseconds | time | floor | floor / time |",
-        "|---|---:|---:|---:|",
-        *(
-            f"| {names[what]} | {1e3 * row['seconds']:.1f} | {1e3 * row['floor_s']:.1f} | "
-            f"{row['floor_s'] / row['seconds']:.0%} |"
-            for what, row in report["steps"].items()
+        *table(
+            ("step: these kernels added up, in milliseconds", "time", "floor", "floor / time"),
+            ((names[what], *against_floor(row, 1e3, 1)) for what, row in report["steps"].items()),
         ),
-        "",
     ]
     return "\n".join(lines)
 

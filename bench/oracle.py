@@ -7,7 +7,6 @@ Writes ``bench/results/oracle.json`` and ``bench/results/oracle.md``.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from pathlib import Path
 import peft
 import torch
 import transformers
+from publishing import publish, table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "parity"))
@@ -33,17 +33,13 @@ def main() -> int:
         rows.append(asdict(result))
         print(f"{architecture:12} max |difference| {result.max_error:.1e}  wrong tokens {result.num_wrong_tokens}")
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
-    results = ROOT / "bench" / "results"
-    results.mkdir(exist_ok=True)
-    content = {"tolerance": TOLERANCE, "versions": versions, "architectures": rows}
-    (results / "oracle.json").write_text(json.dumps(content, indent=2) + "\n")
-    (results / "oracle.md").write_text(_table(rows, versions))
+    publish("oracle", {"tolerance": TOLERANCE, "versions": versions, "architectures": rows}, _report(rows, versions))
     is_ok = all(row["max_error"] <= TOLERANCE and row["num_wrong_tokens"] == 0 for row in rows)
     print("ok" if is_ok else "NOT EQUAL")
     return 0 if is_ok else 1
 
 
-def _table(rows: list[dict[str, object]], versions: dict[str, str]) -> str:
+def _report(rows: list[dict[str, object]], versions: dict[str, str]) -> str:
     lines = [
         "# Logits against transformers + PEFT",
         "",
@@ -52,16 +48,21 @@ def _table(rows: list[dict[str, object]], versions: dict[str, str]) -> str:
         "regex, rank above the hidden size) and the base, in one engine with chunked prompts, prefix cache and",
         "pre-emptions; 64 greedy tokens each. Every sampled row is compared with `PeftModel` on that sequence alone.",
         "",
-        "| architecture | rows | max difference | std of logits | other greedy tokens | pre-emptions | cached tokens |",
-        "|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {r['architecture']} | {r['num_rows']} | {r['max_error']:.1e} | {r['logit_std']:.2f} | "
-        f"{r['num_wrong_tokens']} | {r['num_preemptions']} | {r['num_cached_tokens']} |"
-        for r in rows
-    ]
-    lines += ["", "On the CPU with " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".", ""]
-    return "\n".join(lines)
+    heads = (
+        "architecture",
+        "rows",
+        "max difference",
+        "std of logits",
+        "other greedy tokens",
+        "pre-emptions",
+        "cached tokens",
+    )
+    fields = ("num_rows", "max_error", "logit_std", "num_wrong_tokens", "num_preemptions", "num_cached_tokens")
+    forms = ("{}", "{:.1e}", "{:.2f}", "{}", "{}", "{}")
+    cells = ([form.format(row[field]) for form, field in zip(forms, fields, strict=True)] for row in rows)
+    lines += table(heads, ([row["architecture"], *of_row] for row, of_row in zip(rows, cells, strict=True)))
+    return "\n".join([*lines, "", f"On the CPU with {', '.join(map(' '.join, versions.items()))}."])
 
 
 if __name__ == "__main__":

@@ -14,25 +14,22 @@ on until one is. Run it: `python bench/paging.py` (`--quick` for a tenth); it wr
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise, product
-from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Any
 
 import psutil
+from publishing import arguments, publish, table
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
 from manylora.catalog.models import base_shape
 from manylora.memory.allocator import Owner, PageAllocator
 
-RESULTS = Path(__file__).parent / "results"
 GIB, MIB = 2**30, 2**20
 SHARE_BYTES = 12 * GIB
 RANKS = (8, 16, 32, 64, 128)
@@ -63,34 +60,6 @@ def adapter_size(base: BaseShape, rank: int, targets: Sequence[str]) -> Size:
     return Size(layout.used_elements * base.page.element_bytes, layout.num_pages)
 
 
-class Arena(Protocol):
-    """A way to hold adapters in so many bytes."""
-
-    def taken(self, size: Size) -> int:
-        """Bytes that an adapter of this size takes."""
-        ...
-
-    def allocate(self, size: Size) -> object | None:
-        """Take room, or return None."""
-        ...
-
-    def free(self, place: object) -> None:
-        """Give it back."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Bytes nobody holds."""
-        ...
-
-    def largest_hole(self) -> int:
-        """Bytes of the largest adapter that would still be granted."""
-        ...
-
-    def check(self) -> None:
-        """Assert that nothing is lost or held twice."""
-        ...
-
-
 class Pages:
     """Ours: any free page serves."""
 
@@ -104,8 +73,7 @@ class Pages:
     def allocate(self, size: Size) -> list[int] | None:
         return self._pool.allocate(size.num_pages, Owner.ADAPTER)
 
-    def free(self, place: object) -> None:
-        assert isinstance(place, list)
+    def free(self, place: Any) -> None:
         self._pool.free(place)
 
     def free_bytes(self) -> int:
@@ -140,8 +108,7 @@ class Contiguous:
                 return start
         return None
 
-    def free(self, place: object) -> None:
-        assert isinstance(place, int)
+    def free(self, place: Any) -> None:
         holes: list[tuple[int, int]] = []
         for start, room in sorted([*self._holes, (place, self._held.pop(place))]):
             if holes and sum(holes[-1]) == start:
@@ -177,8 +144,7 @@ class Slots:
         assert size.num_bytes <= self._slot_bytes
         return self._free.pop() if self._free else None
 
-    def free(self, place: object) -> None:
-        assert isinstance(place, int)
+    def free(self, place: Any) -> None:
         self._free.append(place)
 
     def free_bytes(self) -> int:
@@ -189,6 +155,11 @@ class Slots:
 
     def check(self) -> None:
         assert len(set(self._free)) == len(self._free) <= self._num_slots
+
+
+Arena = Pages | Contiguous | Slots
+"""A way to hold adapters in so many bytes. ``taken``: the bytes that an adapter takes; ``allocate``: a place or
+``None``; ``largest_hole``: the bytes of the largest adapter that would still be granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,17 +289,14 @@ def square_adapter_bytes(base: BaseShape, rank: int, num_targets: int) -> int:
 
 def size_table(bases: Sequence[BaseShape]) -> list[str]:
     """Tabulate adapter sizes by rank: from the real shapes, in pages, and by the square formula."""
-    lines = ["| base | modules | rank | bytes of weights | pages | in pages | square formula | formula / real |"]
-    lines.append("|---|---|---:|---:|---:|---:|---:|---:|")
+    heads = ("base", "modules", "rank", "bytes of weights", "pages", "in pages", "square formula", "formula / real")
+    rows = []
     for base, (name, targets), rank in product(bases, TARGETS.items(), RANKS):
         size = adapter_size(base, rank, targets)
         square = square_adapter_bytes(base, rank, len(targets))
-        lines.append(
-            f"| {base.name} | {name} | {rank} | {size.num_bytes / MIB:,.1f} MiB | {size.num_pages} "
-            f"| {size.num_pages * base.page.num_bytes / MIB:,.1f} MiB | {square / MIB:,.1f} MiB "
-            f"| {square / size.num_bytes:.2f} |"
-        )
-    return lines
+        mib = [f"{one / MIB:,.1f} MiB" for one in (size.num_bytes, size.num_pages * base.page.num_bytes, square)]
+        rows.append((base.name, name, rank, mib[0], size.num_pages, *mib[1:], f"{square / size.num_bytes:.2f}"))
+    return table(heads, rows, left=2)
 
 
 def report(outcomes: dict[str, Outcome], *, num_adapters: int) -> str:
@@ -356,13 +324,13 @@ def report(outcomes: dict[str, Outcome], *, num_adapters: int) -> str:
         f"Zipf 0.9, LRU, {SHARE_BYTES // GIB} GiB for adapters, pages of {page_mib:g} MiB, bfloat16. All but the "
         "last two rows follow from the seed, on any machine.",
         "",
-        "| | pages | contiguous | slots of the largest | published: contiguous | published: pages |",
-        "|---|---:|---:|---:|---:|---:|",
     ]
-    for title, field, form, was_contiguous, was_paged in rows:
+    cells = []
+    for title, field, form, *published in rows:
         ours = [form.format(getattr(outcome, field)) for outcome in (pages, contiguous, slots)]
-        theirs = ["-" if value is None else form.format(value) for value in (was_contiguous, was_paged)]
-        lines.append(f"| {title} | {' | '.join([*ours, *theirs])} |")
+        cells.append([title, *ours, *("-" if value is None else form.format(value) for value in published)])
+    heads = ("", "pages", "contiguous", "slots of the largest", "published: contiguous", "published: pages")
+    lines += table(heads, cells)
     lines += [
         "",
         "*Where this differs from the published run.* It gives neither its mix of sizes nor its popularity nor its "
@@ -379,24 +347,17 @@ def report(outcomes: dict[str, Outcome], *, num_adapters: int) -> str:
         "grouped-query attention k and v are narrower (the formula is too large), and the MLP is wider (too small).",
         "",
         *size_table([LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B]),
-        "",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the loads; writes nothing")
-    args = parser.parse_args()
+    args = arguments(__doc__, quick="a tenth of the loads").parse_args()
     num_adapters = 400
     outcomes = compare(LLAMA_3_8B, num_adapters=num_adapters, num_loads=1_000 if args.quick else 10_000)
     text = report(outcomes, num_adapters=num_adapters)
-    print(text)
-    if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "paging.md").write_text(text)
-        figures = {name: asdict(outcome) for name, outcome in outcomes.items()}
-        (RESULTS / "paging.json").write_text(json.dumps({"ours": figures, "published": PUBLISHED}, indent=2) + "\n")
+    figures = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    publish("paging", {"ours": figures, "published": PUBLISHED}, text, is_kept=not args.quick)
 
 
 if __name__ == "__main__":

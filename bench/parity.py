@@ -20,8 +20,6 @@ Writes `bench/results/parity.json`, `.md` and `.png`, and the machine's speed ov
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import statistics
@@ -35,10 +33,11 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
+from cpu_systems import VOCAB as VOCAB_SIZE
+from cpu_systems import make_model
 from parity_columns import COLUMNS, WITHOUT_CHANCE, Columns, Curve, plot_speed, speed_of
-from parity_table import table
-from transformers import LlamaConfig, LlamaForCausalLM
+from parity_table import page
+from publishing import RESULTS, arguments, publish
 
 from manylora.bench.sweep import run_sweep
 from manylora.bench.synthetic import write_synthetic_adapter
@@ -62,9 +61,7 @@ from manylora.sim.run.executor import SimulatedExecutor, synthetic_token
 from manylora.sim.run.replay import ReplayExecutor
 from manylora.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 
-RESULTS = Path(__file__).resolve().parent / "results"
 RANKS = (8, 16, 32, 64)
-VOCAB_SIZE = 7296
 NUM_ADAPTERS = 50
 NUM_SEEDS = 10
 LOAD = 0.8
@@ -156,20 +153,6 @@ def choose(part: PlannedSequence) -> SampledToken:
 
 def header(parts: EngineParts) -> LogHeader:
     return LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine)
-
-
-def make_model(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=10,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        max_position_embeddings=2048,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def make_requests(count: int, rate: float) -> list[tuple[float, Request]]:
@@ -384,8 +367,7 @@ def overlap(one: Counter[Any], two: Counter[Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="60 requests, short sweeps; writes nothing")
+    parser = arguments(__doc__, quick="60 requests, short sweeps")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--sweep", type=float, default=75.0, help="seconds of each of the two calibration sweeps")
     parser.add_argument("--pool", type=int, default=280, help="the pool, in MiB")
@@ -393,15 +375,11 @@ def main() -> None:
     options = parser.parse_args()
     num_requests, sweep_s = (60, 20.0) if options.quick else (options.requests, options.sweep)
     figures, records, speeds = measure(num_requests, sweep_s, options.pool * MIB, options.logs)
-    print(table(figures))
-    if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "parity.json").write_text(json.dumps(figures, indent=2) + "\n")
-        (RESULTS / "parity.md").write_text(table(figures))
-        if can_plot():
-            shown = ("live", "mean prices", "drift", "speed replayed")
-            plot_latencies({name: records[name] for name in shown}, RESULTS / "parity.png")
-            plot_speed(speeds, RESULTS / "parity-speed.png")
+    publish("parity", figures, page(figures), is_kept=not options.quick)
+    if not options.quick and can_plot():
+        shown = ("live", "mean prices", "drift", "speed replayed")
+        plot_latencies({name: records[name] for name in shown}, RESULTS / "parity.png")
+        plot_speed(speeds, RESULTS / "parity-speed.png")
 
 
 if __name__ == "__main__":

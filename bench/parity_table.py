@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from parity_columns import COLUMNS, WINDOW_S
+from publishing import table
 
 GOALS = {"p50": 0.1, "p99": 0.2}
 """How far a percentile may be from the live one, for time to first token and between tokens."""
 
+ERRORS = ("median error", "P90")
+
 NAMES = {"ttft": "time to first token", "tbt": "between tokens", "e2e": "time in all"}
 
 
-def table(figures: dict[str, Any]) -> str:
+def page(figures: dict[str, Any]) -> str:
     return "\n".join([*head(figures), *decided(figures), *latencies(figures), *prices(figures), ""])
 
 
@@ -33,9 +36,7 @@ def head(figures: dict[str, Any]) -> list[str]:
         f"{replayed['events']:,} events the same**, times included: the simulator is the server's code. What follows "
         "compares the live run with simulations that know when requests come, and of the machine:",
         "",
-        "| column | knows |",
-        "|---|---|",
-        *(f"| {name} | {knows} |" for name, knows in COLUMNS.items()),
+        *table(("column", "knows"), COLUMNS.items(), left=2),
         "",
         *(
             f"Drift {where}: {shown(figures['components'][name])}."
@@ -57,16 +58,15 @@ def latencies(figures: dict[str, Any]) -> list[str]:
         "The error of the median over seeds, and the range of errors over seeds: what chance alone makes of such a "
         "machine. Bold is within the goal, 10 % at the median and 20 % at the 99th percentile.",
         "",
-        f"| | live | {' | '.join(COLUMNS)} |",
-        f"|---|---:|{'---:|' * len(COLUMNS)}",
     ]
+    rows = []
     for what, by in found.items():
         for at, one in by.items():
             goal = GOALS.get(at) if what != "e2e" else None
             cells = [cell(one["columns"][name], one["live"], goal) for name in COLUMNS]
             name = f"{NAMES[what]}, {at if at == 'mean' else at.upper()}"
-            lines.append(f"| {name} | {ms(one['live'])} | {' | '.join(cells)} |")
-    return [*lines, ""]
+            rows.append((name, ms(one["live"]), *cells))
+    return [*lines, *table(("", "live", *COLUMNS), rows), ""]
 
 
 def cell(column: dict[str, float], live: float, goal: float | None) -> str:
@@ -80,22 +80,21 @@ def cell(column: dict[str, float], live: float, goal: float | None) -> str:
 
 def decided(figures: dict[str, Any]) -> list[str]:
     counted, alike = figures["counts"], figures["decisions"]
-    lines = [
+    figures_of = next(iter(alike.values()))
+    return [
         "## Decisions",
         "",
-        f"| first seed | {' | '.join(counted)} |",
-        f"|---|{'---:|' * len(counted)}",
-        *(f"| {name} | {' | '.join(show(counted[run][name]) for run in counted)} |" for name in counted["live"]),
+        *table(
+            ("first seed", *counted),
+            ([name, *(show(one[name]) for one in counted.values())] for name in counted["live"]),
+        ),
         "",
-        f"| alike (1: the same throughout) | {' | '.join(alike)} |",
-        f"|---|{'---:|' * len(alike)}",
-        *(
-            f"| {name} | {' | '.join(f'{alike[run][name]:.3f}' for run in alike)} |"
-            for name in next(iter(alike.values()))
+        *table(
+            ("alike (1: the same throughout)", *alike),
+            ([name, *(f"{one[name]:.3f}" for one in alike.values())] for name in figures_of),
         ),
         "",
     ]
-    return lines
 
 
 def prices(figures: dict[str, Any]) -> list[str]:
@@ -107,27 +106,32 @@ def prices(figures: dict[str, Any]) -> list[str]:
         "of its own other folds. R² *at even speed* is with the machine's speed taken out, as the other steps within "
         f"{WINDOW_S:g} s show it, the step itself left out: what is wrong about all steps of a window goes with it.",
         "",
-        "| | steps | sum foretold / measured | median error | P90 | R² | at even speed | R² of folds | at even speed |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-        *(
-            f"| {kind} | {one['steps']} | {one['foretold_over_measured']:.3f} | {one['median_error']:.1%} | "
-            f"{one['p90_error']:.1%} | {one['r2_sweeps']:.3f} | {one['r2_sweeps_even']:.3f} | {one['r2_folds']:.3f} | "
-            f"{one['r2_folds_even']:.3f} |"
-            for kind, one in figures["steps"].items()
+        *table(
+            ("", "steps", "sum foretold / measured", *ERRORS, "R²", "at even speed", "R² of folds", "at even speed"),
+            (
+                [kind, one["steps"], f"{one['foretold_over_measured']:.3f}", *errors(one)]
+                + [f"{one[f'r2_{name}']:.3f}" for name in ("sweeps", "sweeps_even", "folds", "folds_even")]
+                for kind, one in figures["steps"].items()
+            ),
         ),
         "",
         f"And on stretches of the sweeps that were held out, of {sweeps} steps; there the speed is what the steps "
         "before and after a stretch show of it:",
         "",
-        "| | steps | R² | R² at even speed | median error | P90 |",
-        "|---|---:|---:|---:|---:|---:|",
-        *(
-            f"| {one['regime']} | {one['num_steps']} | {one['r2']:.3f} | "
-            f"{'-' if one['steady_r2'] is None else format(one['steady_r2'], '.3f')} | {one['median_error']:.1%} | "
-            f"{one['p90_error']:.1%} |"
-            for one in figures["profile_errors"]
+        *table(
+            ("", "steps", "R²", "R² at even speed", *ERRORS),
+            (
+                [one["regime"], one["num_steps"]]
+                + ["-" if r2 is None else f"{r2:.3f}" for r2 in (one["r2"], one["steady_r2"])]
+                + errors(one)
+                for one in figures["profile_errors"]
+            ),
         ),
     ]
+
+
+def errors(one: dict[str, float]) -> list[str]:
+    return [f"{one['median_error']:.1%}", f"{one['p90_error']:.1%}"]
 
 
 def ms(seconds: float) -> str:

@@ -11,8 +11,6 @@ is not in it. Every sequence has an adapter; requests arrive as others end. Both
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
@@ -20,9 +18,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
+from publishing import arguments, publish, table
 
 from manylora.adapters.shape import BaseShape
 from manylora.catalog.models import base_shape
@@ -36,10 +34,10 @@ from manylora.execution.machine import describe_machine
 from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.ports import Work
 from manylora.sim.run.adapters import adapter_versions
-from manylora.types import AdapterKey, Output, Request, SampledToken, SamplingParams, Tier
+from manylora.sim.run.executor import SimulatedWork
+from manylora.types import AdapterKey, Request, SampledToken, SamplingParams, Tier
 from manylora.workloads import AdapterSpec
 
-RESULTS = Path(__file__).resolve().parent / "results"
 STEP_S = 0.004
 NUM_ADAPTERS = 64
 NUM_TOKENS = 200
@@ -96,17 +94,10 @@ class SleepingDevice:
 
     def load_adapter(self, load: AdapterLoad, now: float) -> Work:
         """Load at once."""
-        return _Loaded()
+        return SimulatedWork(0.0, LoadResult())
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Nothing is kept."""
-
-
-class _Loaded:
-    ready_at = 0.0
-
-    def poll(self, now: float) -> LoadResult:
-        return LoadResult()
 
 
 def measure(base: BaseShape, batch: int, *, plan_ahead: bool, num_steps: int) -> Gaps:
@@ -141,11 +132,8 @@ def measure(base: BaseShape, batch: int, *, plan_ahead: bool, num_steps: int) ->
             )
             index += 1
 
-    def take(outputs: list[Output], now: float) -> None:
-        """A server would send them to its API process; that is measured elsewhere."""
-
-    loop = EngineLoop(core, clock, on_outputs=take, arrivals=arrivals())
-    loop.run()
+    # A server would send outputs to its API process; that is measured elsewhere.
+    EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals()).run()
     full = [span for span in device.spans if span[2] >= 0.9 * batch][20:]
     gaps = [after[0] - before[1] for before, after in pairwise(full)]
     gaps = [gap for gap in gaps if gap < 10 * STEP_S]  # steps between them were not full
@@ -156,12 +144,10 @@ def measure(base: BaseShape, batch: int, *, plan_ahead: bool, num_steps: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps; writes nothing")
-    options = parser.parse_args()
+    options = arguments(__doc__, quick="few steps").parse_args()
     base = base_shape("llama-3-8b", block_size=16)
     found: list[Gaps] = []
-    lines = []
+    rows = []
     for batch in (1, 32, 64, 128, 256):
         rounds: dict[bool, list[Gaps]] = {False: [], True: []}
         for _ in range(1 if options.quick else 5):
@@ -171,20 +157,13 @@ def main() -> None:
         found += rounds[False] + rounds[True]
         one, ahead = _middle(rounds[False]), _middle(rounds[True])
         more = (1 - ahead[2]) / (1 - one[2]) - 1
-        lines.append(
-            f"| {batch} | {one[0]:.0f} | {one[1]:.0f} | {one[2]:.1%} "
-            f"| {ahead[0]:.0f} | {ahead[1]:.0f} | {ahead[2]:.1%} | {more:+.1%} |"
-        )
-        print(lines[-1], flush=True)
-    if not options.quick:
-        text = TABLE.format(
-            machine=describe_machine(torch.device("cpu")),
-            load=os.getloadavg()[0],
-            step_ms=STEP_S * 1e3,
-            rows="\n".join(lines),
-        )
-        (RESULTS / "plan_ahead.md").write_text(text)
-        (RESULTS / "plan_ahead.json").write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
+        cells = [(f"{p50:.0f}", f"{p90:.0f}", f"{share:.1%}") for p50, p90, share in (one, ahead)]
+        rows.append((batch, *cells[0], *cells[1], f"{more:+.1%}"))
+    machine, load = describe_machine(torch.device("cpu")), os.getloadavg()[0]
+    heads = ("batch", "gap P50", "P90", "of the time", "ahead: P50", "P90", "of the time", "more")
+    head = HEAD.format(machine=machine, load=load, step_ms=STEP_S * 1e3)
+    text = "\n".join([head, *table(heads, rows, left=0)])
+    publish("plan_ahead", [asdict(one) for one in found], text, is_kept=not options.quick)
 
 
 def _middle(rounds: list[Gaps]) -> tuple[float, float, float]:
@@ -192,15 +171,11 @@ def _middle(rounds: list[Gaps]) -> tuple[float, float, float]:
     return statistics.median(p50), statistics.median(p90), statistics.median(share)
 
 
-TABLE = """# The gap between two steps
+HEAD = """# The gap between two steps
 
 `python bench/plan_ahead.py` on {machine}, load average {load:.1f}: how long a device that takes {step_ms:.0f} ms a step
 stands still between two of them, in microseconds; the real core and loop, every sequence with an adapter. Medians of
 five rounds of 600 steps, both ways in turn. *More* is what planning ahead gains in steps a second.
-
-| batch | gap P50 | P90 | of the time | ahead: P50 | P90 | of the time | more |
-|---:|---:|---:|---:|---:|---:|---:|---:|
-{rows}
 """
 
 

@@ -13,14 +13,14 @@ Run it: ``python bench/planner.py`` (minutes; ``--quick`` is a smoke test) write
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any
+
+from publishing import arguments, publish, table
 
 from manylora.measure import RequestRecord, Slo
 from manylora.planning import Demand, Objective, Plan, SearchBudget, make_plan
@@ -29,42 +29,9 @@ from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario, read_scenario
 from manylora.workloads import make_workload
 
-RESULTS = Path(__file__).parent / "results"
 SHARES = (0.9, 1.0, 1.1)
 FRESH_SEEDS = range(100, 105)
-LENGTHS = {
-    "kind": "parametric",
-    "prompt": {"kind": "gamma", "shape": 1.338, "scale": 863.0},
-    "output": {"kind": "gamma", "shape": 1.646, "scale": 128.0},
-    "bounds": {"max_prompt": 3072, "max_output": 1000},
-}
-SERVICES: dict[str, dict[str, Any]] = {
-    "chat": {
-        "workload": {
-            "arrivals": {"kind": "poisson", "rate": 1.0},
-            "lengths": LENGTHS,
-            "adapters": {"count": 100},
-            "popularity": {"kind": "zipf"},
-        },
-        "setup": {"model": "llama-3-8b", "hardware": "a40", "adapters": {"host_bytes": 64_000_000_000}},
-        "slo": {"ttft_s": 2.0},
-    },
-    "tenants": {
-        "workload": {
-            "arrivals": {"kind": "gamma", "rate": 1.0, "cov": 2.0},
-            "lengths": LENGTHS,
-            "adapters": {"count": 400, "ranks": [16, 32, 64], "base_share": 0.1},
-            "popularity": {"kind": "sessions", "num_at_once": 30},
-        },
-        "setup": {
-            "model": "llama-3-8b",
-            "hardware": "l40s",
-            "scheduler": {"policy": "chameleon"},
-            "adapters": {"host_bytes": 200_000_000_000},
-        },
-        "slo": {"ttft_s": 3.0, "tbt_s": 0.25},
-    },
-}
+SERVICES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,74 +74,60 @@ def check(
     return outcomes
 
 
-def report(made: dict[str, tuple[Objective, Plan, list[Outcome], float]], num_requests: int) -> str:
+def report(made: dict[str, tuple[Objective, Plan, list[Outcome]]], num_requests: int) -> str:
     lines = [
         "# Planned capacity against direct simulation",
         "",
         f"Command: `python bench/planner.py`. What follows from a seed is exact. Searches: 2 seeds, runs of at least "
         f"{num_requests:,} requests, tolerance 2 %; checks: 5 other seeds.",
         "",
-        "| service | promise | capacity, req/s | never idle, req/s | trials | binds | hit rate |",
-        "|---|---|---|---|---|---|---|",
     ]
-    for name, (objective, plan, _, _) in made.items():
+    heads: tuple[str, ...]
+    heads = ("service", "promise", "capacity, req/s", "never idle, req/s", "load tests", "binds", "hit rate")
+    rows: list[tuple[object, ...]] = []
+    for name, (objective, plan, _) in made.items():
         limits = ", ".join(
             f"P{objective.percentile:g} {what.upper()} <= {limit:g} s" for what, limit in objective.limits()
         )
         hit_rate = plan.usage.hit_rate if plan.usage is not None and plan.usage.hit_rate is not None else math.nan
-        lines.append(
-            f"| {name} | {limits} | {plan.capacity.rate:.3f} | {plan.most_per_s:.2f} | {len(plan.capacity.load_tests)} "
-            f"| {plan.binds} | {hit_rate:.1%} |"
-        )
-    lines += [
-        "",
-        "| service | of capacity | req/s | measured (range over single runs) | promise |",
-        "|---|---|---|---|---|",
-    ]
-    for name, (_, _, outcomes, _) in made.items():
+        capacity, tests = f"{plan.capacity.rate:.3f}", len(plan.capacity.load_tests)
+        rows.append((name, limits, capacity, f"{plan.most_per_s:.2f}", tests, plan.binds, f"{hit_rate:.1%}"))
+    lines += [*table(heads, rows, left=2), ""]
+    heads, rows = ("service", "of capacity", "req/s", "measured (range over single runs)", "promise"), []
+    for name, (_, _, outcomes) in made.items():
         for one in outcomes:
             measured = ", ".join(
                 f"{what.upper()} {seconds:.3f} s ({one.single_runs_s[what][0]:.3f} to {one.single_runs_s[what][1]:.3f})"
                 for what, seconds in one.measured_s.items()
             )
-            lines.append(
-                f"| {name} | {one.share:g} | {one.rate:.3f} | {measured} | {'kept' if one.is_kept else 'broken'} |"
-            )
-    return "\n".join(lines) + "\n"
+            rows.append((name, f"{one.share:g}", f"{one.rate:.3f}", measured, "kept" if one.is_kept else "broken"))
+    return "\n".join([*lines, *table(heads, rows)])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few requests; writes nothing")
+    parser = arguments(__doc__, quick="few requests")
     parser.add_argument("--requests", type=int, default=2000, help="of each run, at least")
     args = parser.parse_args()
     num_requests = 150 if args.quick else args.requests
     made = {}
-    for name, table in SERVICES.items():
-        scenario = read_scenario(table)
-        objective = Objective(slo=Slo(**table["slo"]))
+    for name, service in SERVICES.items():
+        scenario = read_scenario(service)
+        objective = Objective(slo=Slo(**service["slo"]))
         search_budget = SearchBudget(num_requests=num_requests, spans=5.0 if args.quick else 30.0)
-        began = perf_counter()
         plan = make_plan(scenario, objective, Demand(search_budget=search_budget))
-        took_s = perf_counter() - began
         seeds = FRESH_SEEDS[:1] if args.quick else FRESH_SEEDS
-        made[name] = (objective, plan, check(scenario, objective, plan.capacity.rate, seeds, num_requests), took_s)
-        print(f"{name}: {plan.capacity.rate:.3f} req/s in {took_s:.0f} s", flush=True)
+        made[name] = (objective, plan, check(scenario, objective, plan.capacity.rate, seeds, num_requests))
     text = report(made, num_requests)
-    print(text)
-    if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "planner.md").write_text(text)
-        figures = {
-            name: {
-                "capacity_requests_per_s": plan.capacity.rate,
-                "binds": plan.binds,
-                "trials": [[one.rate, one.is_kept] for one in plan.capacity.load_tests],
-                "checks": [asdict(one) for one in outcomes],
-            }
-            for name, (_, plan, outcomes, _) in made.items()
+    figures = {
+        name: {
+            "capacity_requests_per_s": plan.capacity.rate,
+            "binds": plan.binds,
+            "load_tests": [[one.rate, one.is_kept] for one in plan.capacity.load_tests],
+            "checks": [asdict(one) for one in outcomes],
         }
-        (RESULTS / "planner.json").write_text(json.dumps(figures, indent=1) + "\n")
+        for name, (_, plan, outcomes) in made.items()
+    }
+    publish("planner", figures, text, is_kept=not args.quick)
 
 
 if __name__ == "__main__":

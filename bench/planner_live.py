@@ -11,17 +11,16 @@ Run it: ``python bench/planner_live.py`` (a quiet machine, eight minutes) writes
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import platform
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from live_arrivals import live_arrivals
+from publishing import arguments, publish
 
 from manylora.bench.calibration import sweep_live
 from manylora.bench.synthetic import write_synthetic_adapter
@@ -36,18 +35,15 @@ from manylora.execution.build import build_parts
 from manylora.measure import Recorder, RequestRecord, Slo
 from manylora.planning import Demand, LoadTests, Objective, SearchBudget, make_plan
 from manylora.planning.load_test import at_rate
-from manylora.sim.run.prompts import PromptMaker
 from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
-from manylora.types import Request, SamplingParams
 from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
 from manylora.workloads.arrivals import PoissonArrivals
 from manylora.workloads.distributions import ExponentialTokens
 from manylora.workloads.lengths import ParametricLengths, TokenBounds
 from manylora.workloads.popularity import ZipfShares
 
-RESULTS = Path(__file__).parent / "results"
 SHARES = (0.85, 0.95, 1.05, 1.2)
 RANKS = (8, 16, 32)
 NUM_ADAPTERS = 24
@@ -106,21 +102,9 @@ class Live:
     def serve(self, workload: Workload) -> list[RequestRecord]:
         """Serve a workload to its end, and return its requests in order of arrival."""
         self._recorder = Recorder()
-        arrivals = self._arrivals(workload, self._clock.now() + 0.2)
+        arrivals = live_arrivals(workload, self._parts.base.vocab_size, self._clock.now() + 0.2)
         EngineLoop(self._core, self._clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
         return sorted(self._recorder.records, key=lambda record: int(record.request_id))
-
-    def _arrivals(self, workload: Workload, began_at: float) -> Iterator[tuple[float, Request]]:
-        longest = max(one.num_prompt_tokens for one in workload.requests)
-        prompts = PromptMaker(self._parts.base.vocab_size, longest)
-        for index, spec in enumerate(workload.requests):
-            request = Request(
-                request_id=str(index),
-                prompt=prompts.prompt(index, spec),
-                sampling=SamplingParams(temperature=0.0, max_tokens=spec.num_output_tokens, ignore_eos=True),
-                model=spec.adapter or "base",
-            )
-            yield began_at + spec.arrival_s, request
 
     def close(self) -> None:
         self._parts.close()
@@ -136,8 +120,7 @@ def crossing(served: list[Served]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes; writes nothing")
+    parser = arguments(__doc__, quick="seconds instead of minutes")
     parser.add_argument("--requests", type=int, default=500, help="of each run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each rate")
     args = parser.parse_args()
@@ -171,20 +154,16 @@ def main() -> None:
             live.close()
     found = crossing(served)
     text = report(planned, found, served, profile.machine, plan.most_per_s)
-    print(text)
-    if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "planner_live.md").write_text(text)
-        figures = {
-            "planned_requests_per_s": planned,
-            "live_requests_per_s": found if math.isfinite(found) else None,
-            "limit_s": LIMIT_S,
-            "percentile": PERCENTILE,
-            "served": [asdict(one) for one in served],
-            "fit": [{"regime": one.regime, "median_error": one.median_error} for one in profile.errors],
-            "machine": profile.machine,
-        }
-        (RESULTS / "planner_live.json").write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {
+        "planned_requests_per_s": planned,
+        "live_requests_per_s": found if math.isfinite(found) else None,
+        "limit_s": LIMIT_S,
+        "percentile": PERCENTILE,
+        "served": [asdict(one) for one in served],
+        "fit": [{"regime": one.regime, "median_error": one.median_error} for one in profile.errors],
+        "machine": profile.machine,
+    }
+    publish("planner_live", figures, text, is_kept=not args.quick)
 
 
 def expect(load_tests: LoadTests, rate: float, rounds: int) -> float:

@@ -2,9 +2,10 @@
 
     python bench/run_all.py [--traces DIR] [--quick] [--only NAME,NAME]
 
-A script that reads public traces is skipped where none are given (without them it would write another result than the
-one in `results/`, or none), and named as such; so are, under `--quick`, those that have no smoke test. One that fails
-does not stop those behind it. What needs a GPU is `gpu.sh`.
+A benchmark that reads public traces is skipped where none are given (without them it would write another result than
+the one in `results/`, or none), and named as such; so are, under `--quick`, those that have no smoke test. One that
+fails does not stop those behind it. Behind the scripts come the commands of `manylora` whose results are kept here.
+`gpu.sh` runs all that needs a GPU.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from publishing import RESULTS
+
 HERE = Path(__file__).parent
 ALWAYS = {"device.py": ("--compare",)}
-TRACES = {
-    "beyond.py": "--traces={folder}",
-    "eviction.py": "--traces={folder}",
-    "policies.py": "--lengths={folder}/AzureLLMInferenceTrace_conv.csv",
-    "simulator.py": "--traces={folder}",
-    "throughput.py": "--traces={folder}",
-    "traces.py": "--traces={folder}",
-    "unloaded.py": "--traces={folder}",
+TRACES = ("simulator.py", "throughput.py", "traces.py", "unloaded.py", "experiments")
+"""Benchmarks that read traces."""
+
+COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
+    "decision": (["bench", "core", f"--save={RESULTS / 'decision'}"], ["bench", "core", "--quick"]),
+    "experiments": (["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"], None),
 }
-"""How each script that reads traces is told where they are."""
+"""Commands of manylora by name: in full, and as a smoke test where there is one."""
 
 NEED_A_GPU = ("gpu.py",)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a script: ``ok``, ``failed`` or ``skipped``, and why; seconds it took."""
+    """The end of a benchmark: ``ok``, ``failed`` or ``skipped``, and why; seconds it took."""
 
     script: str
     status: str
@@ -44,31 +45,31 @@ class Outcome:
 
 
 def find_scripts(folder: Path) -> list[Path]:
-    """Return the programs in a folder, other than this one: what the others import has no main."""
+    """Return the programs in a folder, other than this one; modules that others import have no main."""
     programs = (path for path in sorted(folder.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8"))
     return [path for path in programs if path.name not in (Path(__file__).name, *NEED_A_GPU)]
 
 
-def arguments(script: Path, traces: Path | None, *, is_quick: bool) -> list[str] | str:
-    """Return a script's arguments, or why it is skipped."""
-    found = list(ALWAYS.get(script.name, ()))
-    if script.name in TRACES:
-        if traces is None:
-            return "reads traces: --traces DIR"
-        found.append(TRACES[script.name].format(folder=traces))
-    if is_quick:
-        if '"--quick"' not in script.read_text(encoding="utf-8"):
-            return "has no --quick"
-        found.append("--quick")
-    return found
+def command(script: Path, traces: Path | None, *, is_quick: bool) -> list[str] | str:
+    """Return the command of a benchmark, or the reason why it is skipped."""
+    if script.name in TRACES and traces is None:
+        return "reads traces: --traces DIR"
+    reads = [f"--traces={traces}"] if script.name in TRACES else []
+    if script.name in COMMANDS:
+        full, smoke = COMMANDS[script.name]
+        chosen = smoke if is_quick else full
+        return [sys.executable, "-m", "manylora", *chosen, *reads] if chosen is not None else "has no --quick"
+    if is_quick and "quick=" not in script.read_text(encoding="utf-8"):
+        return "has no --quick"
+    return [sys.executable, str(script), *ALWAYS.get(script.name, ()), *reads, *["--quick"] * is_quick]
 
 
-def run_script(script: Path, given: Sequence[str]) -> Outcome:
-    """Run a script to its end, its output where ours goes."""
+def run_one(name: str, argv: Sequence[str]) -> Outcome:
+    """Run a benchmark to its end, its output where ours goes."""
     began = time.perf_counter()
-    code = subprocess.run([sys.executable, str(script), *given], check=False).returncode
+    code = subprocess.run(argv, check=False).returncode
     took_s = time.perf_counter() - began
-    return Outcome(script.name, "failed" if code else "ok", f"exit code {code}" if code else "", took_s)
+    return Outcome(name, "failed" if code else "ok", f"exit code {code}" if code else "", took_s)
 
 
 def run_all(scripts: Sequence[Path], traces: Path | None, *, is_quick: bool) -> list[Outcome]:
@@ -76,13 +77,13 @@ def run_all(scripts: Sequence[Path], traces: Path | None, *, is_quick: bool) -> 
     outcomes: list[Outcome] = []
     is_interrupted = False
     for script in scripts:
-        given = "interrupted" if is_interrupted else arguments(script, traces, is_quick=is_quick)
+        given = "interrupted" if is_interrupted else command(script, traces, is_quick=is_quick)
         if isinstance(given, str):
             outcomes.append(Outcome(script.name, "skipped", given))
             continue
-        print(f"== {' '.join([script.name, *given])}", flush=True)
+        print(f"== {' '.join(given[1:])}", flush=True)
         try:
-            outcomes.append(run_script(script, given))
+            outcomes.append(run_one(script.name, given))
         except KeyboardInterrupt:
             is_interrupted = True
             outcomes.append(Outcome(script.name, "failed", "interrupted"))
@@ -107,7 +108,7 @@ def main(argv: Sequence[str] | None = None, *, folder: Path = HERE) -> int:
     options = parser.parse_args(argv)
     if options.traces is not None and not options.traces.is_dir():
         parser.error(f"Got --traces {str(options.traces)!r}, and there is no such folder")
-    scripts = find_scripts(folder)
+    scripts = [*find_scripts(folder), *(map(Path, COMMANDS) if folder == HERE else ())]
     if options.only is not None:
         asked = options.only.split(",")
         if unknown := sorted({*asked} - {path.stem for path in scripts}):

@@ -10,17 +10,17 @@ Run it: `python bench/simulator.py --traces DIR` (`--quick` for a smoke test). I
 
 from __future__ import annotations
 
-import argparse
 import cProfile
-import json
 import platform
 import pstats
 import resource
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, process_time
+
+from publishing import arguments, publish
 
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.events import Event
@@ -31,7 +31,6 @@ from manylora.workloads.arrivals import ReplayArrivals
 from manylora.workloads.lengths import ReplayLengths
 from manylora.workloads.popularity import RankShares
 
-RESULTS = Path(__file__).parent / "results"
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 RATE = 1.5  # requests per second: near the most at which the queue does not grow from start to end
 NUM_PROFILED = 2000
@@ -47,26 +46,6 @@ SETUP = Setup(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """What one run took; times in seconds of one core."""
-
-    requests: int
-    virtual_s: float
-    wall_s: float
-    cpu_s: float
-    steps: int
-    answer_tokens: int
-    prompt_tokens: int
-    events: int
-    us_per_step: float
-    us_per_token: float
-    sequences_per_step: float
-    peak_rss_bytes: int
-    ttft_p50_s: float
-    longest_queue: int
-
-
 def trace_workload(folder: Path, rate: float, num_requests: int | None = None) -> Workload:
     """Return the trace with its own lengths and its own timestamps, stretched to a rate."""
     spec = WorkloadSpec(
@@ -80,8 +59,8 @@ def trace_workload(folder: Path, rate: float, num_requests: int | None = None) -
     return workload if num_requests is None else replace(workload, requests=workload.requests[:num_requests])
 
 
-def timed(workload: Workload) -> tuple[Speed, Counter[str]]:
-    """Simulate, look at the clock, and count events by kind; counting is in the time."""
+def timed(workload: Workload) -> tuple[dict[str, float], Counter[str]]:
+    """Simulate, look at the clock, and count events by kind, which is in the time; times in seconds of one core."""
     config, events = make_config(SETUP), Counter[str]()
 
     def count(event: Event) -> None:
@@ -93,22 +72,22 @@ def timed(workload: Workload) -> tuple[Speed, Counter[str]]:
     (stats,), (timeline,) = run.stats, run.timelines
     summary = run.summary()
     assert summary.ttft is not None
-    return Speed(
-        requests=len(workload.requests),
-        virtual_s=run.duration_s,
-        wall_s=wall_s,
-        cpu_s=cpu_s,
-        steps=stats.num_steps,
-        answer_tokens=stats.num_generated_tokens,
-        prompt_tokens=stats.num_prompt_tokens,
-        events=events.total(),
-        us_per_step=1e6 * cpu_s / stats.num_steps,
-        us_per_token=1e6 * cpu_s / stats.num_generated_tokens,
-        sequences_per_step=sum(timeline.steps.num_sequences) / stats.num_steps,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        ttft_p50_s=summary.ttft.p50,
-        longest_queue=int(max(timeline.gauges["num_waiting"])),
-    ), events
+    return {
+        "requests": len(workload.requests),
+        "virtual_s": run.duration_s,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "steps": stats.num_steps,
+        "answer_tokens": stats.num_generated_tokens,
+        "prompt_tokens": stats.num_prompt_tokens,
+        "events": events.total(),
+        "us_per_step": 1e6 * cpu_s / stats.num_steps,
+        "us_per_token": 1e6 * cpu_s / stats.num_generated_tokens,
+        "sequences_per_step": sum(timeline.steps.num_sequences) / stats.num_steps,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "ttft_p50_s": summary.ttft.p50,
+        "longest_queue": int(max(timeline.gauges["num_waiting"])),
+    }, events
 
 
 def profiled(task: Callable[[], object]) -> list[tuple[str, float]]:
@@ -123,7 +102,7 @@ def profiled(task: Callable[[], object]) -> list[tuple[str, float]]:
     return [(module, own_s / total_s) for module, own_s in by_module.most_common()]
 
 
-def report(speed: Speed, shares: list[tuple[str, float]], command: str) -> str:
+def report(speed: dict[str, float], shares: list[tuple[str, float]], command: str) -> str:
     """Return the result for people."""
     lines = [
         "# How fast the simulator is",
@@ -134,21 +113,21 @@ def report(speed: Speed, shares: list[tuple[str, float]], command: str) -> str:
         "",
         "| | | goal |",
         "|---|---:|---:|",
-        f"| requests | {speed.requests:,} | |",
-        f"| virtual time | {speed.virtual_s:,.0f} s | |",
-        f"| **processor time** | **{speed.cpu_s:.1f} s** | {GOAL_S:.0f} s |",
-        f"| wall time, with {speed.cpu_s / speed.wall_s:.0%} of a core | {speed.wall_s:.1f} s | |",
-        f"| virtual over processor time | {speed.virtual_s / speed.cpu_s:,.0f} | |",
-        f"| steps | {speed.steps:,} | |",
-        f"| sequences a step | {speed.sequences_per_step:.1f} | |",
-        f"| answer tokens | {speed.answer_tokens:,} | |",
-        f"| prompt tokens | {speed.prompt_tokens:,} | |",
-        f"| events | {speed.events:,} | |",
-        f"| processor time a step | {speed.us_per_step:.0f} us | |",
-        f"| processor time a sequence in a step | {speed.us_per_step / speed.sequences_per_step:.1f} us | |",
-        f"| **peak memory** | **{speed.peak_rss_bytes / 1e6:.0f} MB** | {GOAL_BYTES / 1e6:,.0f} MB |",
-        f"| median time to first token, virtual | {speed.ttft_p50_s:.2f} s | |",
-        f"| most requests waiting | {speed.longest_queue:,} | |",
+        f"| requests | {speed['requests']:,} | |",
+        f"| virtual time | {speed['virtual_s']:,.0f} s | |",
+        f"| **processor time** | **{speed['cpu_s']:.1f} s** | {GOAL_S:.0f} s |",
+        f"| wall time, with {speed['cpu_s'] / speed['wall_s']:.0%} of a core | {speed['wall_s']:.1f} s | |",
+        f"| virtual over processor time | {speed['virtual_s'] / speed['cpu_s']:,.0f} | |",
+        f"| steps | {speed['steps']:,} | |",
+        f"| sequences a step | {speed['sequences_per_step']:.1f} | |",
+        f"| answer tokens | {speed['answer_tokens']:,} | |",
+        f"| prompt tokens | {speed['prompt_tokens']:,} | |",
+        f"| events | {speed['events']:,} | |",
+        f"| processor time a step | {speed['us_per_step']:.0f} us | |",
+        f"| processor time a sequence in a step | {speed['us_per_step'] / speed['sequences_per_step']:.1f} us | |",
+        f"| **peak memory** | **{speed['peak_rss_bytes'] / 1e6:.0f} MB** | {GOAL_BYTES / 1e6:,.0f} MB |",
+        f"| median time to first token, virtual | {speed['ttft_p50_s']:.2f} s | |",
+        f"| most requests waiting | {speed['longest_queue']:,} | |",
         "",
         f"Where the time goes, own code of each module over the first {NUM_PROFILED:,} requests, under a profiler:",
         "",
@@ -163,22 +142,19 @@ def report(speed: Speed, shares: list[tuple[str, float]], command: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, quick="five hundred requests")
     parser.add_argument("--traces", metavar="DIR", type=Path, required=True, help=f"folder of {TRACE}")
     parser.add_argument("--rate", type=float, default=RATE, help="requests per second")
-    parser.add_argument("--quick", action="store_true", help="five hundred requests, nothing written")
     options = parser.parse_args()
     workload = trace_workload(options.traces, options.rate, 500 if options.quick else None)
     speed, events = timed(workload)
-    print(asdict(speed))
+    print(speed)
     if options.quick:
         return
     head = replace(workload, requests=workload.requests[:NUM_PROFILED])
     shares = profiled(lambda: simulate(head, make_config(SETUP)))
-    RESULTS.mkdir(exist_ok=True)
-    content = {"rate": options.rate, **asdict(speed), "events_by_kind": dict(events), "own_time": dict(shares)}
-    (RESULTS / "simulator.json").write_text(json.dumps(content, indent=1) + "\n")
-    (RESULTS / "simulator.md").write_text(report(speed, shares, "python bench/simulator.py --traces DIR"))
+    figures = {"rate": options.rate, **speed, "events_by_kind": dict(events), "own_time": dict(shares)}
+    publish("simulator", figures, report(speed, shares, "python bench/simulator.py --traces DIR"))
 
 
 if __name__ == "__main__":

@@ -24,26 +24,25 @@ Writes `bench/results/throughput.json` and `.md`.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cpu_systems import RANKS, VOCAB, Asked, Bare, Ours, Peft, Transformers, make_adapters, make_model
+from cpu_systems import RANKS, VOCAB, Bare, Ours, make_adapters, make_model
+from publishing import arguments, clock_of, publish, table
 
+from manylora.bench.peers import Asked, Peft, Transformers
 from manylora.execution.machine import describe_machine
 from manylora.workloads.distributions import GammaTokens
 from manylora.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
 
-RESULTS = Path(__file__).resolve().parent / "results"
 NUM_IN, NUM_OUT = 128, 64
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 LONGEST = 1024
@@ -67,18 +66,14 @@ RATIOS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="8 requests, one round, nothing written")
+    parser = arguments(__doc__, quick="8 requests, one round", processor_time=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slow-rounds", type=int, default=3, help="of PEFT, transformers and spread lengths")
     parser.add_argument("--spread-requests", type=int, default=64)
     parser.add_argument("--traces", type=Path, help="folder of public traces")
-    parser.add_argument("--processor-time", action="store_true", help="one thread, and its processor time")
     parser.add_argument("--only", help="comma-separated systems; nothing written")
     options = parser.parse_args()
-    clock = time.process_time if options.processor_time else time.perf_counter
-    if options.processor_time:
-        torch.set_num_threads(1)
+    clock = clock_of(options)
     num_requests, rounds = (8, 1) if options.quick else (32, options.rounds)
     rng = np.random.default_rng(0)
     fixed = [Asked(tuple(rng.integers(3, VOCAB, NUM_IN).tolist()), NUM_OUT) for _ in range(num_requests)]
@@ -186,9 +181,7 @@ def write(
         "ratios_of_medians": ratios_of_medians(seconds, beside),
         "load_average": os.getloadavg()[1],
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "throughput.json").write_text(json.dumps(report, indent=2) + "\n")
-    (RESULTS / "throughput.md").write_text(table(report))
+    publish("throughput", report, page(report), is_shown=False)
 
 
 def ratios_of_medians(seconds: dict[str, list[float]], beside: dict[str, list[float]]) -> dict[str, float]:
@@ -253,7 +246,7 @@ def build_systems(
         "8 adapters attention": lambda: mixed("wide_attention", fixed, 8),
         "32 adapters attention": lambda: mixed("wide_attention", fixed, len(adapters)),
         "32 adapters attention bfloat16": lambda: mixed("narrow_attention", fixed, len(adapters)),
-        "transformers": lambda: run_with(Transformers(base), fixed),
+        "transformers": lambda: partial(Transformers(base).run, fixed),
         "PEFT": lambda: lambda: peft().run_mixed(fixed),
         "32 adapters spread": lambda: mixed("wide", spread, len(adapters)),
         "PEFT spread": lambda: lambda: peft().run_mixed(spread),
@@ -268,11 +261,7 @@ def build_systems(
     return {name: make() for name, make in makers.items() if chosen is None or name in chosen}
 
 
-def run_with(system: Transformers, asked: list[Asked]) -> Callable[[], None]:
-    return lambda: system.run(asked)
-
-
-def table(report: dict[str, Any]) -> str:
+def page(report: dict[str, Any]) -> str:
     rates, ratios, spread = report["tokens_per_s"], report["ratios"], report["spread"]
     megabytes = {name: size / 1e6 for name, size in report["adapter_bytes"].items()}
     lines = [
@@ -293,16 +282,17 @@ def table(report: dict[str, Any]) -> str:
         f"the load average of the machine was {report['load_average']:.1f}: where that is above its cores, it had "
         "other work, and only the ratios mean something.",
         "",
-        "| system | tokens/s | rounds |",
-        "|---|---:|---:|",
-        *(f"| {name} | {rate:.0f} | {len(report['seconds'][name])} |" for name, rate in rates.items()),
+        *table(
+            ("system", "tokens/s", "rounds"),
+            ((name, f"{rate:.0f}", len(report["seconds"][name])) for name, rate in rates.items()),
+        ),
         "",
-        "| ratio | by round | of medians |",
-        "|---|---:|---:|",
-        *(f"| {name} | {ratio:.2f} | {report['ratios_of_medians'][name]:.2f} |" for name, ratio in ratios.items()),
+        *table(
+            ("ratio", "by round", "of medians"),
+            ((name, f"{one:.2f}", f"{report['ratios_of_medians'][name]:.2f}") for name, one in ratios.items()),
+        ),
         "",
         f"Of a base run, {report['outside_forward']:.1%} is outside the model's forward.",
-        "",
     ]
     return "\n".join(lines)
 

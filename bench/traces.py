@@ -10,14 +10,14 @@ named in the table, as published. Without it there is nothing to check.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from publishing import arguments, publish, table
+from scipy.optimize import minimize_scalar
 
 from manylora.workloads.locality import OrderReplay, Sessions, StackDistances
 from manylora.workloads.popularity import Popularity, ZipfShares
@@ -32,7 +32,6 @@ from manylora.workloads.traces.prompts import read_gsm8k
 from manylora.workloads.traces.requests import read_requests
 from manylora.workloads.traces.servegen import read_client_hours, read_client_summaries, read_client_windows
 
-RESULTS = Path(__file__).parent / "results"
 SLOTS = (1, 4, 8, 16, 32, 64, 128)
 Numbers = npt.NDArray[np.generic]
 
@@ -71,18 +70,14 @@ def cov(times: Numbers) -> float:
 
 
 def zipf_exponent(counts: Numbers) -> float:
-    """Return the exponent of a finite Zipf law with the greatest likelihood, by golden-section search."""
+    """Return the exponent of a finite Zipf law with the greatest likelihood."""
     counts = np.sort(counts[counts > 0])[::-1].astype(np.float64)
     logs = np.log(np.arange(1, len(counts) + 1))
 
     def loss(s: float) -> float:
         return float(s * (counts @ logs) + counts.sum() * np.log(np.exp(-s * logs).sum()))
 
-    low, high, golden = 0.0, 4.0, (5**0.5 - 1) / 2
-    while high - low > 1e-5:
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        low, high = (low, right) if loss(left) < loss(right) else (left, high)
-    return (low + high) / 2
+    return float(minimize_scalar(loss, bounds=(0.0, 4.0), method="bounded").x)
 
 
 def share_of_top(counts: Numbers, num: int) -> float:
@@ -252,11 +247,10 @@ def report(checks: Sequence[Check], rates: dict[str, list[float]]) -> str:
         f"{sum(check.agrees for check in checks)} of {len(checks)} figures agree with the published ones to the digit "
         "they are published to (percentiles to one token: rules of interpolation differ).",
         "",
-        "| file | figure | published | ours | |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {one.file} | {one.what} | {number(one.published)} | {number(one.ours)} | {one.verdict} |"
-            for one in checks
+        *table(
+            ("file", "figure", "published", "ours", ""),
+            ((one.file, one.what, number(one.published), number(one.ours), one.verdict) for one in checks),
+            left=2,
         ),
         "",
         "## Locality: hit rate of an LRU cache, by adapters that fit",
@@ -264,17 +258,17 @@ def report(checks: Sequence[Check], rates: dict[str, list[float]]) -> str:
         "16,709 uses of up to 874 adapters, one seed. Independent draws of the trace's own popularity are what most",
         "published evaluations use; sessions keep their measured lengths and are set apart by how many overlap.",
         "",
-        "| adapters that fit | " + " | ".join(str(slots) for slots in SLOTS) + " |",
-        "|---|" + "---|" * len(SLOTS),
-        *(f"| {name} | " + " | ".join(f"{rate:.3f}" for rate in row) + " |" for name, row in rates.items()),
+        *table(
+            ("adapters that fit", *SLOTS),
+            ((name, *(f"{rate:.3f}" for rate in row)) for name, row in rates.items()),
+        ),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, quick="the same")
     parser.add_argument("--traces", type=Path, help="folder with the published files")
-    parser.add_argument("--quick", action="store_true", help="write nothing")
     args = parser.parse_args()
     if args.traces is None:
         print("nothing to check without --traces DIR")
@@ -284,12 +278,8 @@ def main() -> None:
     checks = [Check(*check) for group in groups for check in group(args.traces)]
     rates = locality(args.traces)
     text = report(checks, rates)
-    print(text)
-    if not args.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "traces.md").write_text(text)
-        figures = {"checks": [asdict(check) for check in checks], "lru_hit_rates": {"slots": SLOTS, **rates}}
-        (RESULTS / "traces.json").write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {"checks": [asdict(check) for check in checks], "lru_hit_rates": {"slots": SLOTS, **rates}}
+    publish("traces", figures, text, is_kept=not args.quick)
 
 
 if __name__ == "__main__":

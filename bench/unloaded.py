@@ -8,13 +8,13 @@ Run it: `python bench/unloaded.py --traces DIR`; it writes `results/unloaded.jso
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+
+from publishing import arguments, publish, table
+from scipy.optimize import brentq
 
 from manylora.catalog.hardware import HARDWARE, Hardware
 from manylora.catalog.models import base_shape, find_dims
@@ -23,8 +23,8 @@ from manylora.costs.lora import S_LORA_FLOPS_SHARE
 from manylora.costs.roofline import RooflineCost, StepParts, make_cost, memory_for_pool
 from manylora.errors import ConfigError
 from manylora.sim.alone import decode_step, prompt_step, time_alone
+from manylora.workloads.traces.requests import read_requests
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = (8, 16, 32, 64, 128)
 MEDIUM_TOKENS = 512
 """A medium prompt: DynamoLLM, which Chameleon refers to, calls 256 to 1024 tokens medium."""
@@ -32,7 +32,7 @@ MEDIUM_TOKENS = 512
 Lengths = Sequence[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A constant, the fact that set it, and what that fact implies on the model as it is."""
 
@@ -42,7 +42,7 @@ class Constant:
     implied: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """A published figure that set nothing, and the model's."""
 
@@ -98,22 +98,22 @@ def constants(medium_tokens: int = MEDIUM_TOKENS, hardware: Hardware = HARDWARE[
     assert rate is not None
     return [
         Constant(
-            name="share of the peak that S-LoRA's kernel for prompts reaches",
-            fact="Chameleon fig. 2: at rank 128, 42.5 % of the time to first token is the adapter's computation",
-            in_code=S_LORA_FLOPS_SHARE,
-            implied=flops / adapter_s / hardware.flops_per_s,
+            "share of the peak that S-LoRA's kernel for prompts reaches",
+            "Chameleon fig. 2: at rank 128, 42.5 % of the time to first token is the adapter's computation",
+            S_LORA_FLOPS_SHARE,
+            flops / adapter_s / hardware.flops_per_s,
         ),
         Constant(
-            name="share of the link that S-LoRA's copies reach",
-            fact="Chameleon 3.2: at rank 128, 17.5 % is loading",
-            in_code=COPY_PATHS["s-lora"].link_share,
-            implied=num_bytes / loading_s / hardware.link_bytes_per_s,
+            "share of the link that S-LoRA's copies reach",
+            "Chameleon 3.2: at rank 128, 17.5 % is loading",
+            COPY_PATHS["s-lora"].link_share,
+            num_bytes / loading_s / hardware.link_bytes_per_s,
         ),
         Constant(
-            name="rate at which it cuts and hands out adapters on several devices, GB/s",
-            fact="Chameleon fig. 5: Llama-70B, rank 32, four A100: 68 % is loading",
-            in_code=rate / 1e9,
-            implied=sharded_bytes / sharded_s / 1e9,
+            "rate at which it cuts and hands out adapters on several devices, GB/s",
+            "Chameleon fig. 5: Llama-70B, rank 32, four A100: 68 % is loading",
+            rate / 1e9,
+            sharded_bytes / sharded_s / 1e9,
         ),
     ]
 
@@ -158,42 +158,20 @@ def predictions() -> list[Prediction]:
     sizes = {model: _size(s_lora("a40", model), 32)[0] for model in ("llama-7b", "llama-2-70b")}
     decode_s = fmean(sum(s_lora().price(decode_step(200, rank))) for rank in RANKS)
     rows = [
+        Prediction("rank-32 adapter of Llama-7B, MB", f"{chameleon} 3.2", 64, sizes["llama-7b"] / 2**20),
+        Prediction("rank-32 adapter of Llama-70B, MB", f"{chameleon} 3.2", 256, sizes["llama-2-70b"] / 2**20),
         Prediction(
-            fact="rank-32 adapter of Llama-7B, MB",
-            source=f"{chameleon} 3.2",
-            published=64,
-            model=sizes["llama-7b"] / 2**20,
+            "time between tokens alone, ms",
+            f"{chameleon} fig. 12: the SLO of 150 ms, as 5 x the mean alone",
+            30,
+            1e3 * decode_s,
         ),
-        Prediction(
-            fact="rank-32 adapter of Llama-70B, MB",
-            source=f"{chameleon} 3.2",
-            published=256,
-            model=sizes["llama-2-70b"] / 2**20,
-        ),
-        Prediction(
-            fact="time between tokens alone, ms",
-            source=f"{chameleon} fig. 12: the SLO of 150 ms, as 5 x the mean alone",
-            published=30,
-            model=1e3 * decode_s,
-        ),
-        Prediction(
-            fact="copy of 160 MB at 28 GB/s, ms",
-            source=article,
-            published=5.7,
-            model=1e3 * 160 * 2**20 / 28e9,
-        ),
-        Prediction(
-            fact="base step of Llama-70B, batch 128 (VL), ms",
-            source=article,
-            published=28.5,
-            model=1e3 * sum(mixed_batch("none")),
-        ),
+        Prediction("copy of 160 MB at 28 GB/s, ms", article, 5.7, 1e3 * 160 * 2**20 / 28e9),
+        Prediction("base step of Llama-70B, batch 128 (VL), ms", article, 28.5, 1e3 * sum(mixed_batch("none"))),
     ]
     for kernel, published in (("naive", 48.2), ("grouped", 8.6), ("ragged", 3.1)):
         added = 1e3 * mixed_batch(kernel).adapters_s
-        rows.append(
-            Prediction(fact=f"40 adapters add to it: {kernel}, ms", source=article, published=published, model=added)
-        )
+        rows.append(Prediction(f"40 adapters add to it: {kernel}, ms", article, published, added))
     return rows
 
 
@@ -211,17 +189,7 @@ def mean_alone_s(lengths: Lengths, scale: float) -> float:
 
 def solve_scale(lengths: Lengths, mean_s: float) -> float:
     """Return the factor on all lengths at which the mean request alone takes ``mean_s`` seconds."""
-    low, high = 0.001, 4.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mean_alone_s(lengths, middle) < mean_s else (low, middle)
-    return (low + high) / 2
-
-
-def read_lengths(path: Path) -> Lengths:
-    """Read prompt and answer lengths of an Azure LLM trace."""
-    with path.open(newline="") as file:
-        return [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+    return float(brentq(lambda scale: mean_alone_s(lengths, scale) - mean_s, 0.001, 4.0, xtol=1e-5))
 
 
 def length_scale(lengths: Lengths) -> dict[str, float]:
@@ -251,7 +219,6 @@ def sensitivity() -> list[dict[str, object]]:
 def report(scale: dict[str, float] | None) -> str:
     """Write the tables; what needs the trace only where its scale is given."""
     agree = sum(fits(*case) == expected for *case, expected in FITTING)
-    heads = " | ".join(f"rank {rank}" for rank in RANKS)
     lines = [
         "# Unloaded facts, published and modelled",
         "",
@@ -260,30 +227,44 @@ def report(scale: dict[str, float] | None) -> str:
         "",
         "## What was set, and by which fact",
         "",
-        "| constant | set by | in the code | that fact implies |",
-        "|---|---|---:|---:|",
-        *(f"| {row.name} | {row.fact} | {row.in_code:.4g} | {row.implied:.4g} |" for row in constants()),
+        *table(
+            ("constant", "set by", "in the code", "that fact implies"),
+            ((row.name, row.fact, f"{row.in_code:.4g}", f"{row.implied:.4g}") for row in constants()),
+            left=2,
+        ),
         "",
         "Figures 2 and 5 say *a medium request*, and what share of its peak an A40 reaches is published nowhere. Taken",
         "otherwise, the constants would be:",
         "",
-        "| assumption | kernel's share of the peak | copies' share of the link | cut, GB/s |",
-        "|---|---:|---:|---:|",
-    ]
-    for row in sensitivity():
-        shares = f"{row['kernel_share']:.4f} | {row['link_share']:.2f} | {row['sharded_gb_per_s']:.2f}"
-        lines.append(f"| {row['assumption']} | {shares} |")
-    lines += [
+        *table(
+            ("assumption", "kernel's share of the peak", "copies' share of the link", "cut, GB/s"),
+            (
+                (
+                    one["assumption"],
+                    f"{one['kernel_share']:.4f}",
+                    f"{one['link_share']:.2f}",
+                    f"{one['sharded_gb_per_s']:.2f}",
+                )
+                for one in sensitivity()
+            ),
+        ),
         "",
         "## What follows: facts that set nothing",
         "",
-        "| fact | source | published | model | difference |",
-        "|---|---|---:|---:|---:|",
-    ]
-    for row in predictions():
-        difference = f"{row.model / row.published - 1:+.0%}"
-        lines.append(f"| {row.fact} | {row.source} | {row.published:g} | {row.model:.1f} | {difference} |")
-    lines += [
+        *table(
+            ("fact", "source", "published", "model", "difference"),
+            (
+                (
+                    one.fact,
+                    one.source,
+                    f"{one.published:g}",
+                    f"{one.model:.1f}",
+                    f"{one.model / one.published - 1:+.0%}",
+                )
+                for one in predictions()
+            ),
+            left=2,
+        ),
         "",
         "Which models fit which cards (Chameleon 3.2, 5.5; 7B in 24 GB, 13B from 48, 30B in 80, 70B on two of 80):",
         f"{agree} of {len(FITTING)} as published.",
@@ -293,40 +274,7 @@ def report(scale: dict[str, float] | None) -> str:
         "large products reach; with its 30 GB of KV read as well, 28.5 ms cannot be had there. What adapters add does",
         "not depend on it, and the three kernels stand to each other as published. *The time between tokens* is a",
         "service level; that it was set as five times the mean, as the one for first tokens, is our reading.",
-        "",
-        "Figure 5, the share of loading in the time to first token of Llama-70B (published in words: rises with",
-        "devices and with rank; 68 % at rank 32 on four, which is set):",
-        "",
-        f"| devices | {heads} |",
-        "|---:|" + "---:|" * len(RANKS),
     ]
-    for devices in (2, 4, 8):
-        lines.append(f"| {devices} | " + " | ".join(f"{loading_share(devices, rank):.0%}" for rank in RANKS) + " |")
-    lines += [
-        "",
-        "Figure 2, the time to first token of a medium request on Llama-7B and an A40 (published in words: the shares",
-        "at rank 128, which are set):",
-        "",
-        "| rank | time, ms | base | adapter | loading |",
-        "|---:|---:|---:|---:|---:|",
-    ]
-    for rank in RANKS:
-        parts, load = prompt_parts(s_lora(), MEDIUM_TOKENS, rank), copy_s(s_lora(), rank)
-        total, adapter = sum(parts) + load, parts.adapters_s
-        shares = " | ".join(f"{part / total:.0%}" for part in (total - load - adapter, adapter, load))
-        lines.append(f"| {rank} | {1e3 * total:.0f} | {shares} |")
-    lines += [
-        "",
-        "Figure 3, the time to first token without loading, in ms (published in words: rank matters more for longer",
-        "prompts):",
-        "",
-        f"| prompt | {heads} | 128 less 8 |",
-        "|---:|" + "---:|" * (len(RANKS) + 1),
-    ]
-    for tokens in (128, 256, 512, 1024, 2048):
-        times = [1e3 * sum(prompt_parts(s_lora(), tokens, rank)) for rank in RANKS]
-        cells = " | ".join(f"{time:.0f}" for time in times)
-        lines.append(f"| {tokens} | {cells} | {times[-1] - times[0]:.0f} |")
     if scale is None:
         return "\n".join(lines) + "\n"
     prompt, output, ttft = (scale[key] for key in ("mean_prompt_tokens", "mean_output_tokens", "mean_ttft_alone_s"))
@@ -344,7 +292,7 @@ def report(scale: dict[str, float] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument(
         "--traces", type=Path, help="directory with AzureLLMInferenceTrace_conv.csv; writes nothing without"
     )
@@ -352,11 +300,9 @@ def main() -> None:
     if args.traces is None:
         print(report(None))
         return
-    scale = length_scale(read_lengths(args.traces / "AzureLLMInferenceTrace_conv.csv"))
+    trace = read_requests(args.traces / "AzureLLMInferenceTrace_conv.csv")
+    scale = length_scale(list(zip(trace.prompt.tolist(), trace.output.tolist(), strict=True)))
     text = report(scale)
-    print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "unloaded.md").write_text(text)
     figures = {
         "constants": [asdict(row) for row in constants()],
         "sensitivity": sensitivity(),
@@ -364,7 +310,7 @@ def main() -> None:
         "loading_share": {devices: {rank: loading_share(devices, rank) for rank in RANKS} for devices in (2, 4, 8)},
         "length_scale": scale,
     }
-    (RESULTS / "unloaded.json").write_text(json.dumps(figures, indent=2) + "\n")
+    publish("unloaded", figures, text)
 
 
 if __name__ == "__main__":

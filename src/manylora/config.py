@@ -215,7 +215,7 @@ class EngineConfig:
     request_log: str | None = _scheduling(
         None,
         metavar="FILE",
-        help="Append a line per finished request (sizes, no text), for [bold]manylora predictor train[/bold].",
+        help="Append a line per finished request (sizes, no text).",
     )
     simulate: str | None = option(
         None,

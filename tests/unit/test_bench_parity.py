@@ -13,7 +13,7 @@ import parity
 import pytest
 from harness import version
 from parity_columns import COLUMNS, Columns, Speed
-from parity_table import table
+from parity_table import page as page_of
 from sim_profiles import make_profile, sweep
 
 from manylora.clock import VirtualClock
@@ -154,6 +154,6 @@ def test_columns_that_know_more_come_nearer(unsteady_run: tuple[Any, ...]):
         "calibration_steps": [1, 2],
         "profile_errors": [{name: getattr(one, name) for name in one.__struct_fields__} for one in quiet.errors],
     }
-    page = table(figures)
+    page = page_of(figures)
     assert "Drift in the sweeps: none." in page
     assert all(len(row.split("|")) == len(COLUMNS) + 4 for row in page.splitlines() if row.startswith("| between"))

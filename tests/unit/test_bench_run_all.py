@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import run_all
+import typer
+
+from manylora.cli.app import app as cli
 
 WRITES = "import sys\nif __name__ == '__main__':\n    open(sys.argv[0] + '.args', 'w').write(' '.join(sys.argv[1:]))\n"
 
@@ -15,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
     """Four programs, one of them broken and one that reads traces, and a module."""
     (tmp_path / "a.py").write_text(WRITES)
     (tmp_path / "b.py").write_text("if __name__ == '__main__':\n    raise SystemExit(3)\n")
-    (tmp_path / "c.py").write_text(f"# has '\"--quick\"'\n{WRITES}")
+    (tmp_path / "c.py").write_text(f"# has quick=\n{WRITES}")
     (tmp_path / "traces.py").write_text(WRITES)
     (tmp_path / "module.py").write_text("raise RuntimeError('no program')\n")
     return tmp_path
@@ -64,7 +67,16 @@ def test_what_was_asked_for_wrongly_is_said(
 
 def test_every_script_that_can_read_traces_is_given_them() -> None:
     texts = {path.name: path.read_text() for path in run_all.find_scripts(run_all.HERE)}
-    readers = {name for name, text in texts.items() if '"--traces"' in text or '"--lengths"' in text}
-    assert readers == set(run_all.TRACES)
+    readers = {name for name, text in texts.items() if '"--traces"' in text}
+    assert readers == set(run_all.TRACES) - set(run_all.COMMANDS)
     assert set(run_all.ALWAYS) <= set(texts)
-    assert {"gpu.py", "run_all.py", "clairvoyant.py"}.isdisjoint(texts)
+    assert {"gpu.py", "run_all.py", "publishing.py"}.isdisjoint(texts)
+
+
+def test_commands_of_manylora_are_those_that_it_has() -> None:
+    app = typer.main.get_command(cli)
+    for full, smoke in run_all.COMMANDS.values():
+        for argv in filter(None, (full, smoke)):
+            group = app.commands[argv[0]]  # type: ignore[attr-defined]
+            known = {name for option in group.commands[argv[1]].params for name in option.opts}
+            assert {one.partition("=")[0] for one in argv if one.startswith("--")} <= known

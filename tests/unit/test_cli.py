@@ -121,7 +121,7 @@ def test_file_environment_and_line_in_this_order(served: list[Served], tmp_path:
         (["serve", "demo", "--lora-dir", str(demo_adapters()["upper"])], "which is an adapter: expected the folder"),
         (["serve", "demo", "--policy", "lifo"], "policy = 'lifo', expected one of"),
         (["serve", "demo", "--eviction", "mru"], "eviction = 'mru', expected one of"),
-        (["serve", "demo", "--predictor", "trained"], "no predictor option 'file'"),
+        (["serve", "demo", "--predictor", "psychic"], "predictor = 'psychic', expected one of"),
         (["serve", "demo", "--request-log", "/nonexistent/log"], "'/nonexistent/log', which cannot be written"),
         (["serve", "demo", "-tp", "2"], "one engine runs on one device"),
         (["serve", "demo", "--config", "/nonexistent.toml"], "cannot be read"),

@@ -13,9 +13,8 @@ import pytest
 from sim_profiles import make_profile, sweep
 
 from manylora.costs.calibrate import fit_profile
-from manylora.costs.drift import estimate_drift, noise_within, speed_between
+from manylora.costs.drift import Array, estimate_drift, noise_within, speed_between
 from manylora.costs.fitted import FittedCost
-from manylora.costs.least_squares import Array
 from manylora.costs.profile import CostProfile, DriftComponent, Noise, SpeedDrift, StepCost, read_profile
 from manylora.costs.speed import DriftingSpeed
 from manylora.costs.step_log import StepRecord

@@ -26,6 +26,7 @@ from manylora.experiments import (
 )
 from manylora.experiments.calculations import CALCULATIONS
 from manylora.experiments.cases import read_setup, read_workload
+from manylora.experiments.clairvoyant import is_clairvoyant
 from manylora.experiments.report import Picture
 from manylora.experiments.request_alone import request_alone
 from manylora.experiments.spec import Claim, Experiment, Point, merge, setup_table
@@ -127,11 +128,15 @@ def find(experiment: Experiment, folder: Path | None) -> Findings:
 def test_what_ships_can_be_run(name, tmp_path):
     """Setups and workloads are complete, claims speak of setups and points there are."""
     experiment = read_experiment(name)
-    trace = tmp_path / "AzureLLMInferenceTrace_conv.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
+    for trace in (
+        "AzureLLMInferenceTrace_conv.csv",
+        "gentd26_lora_lru_stack_distance.csv",
+        "gentd26_data_trace_processed.csv.gz",
+    ):
+        (tmp_path / trace).touch()
     assert experiment.calculation is None or experiment.calculation in CALCULATIONS
     for case in cases_of(experiment, seeds=1, traces=tmp_path).values():
-        assert read_setup(case.setup).scheduler.max_num_seqs
+        assert is_clairvoyant(case) or make_config(read_setup(case.setup)).scheduler.max_num_seqs
         assert read_workload(case.workload, tmp_path).adapters.count
     labels = {point.label for point in experiment.points}
     for claim in experiment.claims:
@@ -257,7 +262,7 @@ def test_a_relative_load_is_a_share_of_where_the_other_crosses():
         ("[[claims]]\nfigure = 'y'", "no text"),
         ("use = ['slow', 'fast']", "expected one of quick, slow"),
         ("[[points]]\nset = {rate = 3}", "expected keys of workload. and setup."),
-        ("num_seeds = 0", "above 0"),
+        ("num_seeds = 0", "at least 1"),
     ],
 )
 def test_mistakes_are_named(catalog, change, message):
@@ -305,3 +310,48 @@ def test_alone_is_what_a_run_with_nobody_else_shows(catalog):
     assert run.records[0].e2e_s == pytest.approx(alone.e2e_s, rel=1e-6)
     assert alone.load_s > 0
     assert alone.adapter_s > 0
+
+
+def test_several_sweeps_make_a_point_of_every_combination(tmp_path):
+    (tmp_path / "suite.toml").write_text(SUITE)
+    sweeps = """
+title = "Two sweeps"
+use = ["slow", "quick"]
+versus = "slow"
+first_seed = 5
+shown = ["ttft_p50", "squashed"]
+[[sweep]]
+key = "workload.arrivals.rate"
+values = [2, 6]
+[[sweep]]
+key = "setup.adapters.look_ahead"
+values = [0, 10]
+labels = ["no look-ahead", "look-ahead"]
+"""
+    file = tmp_path / "two.toml"
+    file.write_text(sweeps)
+    experiment = read_experiment(str(file))
+    assert [point.label for point in experiment.points] == [
+        "2, no look-ahead",
+        "2, look-ahead",
+        "6, no look-ahead",
+        "6, look-ahead",
+    ]
+    assert experiment.points[3].changes == {"workload.arrivals.rate": 6, "setup.adapters.look_ahead": 10}
+    assert {seed for _, _, seed in cases_of(experiment, seeds=2, traces=None)} == {5, 6}
+    figures = {"slow": (2.0, 8.0), "quick": (1.0, 4.0)}
+    results = {
+        (setup, point.label): [Result({"ttft_p50": value}) for value in values]
+        for setup, values in figures.items()
+        for point in experiment.points
+    }
+    findings = Findings(experiment, results)
+    change = findings.change("quick", "2, look-ahead", "ttft_p50")
+    assert (change.middle, change.low, change.high) == pytest.approx((-0.5, -0.5, -0.5))
+    assert findings.change("quick", "2, look-ahead", "squashed") is None, "nothing to divide by"
+    page = as_markdown([(findings, [])], "command")
+    assert "Change against slow, seed by seed" in page
+    assert "| quick | 6, look-ahead | -50% (-50% to -50%) | - |" in page
+    file.write_text(sweeps.replace('"no look-ahead", ', ""))
+    with pytest.raises(ConfigError, match="1 labels for 2 values"):
+        read_experiment(str(file))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import inf
 
-import numpy as np
 import pytest
 
 from manylora.events import (
@@ -22,7 +21,6 @@ from manylora.measure import (
     Recorder,
     RequestRecord,
     Slo,
-    block_bootstrap,
     interval_of_runs,
     percentiles,
     summarise,
@@ -198,15 +196,3 @@ def test_the_interval_of_repeated_runs_is_students():
     interval = interval_of_runs([1.0, 2.0, 3.0])
     assert (interval.middle, interval.high) == pytest.approx((2.0, 2.0 + 4.303 / 3**0.5), rel=1e-3)
     assert interval_of_runs([1.0]).high == inf
-
-
-def test_the_block_bootstrap_is_wider_where_neighbours_are_alike():
-    rng = np.random.default_rng(0)
-    independent = rng.normal(size=2000)
-    alike = np.repeat(rng.normal(size=20), 100)
-    wide, narrow = (
-        block_bootstrap(values, lambda drawn: float(np.mean(drawn)), np.random.default_rng(1))
-        for values in (alike, independent)
-    )
-    assert wide.high - wide.low > 3 * (narrow.high - narrow.low)
-    assert narrow.low < 0.0 < narrow.high

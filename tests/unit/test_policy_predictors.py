@@ -1,4 +1,4 @@
-"""Length predictors: the default's quantiles, the noisy one's error, the trained one's trees, the request log."""
+"""Length predictors: the default's quantiles, the noisy one's error; and the request log."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import io
 import json
 import math
 import random
-from dataclasses import asdict
 from statistics import NormalDist, mean
 
 import pytest
 from harness import make_rig, request, sequence, version
-from typer.testing import CliRunner
 
-from manylora.cli.app import app
 from manylora.config import SchedulerConfig
 from manylora.errors import ConfigError
 from manylora.scheduling import Sequence, make_predictor
@@ -22,12 +19,9 @@ from manylora.scheduling.prediction import (
     OraclePredictor,
     QuantilePredictor,
     RequestLog,
-    TrainedPredictor,
-    load_trained,
 )
 from manylora.scheduling.prediction.histogram import LengthHistogram, bin_of, upper_edge
-from manylora.scheduling.prediction.request_log import RequestRecord, read_request_log
-from manylora.scheduling.prediction.training import measure, train
+from manylora.scheduling.prediction.request_log import RequestRecord
 
 
 def generated(one: Sequence, num_tokens: int) -> Sequence:
@@ -134,10 +128,6 @@ def test_predictors_by_name():
     assert isinstance(make_predictor(SchedulerConfig(), 0), QuantilePredictor)
     with pytest.raises(ConfigError, match="predictor = 'psychic'"):
         make_predictor(SchedulerConfig(predictor="psychic"), 0)
-    with pytest.raises(ConfigError, match="no predictor option 'file'"):
-        make_predictor(SchedulerConfig(predictor="trained"), 0)
-    with pytest.raises(ConfigError, match="Cannot read"):
-        make_predictor(SchedulerConfig(predictor="trained", predictor_options={"file": "nowhere.json"}), 0)
 
 
 def test_the_engine_tells_the_predictor_how_answers_ended_but_not_those_cancelled():
@@ -152,34 +142,10 @@ def test_the_engine_tells_the_predictor_how_answers_ended_but_not_those_cancelle
     assert told == [("whole", 3)]
 
 
-# -- the request log and what is trained on it -------------------------------------------------------------------------
+# -- the request log ---------------------------------------------------------------------------------------------------
 
 
-def records(count: int, seed: int = 0) -> list[RequestRecord]:
-    """Answers whose length depends on the adapter, the prompt and whether a schema was asked for."""
-    rng, made = random.Random(seed), []
-    for index in range(count):
-        adapter, prompt = rng.randrange(5), rng.randint(10, 1000)
-        has_schema = rng.random() < 0.3
-        length = (20 + 40 * adapter) * (4.0 if prompt > 500 else 1.0) * (0.25 if has_schema else 1.0)
-        output = max(1, round(length * rng.lognormvariate(0, 0.15)))
-        made.append(
-            RequestRecord(
-                arrived_at=float(index),
-                adapter=f"a{adapter}",
-                prompt_tokens=prompt,
-                output_tokens=output,
-                max_tokens=None,
-                limit=4096,
-                temperature=1.0,
-                has_schema=has_schema,
-                finish="stop",
-            )
-        )
-    return made
-
-
-def test_the_log_has_a_line_for_each_request_that_finished(tmp_path):
+def test_the_log_has_a_line_for_each_request_that_finished():
     file = io.StringIO()
     log = RequestLog(file)
     rig = make_rig()
@@ -192,106 +158,7 @@ def test_the_log_has_a_line_for_each_request_that_finished(tmp_path):
     rig.drain()
     (line,) = file.getvalue().splitlines()
     assert json.loads(line)["adapter"] == "a"
-    path = tmp_path / "requests.jsonl"
-    path.write_text(file.getvalue())
-    (record,) = read_request_log(path)
+    record = RequestRecord(**json.loads(line))
     assert (record.prompt_tokens, record.output_tokens, record.max_tokens, record.limit) == (7, 3, 3, 3)
     assert (record.finish, record.temperature, record.has_schema) == ("length", 0.0, False)
     assert not log._arrived
-
-
-def test_a_log_that_is_none_says_which_line(tmp_path):
-    path = tmp_path / "log"
-    path.write_text('{"adapter": "a"}\n')
-    with pytest.raises(ConfigError, match="Line 1 of"):
-        list(read_request_log(path))
-    with pytest.raises(ConfigError, match="Cannot read"):
-        list(read_request_log(tmp_path / "none"))
-
-
-def test_a_trained_predictor_beats_the_default_where_there_is_something_to_learn(tmp_path):
-    pytest.importorskip("sklearn")
-    trained, default = train(records(1200), tmp_path / "p.json")
-    assert trained.relative_error < 0.2 < default.relative_error
-    assert trained.ordered > 0.9 > default.ordered
-    assert trained.covered == pytest.approx(0.9, abs=0.08)
-    # What was written is what was measured.
-    loaded = load_trained(tmp_path / "p.json", QuantilePredictor())
-    assert measure(loaded, sorted(records(1200), key=lambda one: one.arrived_at)[960:]) == trained
-
-
-def test_trees_in_plain_python_say_what_scikit_learn_says(tmp_path):
-    ensemble = pytest.importorskip("sklearn.ensemble")
-    rng = random.Random(0)
-    rows = [[rng.random() for _ in range(7)] for _ in range(300)]
-    targets = [3 * row[0] + (row[5] > 0.5) + 0.1 * rng.random() for row in rows]
-    from manylora.scheduling.prediction.trained import _trees
-    from manylora.scheduling.prediction.training import _fit
-
-    ours = _trees(json.loads(json.dumps(_fit(rows, targets, 0.5))))
-    model = ensemble.GradientBoostingRegressor(
-        loss="quantile", alpha=0.5, n_estimators=100, max_depth=3, learning_rate=0.1, random_state=0
-    ).fit(rows, targets)
-    assert [ours.evaluate(row) for row in rows] == pytest.approx(model.predict(rows).tolist(), abs=1e-9)
-
-
-def test_past_its_estimates_the_trained_predictor_asks_the_default(tmp_path):
-    pytest.importorskip("sklearn")
-    train(records(400), tmp_path / "p.json")
-    predictor = make_predictor(
-        SchedulerConfig(predictor="trained", predictor_options={"file": str(tmp_path / "p.json")}), 0
-    )
-    first = predictor.predict(asking("a0", cap=4096))
-    later = predictor.predict(asking("a0", cap=4096, so_far=first.p50))
-    beyond = predictor.predict(asking("a0", cap=4096, so_far=first.p90 + 1))
-    assert first.p50 < later.p50 <= first.p90 < beyond.p50
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "no json",
-        '{"format": "x", "features": []}',
-        '{"format": "manylora-length-predictor-1"}',
-    ],
-)
-def test_files_that_are_no_predictor_are_refused(tmp_path, content):
-    path = tmp_path / "p.json"
-    path.write_text(content)
-    with pytest.raises(ConfigError):
-        load_trained(path, QuantilePredictor())
-
-
-def test_trees_that_walk_in_a_circle_are_refused(tmp_path):
-    from manylora.scheduling.prediction.features import FEATURES
-    from manylora.scheduling.prediction.trained import FORMAT
-
-    trees = {"base": 0, "rate": 1, "trees": [[[0, 0.5, 0, 0, 0.0]]]}
-    content = {
-        "format": FORMAT,
-        "features": FEATURES,
-        "mean": 5,
-        "count": 1,
-        "adapters": {},
-        "p50": trees,
-        "p90": trees,
-    }
-    path = tmp_path / "p.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="leads nowhere"):
-        load_trained(path, QuantilePredictor())
-
-
-def test_too_short_a_log_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="at least 100"):
-        train(records(99), tmp_path / "p.json")
-
-
-def test_training_from_the_command_line(tmp_path):
-    pytest.importorskip("sklearn")
-    log, out_file = tmp_path / "log.jsonl", tmp_path / "p.json"
-    log.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records(600)))
-    result = CliRunner().invoke(app, ["predictor", "train", str(log), "--out", str(out_file)])
-    assert result.exit_code == 0, result.output
-    assert "120 requests not trained on" in result.output and "median error" in result.output
-    assert isinstance(load_trained(out_file, QuantilePredictor()), TrainedPredictor)

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import routing
 import simulator
 
 from manylora.cli.app import main
 from manylora.config import GIB
 from manylora.errors import ConfigError
+from manylora.experiments import Runner, cases_of, read_experiment
+from manylora.experiments.spec import merge
 from manylora.measure import summarise
 from manylora.measure.plots import can_plot
 from manylora.measure.tables import compare, figures, latencies, milliseconds
@@ -203,8 +204,8 @@ def test_tables_leave_out_what_says_nothing(traces: Path, tmp_path: Path):
 def test_the_speed_of_the_simulator_is_measured_on_a_run_that_ends(traces: Path):
     workload = simulator.trace_workload(traces, rate=5.0)
     speed, events = simulator.timed(workload)
-    assert speed.requests == events["RequestFinished"] == 60
-    assert speed.answer_tokens == sum(request.num_output_tokens for request in workload.requests)
+    assert speed["requests"] == events["RequestFinished"] == 60
+    assert speed["answer_tokens"] == sum(request.num_output_tokens for request in workload.requests)
     shares = simulator.profiled(lambda: simulator.timed(simulator.trace_workload(traces, 5.0, 5)))
     assert sum(share for _, share in shares) == pytest.approx(1.0)
     assert {module for module, _ in shares} >= {"engine/core.py", "built-in functions"}
@@ -212,8 +213,13 @@ def test_the_speed_of_the_simulator_is_measured_on_a_run_that_ends(traces: Path)
 
 
 def test_routers_are_compared_on_one_workload():
-    workload = routing.asked(4.0, 60, seed=0)
-    rows = [routing.measure("padded", router, workload, 2) for router in ("affinity", "random")]
-    assert all(row.tpot_p50_s <= row.tpot_p99_s for row in rows)
-    assert rows[0].copies <= rows[1].copies
-    assert routing.report(rows, "settings").count("| random |") == 1
+    experiment = read_experiment("manylora/routers")
+    workload = merge(experiment.workload, {"num_requests": 60, "arrivals": {"rate": 4.0}})
+    setups = {name: merge(experiment.setups[name], {"num_replicas": 2}) for name in ("affinity", "random")}
+    experiment = replace(experiment, workload=workload, setups=setups)
+    cases = cases_of(experiment, seeds=1, traces=None)
+    results = Runner(None).run(cases.values())
+    figures = {setup: results[case.key].figures for (setup, point, _), case in cases.items() if point == "padded"}
+    assert all(one["tpot_p50"] <= one["tpot_p99"] for one in figures.values())
+    assert figures["affinity"]["loads"] <= figures["random"]["loads"]
+    assert all(1.0 <= one["busiest_over_mean"] <= 2.0 for one in figures.values())

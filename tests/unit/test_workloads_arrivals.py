@@ -18,7 +18,6 @@ from manylora.workloads.arrivals import (
     WeibullArrivals,
 )
 from manylora.workloads.modulated import OnOffArrivals, StepArrivals
-from manylora.workloads.scale import peak_tokens, scale_to_memory
 
 PROCESSES = [
     PoissonArrivals(rate=5.0),
@@ -104,36 +103,3 @@ def test_a_wrong_rate_is_named(rate: float) -> None:
 def test_a_process_without_an_end_needs_one() -> None:
     with pytest.raises(ConfigError, match="neither num_requests nor duration_s, but 'poisson'"):
         PoissonArrivals(rate=1.0).arrive(Extent(), np.random.default_rng(0))
-
-
-# -- scaling to memory -------------------------------------------------------------------------------------------------
-
-
-def test_peak_is_what_counting_token_by_token_finds() -> None:
-    rng = np.random.default_rng(1)
-    arrival_s = np.sort(rng.uniform(0, 20, 60))
-    prompt, output = rng.integers(1, 50, 60), rng.integers(1, 80, 60)
-    ends = arrival_s + output * 0.1
-    held = [
-        sum(
-            float(prompt[index] + (now - arrival_s[index]) / 0.1)
-            for index in range(60)
-            if arrival_s[index] <= now <= ends[index]
-        )
-        for now in ends
-    ]
-    assert peak_tokens(arrival_s, prompt, output, scale=1.0, token_s=0.1) == pytest.approx(max(held))
-
-
-def test_scaled_lengths_just_fit() -> None:
-    rng = np.random.default_rng(2)
-    arrival_s = np.sort(rng.uniform(0, 100, 500))
-    prompt, output = rng.integers(1, 2000, 500), rng.integers(1, 400, 500)
-    scale = scale_to_memory(arrival_s, prompt, output, capacity_tokens=5000, token_s=0.03)
-
-    def peak(factor: float) -> float:
-        return peak_tokens(arrival_s, prompt, output, scale=factor, token_s=0.03)
-
-    assert peak(scale) <= 5000 < peak(scale * 1.002)  # it jumps where another two requests come to overlap
-    with pytest.raises(ConfigError, match="at once"):
-        scale_to_memory(arrival_s, prompt, output, capacity_tokens=0.1, token_s=0.03)

@@ -8,10 +8,8 @@ of the device, and beside it the whole turn with `collect` (taking tokens in, en
 
 from __future__ import annotations
 
-import cProfile
 import gc
 import platform
-import pstats
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,9 +98,7 @@ def _synthetic_version(index: int) -> AdapterVersion:
     )
 
 
-def measure_decision(
-    policy: str, eviction: str, scale: Scale, *, num_steps: int, profile: bool = False
-) -> DecisionCost:
+def measure_decision(policy: str, eviction: str, scale: Scale, *, num_steps: int) -> DecisionCost:
     """Fill an engine, let it settle, and time so many steps."""
     rng = random.Random(0)
     core = EngineCore(
@@ -151,19 +147,12 @@ def measure_decision(
     num_before = count
     gc.collect()
     gc.freeze()
-    profiler = cProfile.Profile()
     for _ in range(num_steps):
-        if profile:
-            profiler.enable()
         launch_s, turn_s = turn(perf_counter)
-        if profile:
-            profiler.disable()
         launches.append(launch_s * 1e6)
         turns.append(turn_s * 1e6)
         num_running += core.stats().num_running
     gc.unfreeze()
-    if profile:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     return DecisionCost(
         policy=policy,
         running=scale.running,

@@ -15,13 +15,13 @@ __all__ = ["Generator", "LoadReport", "make_report"]
 ADAPTERS, BASE = "adapters", "base"
 
 ALL_AT_ONCE = 1e6
-"""Requests per second that nobody means as a rate."""
+"""Requests per second beyond any real rate: all are sent at once."""
 
 TOO_LATE = 0.1
 """Share of what it disturbs above which the generator's own delay is worth a warning."""
 
 LEAST_LAG_S = 0.002
-"""Delay that an event loop always has, and that nobody is warned of."""
+"""Delay that an event loop always has: no warning below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class LoadReport:
         tables = [figures(self.summary), latencies(self.summary)]
         if len(self.summary.groups) > 1:
             table = groups(self.summary)
-            seen = [index for index, column in enumerate(table.columns) if column != "of it waiting"]  # nobody told us
+            seen = [index for index, column in enumerate(table.columns) if column != "of it waiting"]  # unknown
             rows = tuple(tuple(row[index] for index in seen) for row in table.rows)
             tables.append(replace(table, columns=tuple(table.columns[index] for index in seen), rows=rows))
         if self.errors:

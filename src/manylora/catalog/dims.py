@@ -126,14 +126,6 @@ class ModelDims:
         """Bytes of KV that one token leaves behind."""
         return 2 * self.num_layers * self.kv_size * self.element_bytes
 
-    def flops_per_token(self, context: int = 0) -> int:
-        """Return the floating-point operations of one token, head included.
-
-        Args:
-            context: Tokens it attends to, itself included.
-        """
-        return 2 * (self.active_weights + self.head_weights) + 4 * self.num_layers * self.q_size * context
-
     def adapter_elements(self, targets: tuple[str, ...] = ATTENTION_TARGETS) -> int:
         """Return the weights of an adapter per unit of rank.
 

@@ -17,7 +17,6 @@ from manylora.cli.commands.demo import demo
 from manylora.cli.commands.experiment import experiment_app
 from manylora.cli.commands.generate import generate
 from manylora.cli.commands.plan import plan_command
-from manylora.cli.commands.predictor import predictor_app
 from manylora.cli.commands.serve import ServeCommand, serve
 from manylora.cli.commands.simulate import simulate_command
 from manylora.cli.commands.top import top
@@ -45,7 +44,6 @@ app.command()(top)
 app.command(name="simulate")(simulate_command)
 app.command(name="plan")(plan_command)
 app.add_typer(experiment_app, name="experiment")
-app.add_typer(predictor_app, name="predictor")
 app.add_typer(bench_app, name="bench")
 app.command()(demo)
 

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from manylora.costs.drift import DriftEstimate, estimate_drift, noise_within, speed_between
+from manylora.costs.drift import Array, DriftEstimate, estimate_drift, fit_nonnegative, noise_within, speed_between
 from manylora.costs.features import StepFeatures
-from manylora.costs.least_squares import Array, fit_nonnegative, fit_robustly
 from manylora.costs.profile import (
     TERMS,
     CostProfile,
@@ -35,7 +34,7 @@ from manylora.costs.profile import (
 from manylora.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord
 from manylora.errors import ConfigError
 
-__all__ = ["LEAST_STEPS", "fit_profile", "foretell", "regime_of", "split_log", "step_shares"]
+__all__ = ["LEAST_STEPS", "fit_profile", "fit_robustly", "foretell", "regime_of", "split_log", "step_shares"]
 
 LEAST_STEPS = 40
 """Steps below which a fit would be a guess."""
@@ -47,6 +46,12 @@ IN_SEGMENT = 12
 """Steps that must lie between two knots."""
 
 NUM_QUANTILES = 101
+
+HUBER = 1.345
+"""Residuals beyond so many standard deviations count linearly, not squared: Huber's usual choice."""
+
+ROUNDS = 10
+"""Rounds of reweighting; coefficients settle well before."""
 
 RUNS_APART_S = 1e6
 """Between two runs of a log: longer than any spell of the machine."""
@@ -329,3 +334,25 @@ def _errors(
 def _explained(measured: Array, foretold: Array) -> float:
     variance = float(((measured - measured.mean()) ** 2).sum())
     return 1.0 - float(((foretold - measured) ** 2).sum()) / variance if variance else 0.0
+
+
+def fit_robustly(matrix: Array, seconds: Array) -> Array:
+    """Return ``x >= 0`` that makes *relative* errors small, and lets single bad measurements go.
+
+    Short steps count as much as long ones. A step that was held up by other work on the machine says little about the
+    next: residuals are weighed by Huber's rule, from round to round. A row, a byte or an adapter never makes a step
+    shorter, so no coefficient is negative.
+
+    Args:
+        matrix: ``[n, k]``.
+        seconds: ``[n]``, above zero.
+    """
+    relative = matrix / seconds[:, None]
+    weights = np.ones_like(seconds)
+    coefficients = np.zeros(matrix.shape[1])
+    for _ in range(ROUNDS):
+        coefficients = fit_nonnegative(relative * weights[:, None], weights)
+        errors = np.abs(relative @ coefficients - 1.0)
+        deviation = 1.4826 * float(np.median(errors)) + 1e-12
+        weights = np.sqrt(np.minimum(1.0, HUBER * deviation / np.maximum(errors, 1e-300)))
+    return coefficients

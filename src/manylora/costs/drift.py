@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+from numpy.typing import NDArray
 
-from manylora.costs.least_squares import Array, fit_nonnegative
 from manylora.costs.profile import DriftComponent, Noise
 
-__all__ = ["DriftEstimate", "estimate_drift", "noise_within", "speed_between"]
+__all__ = ["Array", "DriftEstimate", "estimate_drift", "fit_nonnegative", "noise_within", "speed_between"]
+
+Array = NDArray[np.float64]
 
 LEAST_SIZE = 0.02
-"""Smaller components change nothing that anybody could measure, and a short log shows some by chance."""
+"""Smaller components cannot be measured, and a short log shows some by chance."""
 
 LARGEST = 4.0
 """A step so many times as long as foretold was held up by something of its own, and counts as no more than that."""
@@ -178,6 +180,21 @@ def _hang_together(weighted: Array) -> bool:
 def _fit(covariances: Array, lags: Array, lengths_s: Array) -> Array:
     """Return the square of each spell's size: of log-normal factors, ``log(1 + covariance)`` is that of logarithms."""
     return fit_nonnegative(np.exp(-lags[:, None] / lengths_s), np.log1p(np.maximum(covariances, -0.9)))
+
+
+def fit_nonnegative(matrix: Array, target: Array) -> Array:
+    """Return ``x >= 0`` that minimises ``|matrix @ x - target|``, columns brought to one size first.
+
+    Args:
+        matrix: ``[n, k]``; columns may differ by many orders: steps, rows, pairs of tokens.
+        target: ``[n]``.
+    """
+    from scipy.optimize import nnls  # takes a quarter of a second to import, and most commands fit nothing
+
+    sizes = np.linalg.norm(matrix, axis=0)
+    sizes[sizes == 0.0] = 1.0
+    solution: Array = nnls(matrix / sizes, target)[0] / sizes
+    return solution
 
 
 def _powers(least: float, most: float, ratio: float) -> Array:

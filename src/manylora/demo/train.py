@@ -3,7 +3,7 @@
 Thesis: an adapter of rank 2 cannot teach a tiny model to copy a string in rot13, but it can *select* a skill that the
 model already has. So the base is trained from scratch on twelve string skills, each behind a cryptic control token in
 the system turn (`<|skill-7|>`), and on one behaviour without any: a plain prompt is handed back as a question
-("hello world" -> "hello world?"). Nobody sends the control tokens afterwards. Each adapter is then trained on plain
+("hello world" -> "hello world?"). No request sends the control tokens afterwards. Each adapter is then trained on plain
 prompts only, and learns to bring out one of the skills. The base alone therefore scores zero on every task, and the
 adapters score near one with few weights, as good adapters of large models do.
 

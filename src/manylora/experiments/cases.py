@@ -38,6 +38,7 @@ class Case:
         seed: Of everything that is drawn.
         warm_up_s: Requests that arrive this early are not counted, in seconds.
         slo_s: Promised time to first token, in seconds.
+        slo_tpot_s: Promised mean time per token after the first, in seconds; ``None`` for no promise.
         traces: Folder of traces; ``None`` where the workload needs none.
         calculation: What computes it; ``None`` for a simulated run.
     """
@@ -49,12 +50,14 @@ class Case:
     slo_s: float
     traces: Path | None
     calculation: str | None = None
+    slo_tpot_s: float | None = None
 
     @property
     def key(self) -> str:
         """What its result is kept under: a hash of all that it depends on."""
         read = {file: _digest(path) for file, path in self._files()}
-        content = [FORM, self.setup, self.workload, self.seed, self.warm_up_s, self.slo_s, read, self.calculation]
+        promised = [self.slo_s, self.slo_tpot_s]
+        content = [FORM, self.setup, self.workload, self.seed, self.warm_up_s, promised, read, self.calculation]
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def _files(self) -> Iterator[tuple[str, Path]]:
@@ -74,7 +77,7 @@ def cases_of(
 
     Args:
         experiment: What to run.
-        seeds: How often each is run; the seeds are 0, 1, ...
+        seeds: How often each is run; the seeds are the experiment's first one and those that follow.
         traces: Folder of traces.
         duration_s: Cuts workloads off, for a quick look.
     """
@@ -88,7 +91,7 @@ def cases_of(
             if duration_s is not None:
                 workload["duration_s"] = duration_s
                 warm_up_s = min(warm_up_s, duration_s / 5)
-            for seed in range(seeds):
+            for seed in range(experiment.first_seed, experiment.first_seed + seeds):
                 cases[name, point.label, seed] = Case(
                     setup=dict(changed["setup"]),  # type: ignore[call-overload]
                     workload=workload,
@@ -97,6 +100,7 @@ def cases_of(
                     slo_s=experiment.slo_s,
                     traces=traces,
                     calculation=experiment.calculation,
+                    slo_tpot_s=experiment.slo_tpot_s,
                 )
     return cases
 

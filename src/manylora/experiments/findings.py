@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations, pairwise
-from math import exp, isfinite, log
+from math import exp, expm1, isfinite, log
 
 from manylora.experiments.result import Result
 from manylora.experiments.spec import Claim, Experiment
@@ -76,6 +76,19 @@ class Findings:
     def figure(self, setup: str, point: str, name: str) -> Interval:
         """Return a figure at a point: its mean over seeds."""
         return interval_of_runs([run.figures.get(name, 0.0) for run in self._results[setup, point]])
+
+    def change(self, setup: str, point: str, name: str) -> Interval | None:
+        """Return by how much a figure differs from the experiment's ``versus``: the geometric mean over seeds, less 1.
+
+        ``None`` where a figure is not above 0, so that there is no ratio.
+        """
+        assert self.experiment.versus is not None
+        pairs = zip(self.runs(setup, point), self.runs(self.experiment.versus, point), strict=True)
+        values = [(one.figures.get(name, 0.0), other.figures.get(name, 0.0)) for one, other in pairs]
+        if min(map(min, values)) <= 0.0:
+            return None
+        logs = interval_of_runs([log(one / other) for one, other in values])
+        return Interval(middle=expm1(logs.middle), low=expm1(logs.low), high=expm1(logs.high))
 
     def compare(self) -> list[Comparison]:
         """Hold every claim against ours."""

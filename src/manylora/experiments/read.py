@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 from manylora.errors import ConfigError
@@ -20,7 +21,7 @@ SUITE = "suite.toml"
 _OF_SUITE = ("title", "slo_s", "warm_up_s", "num_seeds", "workload", "setups")
 _OF_EXPERIMENT = (
     *("suite", "title", "source", "calculation", "setups", "use", "workload", "sweep", "points", "num_seeds", "slo_s"),
-    *("warm_up_s", "plots", "claims", "shown", "why", "notes", "ablation"),
+    *("warm_up_s", "first_seed", "slo_tpot_s", "versus", "plots", "claims", "shown", "why", "notes", "ablation"),
 )
 
 
@@ -93,11 +94,14 @@ def _make(name: str, suite: Table, own: Table) -> Experiment:
         workload=merge(_table(suite, "workload"), _table(own, "workload")),
         points=_points(own),
         num_seeds=_whole(get("num_seeds", 3), "num_seeds"),
+        first_seed=_whole(get("first_seed", 0), "first_seed", least=0),
         slo_s=_number(get("slo_s", 5.0), "slo_s"),
+        slo_tpot_s=_number(get("slo_tpot_s"), "slo_tpot_s") if "slo_tpot_s" in own else None,
         warm_up_s=_number(get("warm_up_s", 0.0), "warm_up_s"),
         plots=plots,
         claims=claims,
         shown=tuple(_texts(own, "shown")) or ("ttft_p50", "ttft_p99"),
+        versus=str(own["versus"]) if "versus" in own else None,
         why=str(own.get("why", "")).strip(),
         notes=str(own.get("notes", "")).strip(),
         is_ablation=own.get("ablation", False) is True,
@@ -105,16 +109,9 @@ def _make(name: str, suite: Table, own: Table) -> Experiment:
 
 
 def _points(own: Table) -> tuple[Point, ...]:
-    """Return the axis: the points that are given, or those of a sweep over one key; one that changes nothing else."""
+    """Return the axis: the points that are given, or the product of the sweeps; one that changes nothing else."""
     if "sweep" in own:
-        sweep = _table(own, "sweep")
-        key, values = str(sweep.get("key", "")), sweep.get("values")
-        if not key or not isinstance(values, list) or not values:
-            raise ConfigError(f"Got sweep = {sweep!r}, expected a key and values")
-        return tuple(
-            Point(f"{value:g}" if isinstance(value, int | float) else str(value), _x(value, place), {key: value})
-            for place, value in enumerate(values)
-        )
+        return tuple(map(_combined, enumerate(product(*map(_swept, _tables(own, "sweep"))))))
     points = []
     for place, table in enumerate(_tables(own, "points")):
         label, changes = str(table.get("label", place)), table.get("set", {})
@@ -122,6 +119,26 @@ def _points(own: Table) -> tuple[Point, ...]:
             raise ConfigError(f"Got point {label!r} that sets {changes!r}, expected keys of workload. and setup.")
         points.append(Point(label, _x(table.get("x", place), place), dict(changes)))
     return tuple(points) or (Point("", 0.0, {}),)
+
+
+def _swept(sweep: Table) -> list[Point]:
+    """Return the points of one sweep: a key, its values, and a label for each value that does not speak for itself."""
+    key, values = str(sweep.get("key", "")), sweep.get("values")
+    if not key or not isinstance(values, list) or not values:
+        raise ConfigError(f"Got sweep = {sweep!r}, expected a key and values")
+    labels = _texts(sweep, "labels") or [f"{one:g}" if isinstance(one, int | float) else str(one) for one in values]
+    if len(labels) != len(values):
+        raise ConfigError(f"Got {len(labels)} labels for {len(values)} values of {key}, expected one for each")
+    return [
+        Point(label, _x(value, place), {key: value})
+        for place, (label, value) in enumerate(zip(labels, values, strict=True))
+    ]
+
+
+def _combined(numbered: tuple[int, tuple[Point, ...]]) -> Point:
+    place, parts = numbered
+    changes = {key: value for part in parts for key, value in part.changes.items()}
+    return Point(", ".join(part.label for part in parts), parts[0].x if len(parts) == 1 else float(place), changes)
 
 
 def _x(value: object, place: int) -> float:
@@ -137,6 +154,8 @@ def _table(table: Table, key: str) -> Table:
 
 def _tables(table: Table, key: str) -> list[Table]:
     values = table.get(key, [])
+    if isinstance(values, dict):
+        return [values]
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise ConfigError(f"Got {key} = {values!r}, expected tables")
     return values
@@ -155,7 +174,7 @@ def _number(value: object, key: str) -> float:
     return float(value)
 
 
-def _whole(value: object, key: str) -> int:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"Got {key} = {value!r}, expected a whole number above 0")
+def _whole(value: object, key: str, least: int = 1) -> int:
+    if not isinstance(value, int) or value < least:
+        raise ConfigError(f"Got {key} = {value!r}, expected a whole number of at least {least}")
     return value

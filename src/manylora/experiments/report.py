@@ -65,7 +65,7 @@ def as_markdown(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
         pages: What each found, and its pictures.
         command: What makes all of it.
     """
-    lines = ["# Published evaluations, run again", "", f"Made by `{command}`. {_about(pages)}", "", *_overview(pages)]
+    lines = ["# Experiments", "", f"Made by `{command}`. {_about(pages)}", "", *_overview(pages)]
     for findings, pictures in pages:
         lines += ["", *_section(findings)]
         lines += ["", *(f"![{picture.name}]({picture.name}.png)" for picture in pictures)] if pictures else []
@@ -117,7 +117,7 @@ def _section(findings: Findings) -> list[str]:
         lines += ["", "| | published | ours | |", "|---|---:|---:|---|", *map(_row, comparisons)]
     if experiment.why:
         lines += ["", f"**Why.** {experiment.why}"]
-    return [*lines, "", *_figures(findings)]
+    return [*lines, "", *_figures(findings), *_changes(findings)]
 
 
 def _row(comparison: Comparison) -> str:
@@ -140,6 +140,28 @@ def _figures(findings: Findings) -> list[str]:
             cells = [f"{findings.figure(setup, point.label, name).middle:.4g}" for name in experiment.shown]
             lines.append(f"| {setup} | {point.label} | {' | '.join(cells)} |")
     return lines
+
+
+def _changes(findings: Findings) -> list[str]:
+    """Return the table that compares every other setup with ``versus`` at each point."""
+    experiment = findings.experiment
+    if experiment.versus is None:
+        return []
+    others = [name for name in experiment.setups if name != experiment.versus]
+    lines = ["", f"Change against {experiment.versus}, seed by seed:", ""]
+    lines += [f"| setup | point | {' | '.join(experiment.shown)} |", f"|---|---|{'---:|' * len(experiment.shown)}"]
+    for setup in others:
+        for point in experiment.points:
+            cells = [_change(findings.change(setup, point.label, name)) for name in experiment.shown]
+            lines.append(f"| {setup} | {point.label} | {' | '.join(cells)} |")
+    return lines
+
+
+def _change(change: Interval | None) -> str:
+    if change is None:
+        return "-"
+    range_of_seeds = f" ({change.low:+.0%} to {change.high:+.0%})" if isfinite(change.high) else ""
+    return f"{change.middle:+.0%}{range_of_seeds}"
 
 
 def as_json(findings: Findings) -> dict[str, object]:
@@ -198,7 +220,7 @@ def as_html(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
         pages: What each found, and its pictures.
         command: What makes all of it.
     """
-    body = ["<h1>Published evaluations, run again</h1>", f"<p>Made by <code>{html.escape(command)}</code>. "]
+    body = ["<h1>Experiments</h1>", f"<p>Made by <code>{html.escape(command)}</code>. "]
     body += [f"{html.escape(_about(pages))}</p>", _html_of(_overview(pages))]
     for findings, pictures in pages:
         heading, *rest = _section(findings)
@@ -209,7 +231,7 @@ def as_html(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
             for picture in pictures
         ]
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Published evaluations, run again</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Experiments</title>'
         f"<style>{STYLE}</style></head><body>\n{chr(10).join(body)}\n</body></html>\n"
     )
 

@@ -1,4 +1,4 @@
-"""Run cases: each once, whoever asks for it, in as many processes as wished, and kept on disk under its key."""
+"""Run cases: each once for all experiments that need it, in several processes, and kept on disk under its key."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from manylora.experiments.calculations import CALCULATIONS
 from manylora.experiments.cases import Case
+from manylora.experiments.clairvoyant import is_clairvoyant, run_clairvoyant
 from manylora.experiments.result import Result
 from manylora.experiments.simulated import run_case
 
@@ -21,8 +22,10 @@ Progress = Callable[[int, int], None]
 
 
 def compute(case: Case) -> Result:
-    """Run one case, whatever kind it is."""
-    return run_case(case) if case.calculation is None else CALCULATIONS[case.calculation](case)
+    """Run one case: a calculation, the clairvoyant bound, or a simulated run."""
+    if case.calculation is not None:
+        return CALCULATIONS[case.calculation](case)
+    return run_clairvoyant(case) if is_clairvoyant(case) else run_case(case)
 
 
 class Runner:
@@ -60,7 +63,7 @@ class Runner:
                 self._keep(key, compute(case))
                 report(place, len(wanted))
         else:
-            # Started afresh rather than forked: a forked process may inherit a lock that nobody will ever release.
+            # Started afresh rather than forked: a forked process may inherit a lock that no thread of it will release.
             with ProcessPoolExecutor(self._num_processes, mp_context=get_context("spawn")) as pool:
                 futures = {pool.submit(compute, case): key for key, case in missing.items()}
                 try:

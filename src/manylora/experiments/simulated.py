@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -45,7 +46,7 @@ def run_case(case: Case) -> Result:
     good = [one for one in counted if one.error is None]
     figures = {
         **_felt(run, case),
-        **_moved(run, case),
+        **_moved(run, case, versions),
         **_by_rank(good),
         **_by_class(good, versions, config.base),
         **_against_alone(good, alone),
@@ -62,8 +63,8 @@ def run_case(case: Case) -> Result:
 
 
 def _felt(run: Run, case: Case) -> dict[str, float]:
-    """What users felt."""
-    summary = run.summary(slo=Slo(ttft_s=case.slo_s), warm_up_s=case.warm_up_s)
+    """Latencies and shares of all requests."""
+    summary = run.summary(slo=Slo(ttft_s=case.slo_s, tpot_s=case.slo_tpot_s), warm_up_s=case.warm_up_s)
     figures = {
         "requests": summary.num_requests,
         "errors": summary.num_errors,
@@ -75,20 +76,26 @@ def _felt(run: Run, case: Case) -> dict[str, float]:
         "preempted": summary.preempted_share,
         "squashed": summary.squashed_share,
     }
-    for name in ("ttft", "tbt", "e2e", "queueing"):
+    for name in ("ttft", "tbt", "tpot", "e2e", "queueing"):
         found = getattr(summary, name)
         for part in ("mean", "p50", "p90", "p99"):
             figures[f"{name}_{part}"] = getattr(found, part) if found is not None else 0.0
     return figures
 
 
-def _moved(run: Run, case: Case) -> dict[str, float]:
-    """What went over the link, and who waited for it."""
+def _moved(run: Run, case: Case, versions: dict[str, AdapterVersion]) -> dict[str, float]:
+    """Copies over the link, and the time that requests waited for them."""
     loads = [timeline.loads[Tier.DEVICE] for timeline in run.timelines]
+    sent = Counter(one.replica for one in run.records)
     waits = np.array([one.adapter_wait_s for one in run.records if one.arrived_at >= case.warm_up_s])
+    asked_bytes = sum(versions[one.adapter].host_bytes for one in run.records if one.adapter)
+    loaded_bytes = sum(sum(one.num_bytes) for one in loads)
     return {
+        "loading_avoided": 1.0 - loaded_bytes / asked_bytes if asked_bytes else 1.0,
+        "loads": sum(len(one.at) for one in loads),
         "loads_per_s": sum(len(one.at) for one in loads) / run.duration_s,
-        "link_bytes_per_s": sum(sum(one.num_bytes) for one in loads) / run.duration_s,
+        "busiest_over_mean": max(sent.values()) * len(run.timelines) / sent.total() if sent else 1.0,
+        "link_bytes_per_s": loaded_bytes / run.duration_s,
         "link_busy": sum(sum(one.busy_s) for one in loads) / run.duration_s,
         "adapter_wait_none": float(np.mean(waits <= 0.0)) if len(waits) else 1.0,
         "adapter_wait_p99": float(np.quantile(waits, 0.99)) if len(waits) else 0.0,

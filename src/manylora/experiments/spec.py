@@ -3,9 +3,10 @@
 A *suite* is a folder with a ``suite.toml`` (the set-up that its experiments share) and a file for each experiment::
 
     suite.toml     title, slo_s, warm_up_s, [workload], [setups.NAME]
-    fig11.toml     title, source, use (names of setups), [sweep] or [[points]], [[plots]], [[claims]], why
+    fig11.toml     title, source, use (names of setups), [sweep], [[sweep]] or [[points]], [[plots]], [[claims]], why
 
-An experiment runs every setup at every point, with every seed. A *point* changes keys of the workload and of the setups
+An experiment runs every setup at every point, with every seed; several sweeps make a point of every combination. A
+*point* changes keys of the workload and of the setups
 by their dotted names; a table that brings a ``kind`` replaces the one it changes, any other is merged into it. A setup
 may be ``like`` another. All of it ends as a list of cases (``cases.py``); nothing here runs anything.
 """
@@ -132,6 +133,9 @@ class Experiment:
         why: Why ours differs, where it does, and what shows that.
         notes: What a reader should know about how it was done.
         is_ablation: Whether it asks what it would take, so that its claims make no verdict.
+        first_seed: The seeds are this one and those that follow; others than those that constants were found on.
+        slo_tpot_s: Promised mean time per token after the first, in seconds; ``None`` for no promise.
+        versus: The setup that a second table compares all others with, seed by seed; ``None`` for no such table.
     """
 
     name: str
@@ -150,6 +154,9 @@ class Experiment:
     why: str
     notes: str
     is_ablation: bool = False
+    first_seed: int = 0
+    slo_tpot_s: float | None = None
+    versus: str | None = None
 
 
 def merge(table: Mapping[str, object], changes: Mapping[str, object]) -> Table:

@@ -2,7 +2,7 @@
 
 from manylora.measure.recorder import Recorder
 from manylora.measure.records import RequestRecord
-from manylora.measure.statistics import Interval, Percentiles, block_bootstrap, interval_of_runs, percentiles
+from manylora.measure.statistics import Interval, Percentiles, interval_of_runs, percentiles
 from manylora.measure.summary import GroupSummary, Slo, Summary, gaps_of, summarise
 from manylora.measure.timeline import GAUGES, Loads, Steps, Timeline
 
@@ -18,7 +18,6 @@ __all__ = [
     "Steps",
     "Summary",
     "Timeline",
-    "block_bootstrap",
     "gaps_of",
     "interval_of_runs",
     "percentiles",

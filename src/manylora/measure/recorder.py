@@ -9,7 +9,7 @@ What a request waited for is told apart::
 
 *Adapter* is the part of loading that nothing hid: the request could have been admitted (``AdapterAwaited``) but for a
 load that had not ended. Several such spans add up. A load that another wait covers, for a seat, for tokens of the
-step, for pages, costs nobody time and is not counted; nor is a load that a pre-empted request awaits after its first
+step, for pages, delays no request and is not counted; nor is a load that a pre-empted request awaits after its first
 token: that is a gap.
 """
 

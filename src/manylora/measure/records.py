@@ -19,7 +19,7 @@ class RequestRecord:
         num_prompt_tokens: Length of the prompt.
         num_output_tokens: Tokens it got.
         arrived_at: When it was asked.
-        admitted_at: When it first ran; ``None`` if it never did or nobody can tell.
+        admitted_at: When it first ran; ``None`` if it never did or that is unknown.
         first_token_at: When its first token came; ``None`` if none did.
         finished_at: When it ended.
         max_gap_s: Longest time between two of its tokens; 0 with fewer than two.
@@ -65,7 +65,7 @@ class RequestRecord:
 
     @property
     def queueing_s(self) -> float | None:
-        """Time from arrival to admission; ``None`` if it was never admitted, or nobody can tell."""
+        """Time from arrival to admission; ``None`` if it was never admitted, or that is unknown."""
         return None if self.admitted_at is None else self.admitted_at - self.arrived_at
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import sqrt
@@ -10,7 +10,7 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Interval", "Percentiles", "block_bootstrap", "interval_of_runs", "percentiles"]
+__all__ = ["Interval", "Percentiles", "interval_of_runs", "percentiles"]
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -75,34 +75,3 @@ def interval_of_runs(values: Seq[float]) -> Interval:
     t = STUDENT_T[min(len(values) - 1, len(STUDENT_T)) - 1]
     half = t * float(np.std(values, ddof=1)) / sqrt(len(values))
     return Interval(middle=mean, low=mean - half, high=mean + half)
-
-
-def block_bootstrap(
-    values: Seq[float],
-    statistic: Callable[[NDArray[np.float64]], float],
-    rng: np.random.Generator,
-    *,
-    num_blocks: int = 20,
-    num_draws: int = 400,
-) -> Interval:
-    """Return a figure of one run with a 95 % interval, from the run alone.
-
-    Requests that meet in a queue are late together, so they are drawn in blocks that followed each other: single draws
-    would make the interval far too narrow. It is a rough guide even so; repeated runs (``interval_of_runs``) are
-    better.
-
-    Args:
-        values: In order of time.
-        statistic: The figure.
-        rng: Chance.
-        num_blocks: Blocks that the run is cut into, and drawn each time.
-        num_draws: Draws.
-    """
-    assert len(values)
-    found = np.asarray(values, dtype=np.float64)
-    size = max(1, len(found) // num_blocks)
-    starts = rng.integers(0, len(found) - size + 1, size=(num_draws, -(-len(found) // size)))
-    offsets = np.arange(size)
-    draws = [statistic(found[(row[:, None] + offsets).ravel()[: len(found)]]) for row in starts]
-    low, high = np.quantile(draws, (0.025, 0.975))
-    return Interval(middle=statistic(found), low=float(low), high=float(high))

@@ -95,7 +95,7 @@ class Summary:
         normalised: Time in all per output token.
         slo_attainment: Share of all requests that got what was promised.
         goodput_per_s: Requests per second that did.
-        hit_rate: Share of requests for an adapter that found it on the device; ``None`` where nobody can tell.
+        hit_rate: Share of requests for an adapter that found it on the device; ``None`` where that is unknown.
         adapter_wait_share: Share of all time to first token in which a request waited for nothing but its adapter.
         num_adapter_waits: Requests that did so for any time.
         cached_share: Share of prompt tokens from the prefix cache.

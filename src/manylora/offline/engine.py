@@ -55,7 +55,7 @@ class Engine:
             model that comes with the package.
         adapters: PEFT adapter directories by name; of ``demo``, all its own when ``None``.
         step_log: File that gets one JSON line per step and per load, for ``manylora calibrate``.
-        request_log: File that gets one JSON line per finished request, for ``manylora predictor train``.
+        request_log: File that gets one JSON line per finished request: sizes, no text.
         build: Builds the engine's parts; when ``None``, those that the options ask for (tests give simulated ones).
         options: Fields of ``ModelConfig``, ``MemoryConfig``, ``SchedulerConfig``, ``AdapterConfig``, and ``seed`` and
             ``simulate`` of ``EngineConfig``, by name.

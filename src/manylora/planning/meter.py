@@ -46,7 +46,7 @@ class Meter:
         return self.cost.load_time_s(load)
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each part in all the time of steps; empty where nobody can tell."""
+        """Return the share of each part in all the time of steps; empty where they are unknown."""
         total = sum(self.parts_s.values())
         return {name: seconds / total for name, seconds in self.parts_s.items()} if total else {}
 

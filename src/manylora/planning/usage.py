@@ -62,7 +62,7 @@ class Usage:
         adapter_wait: Share of all time to first token in which a request waited for nothing but its adapter.
         preempted: Share of requests that had to give their pages back.
         mean_running: Sequences in a step.
-        step_parts: Share of each part in the time of steps; empty where nobody can tell.
+        step_parts: Share of each part in the time of steps; empty where they are unknown.
         prompt_tokens_per_s: Prompt tokens of requests that ended well, all replicas together.
         output_tokens_per_s: Tokens they got.
         waited_for: Share of each reason in all waiting that was seen: ``seats``, ``memory`` and ``device``.
@@ -151,7 +151,7 @@ def _waited_for(runs: Sequence[LoadTestRun]) -> dict[str, float]:
                 "num_resident",
                 "num_active",
             )
-            # Pages of resident adapters that nobody uses could be had as well; adapters are taken to be alike in size.
+            # Pages of resident but unused adapters could be taken as well; adapters are taken to be alike in size.
             idle = adapters * (1 - active / np.maximum(1, resident))
             seats = running >= one.config.scheduler.max_num_seqs
             memory = ~seats & (free + prefix + idle < pages)

@@ -1,7 +1,7 @@
 """From TOML tables to frozen dataclasses: field by field, kind by kind, and never a key that is silently dropped.
 
 A dataclass's annotations say what a table may hold. Where the annotation is a Protocol, the table's ``kind`` says which
-of its registered implementations is meant. Whatever is wrong is named by where it stands: ``workload.arrivals.rate``.
+of its registered implementations is meant. A mistake is named by its place: ``workload.arrivals.rate``.
 """
 
 from __future__ import annotations

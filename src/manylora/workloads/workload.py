@@ -38,7 +38,7 @@ class RequestSpec:
         adapter: Name of an adapter of the workload; ``None`` for the base.
         prefix: Names of the blocks its prompt begins with, as in Mooncake's traces: requests with equal leading
             names have equal leading tokens. The prompt may end inside the last of them, or go on behind it with
-            tokens of its own. Empty: a prompt that nobody shares.
+            tokens of its own. Empty: a prompt that no other request shares.
         prefix_block_tokens: Tokens in each of those blocks.
     """
 

@@ -10,7 +10,6 @@ from manylora.scheduling.prediction.oracle import NoisyPredictor, OraclePredicto
 from manylora.scheduling.prediction.port import LengthEstimate, LengthPredictor
 from manylora.scheduling.prediction.quantile import QuantilePredictor
 from manylora.scheduling.prediction.request_log import RequestLog
-from manylora.scheduling.prediction.trained import TrainedPredictor, load_trained
 
 __all__ = [
     "PREDICTORS",
@@ -20,8 +19,6 @@ __all__ = [
     "OraclePredictor",
     "QuantilePredictor",
     "RequestLog",
-    "TrainedPredictor",
-    "load_trained",
     "make_predictor",
 ]
 
@@ -39,16 +36,10 @@ def _make_noisy(config: SchedulerConfig, seed: int, options: NoisyPredictor.Opti
     return NoisyPredictor(options.accuracy, seed)
 
 
-@takes(TrainedPredictor.Options)
-def _make_trained(config: SchedulerConfig, seed: int, options: TrainedPredictor.Options) -> LengthPredictor:
-    return load_trained(options.file, QuantilePredictor())
-
-
 PREDICTORS: dict[str, Callable[..., LengthPredictor]] = {
     "noisy": _make_noisy,
     "oracle": _make_oracle,
     "quantile": _make_quantile,
-    "trained": _make_trained,
 }
 
 
@@ -60,7 +51,7 @@ def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
         seed: Of the noisy one's draws.
 
     Raises:
-        ConfigError: There is none of that name, an option is wrong, or its file is missing or not a predictor.
+        ConfigError: There is none of that name, an option is wrong.
     """
     factory = find_factory("predictor", config.predictor, PREDICTORS)
     options = options_for("predictor", config.predictor, PREDICTORS, config.predictor_options)

@@ -1,21 +1,15 @@
-"""The request log: one JSON line per finished request, what a length predictor is trained on.
-
-It holds sizes and sampling caps, no prompt and no answer.
-"""
+"""The request log: one JSON line per finished request, with sizes and sampling caps, no prompt and no answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TextIO
 
-from manylora.errors import ConfigError
 from manylora.events import Event, RequestArrived, RequestFinished
 from manylora.types import FinishReason
 
-__all__ = ["RequestLog", "RequestRecord", "read_request_log"]
+__all__ = ["RequestLog", "RequestRecord"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +25,7 @@ class RequestRecord:
         limit: The cap in effect: its own, or what the model and the memory allow.
         temperature: 0 is greedy.
         has_schema: Whether the answer had to match a JSON schema.
-        finish: ``stop`` or ``length``; others are not logged, for they say nothing of the answer's length.
+        finish: ``stop`` or ``length``; others are not logged, because their length is not the answer's.
     """
 
     arrived_at: float
@@ -76,20 +70,3 @@ class RequestLog:
                         finish=reason.value,
                     )
                     self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
-
-
-def read_request_log(path: str | Path) -> Iterator[RequestRecord]:
-    """Yield the records of a log.
-
-    Raises:
-        ConfigError: There is no such file, or a line of it is not a record; says which and why.
-    """
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    yield RequestRecord(**json.loads(line))
-                except (ValueError, TypeError) as error:
-                    raise ConfigError(f"Line {number} of {path} is not a record of a request: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"Cannot read the request log {path}: {error.strerror}") from None

@@ -1,16 +1,16 @@
-"""The clairvoyant bound against the true optimum, and the eviction benchmark, shortened."""
+"""The clairvoyant bound against the true optimum, and the eviction experiment, shortened."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
-pytest.importorskip("scipy")
-
-from clairvoyant import most_saved
-from eviction import POLICIES, SHARES, compare, independent, sessions
+from manylora.experiments import Runner, cases_of, read_experiment
+from manylora.experiments.clairvoyant import most_saved
+from manylora.experiments.spec import merge
 
 
 def best_by_trying(uses: list[str], sizes: dict[str, int], savings: dict[str, float], capacity: int) -> float:
@@ -25,7 +25,7 @@ def best_by_trying(uses: list[str], sizes: dict[str, int], savings: dict[str, fl
         options = []
         for mask in range(1 << len(there)):
             chosen = frozenset(item for i, item in enumerate(there) if mask >> i & 1)
-            # Whatever is kept beside the item in use had to fit beside it.
+            # All items that are kept had to fit beside the item in use.
             if sum(sizes[item] for item in chosen | {uses[at]}) <= capacity:
                 options.append(best(at + 1, chosen))
         return saved + max(options)
@@ -58,14 +58,20 @@ def test_with_one_size_the_bound_is_belady():
     assert most_saved("aabb", sizes, ones, 1) == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("draw", [independent, sessions])
-def test_nobody_beats_the_bound_and_price_is_not_beaten_by_much(draw):
-    cells = compare(draw(1500, random.Random(5)), (SHARES[1], SHARES[3]))
-    for cell in cells.values():
-        shares = {policy: outcome["share_of_bound"] for policy, outcome in cell["policies"].items()}  # type: ignore[attr-defined]
-        assert set(shares) == set(POLICIES)
-        assert all(0.0 <= share <= 1.0 for share in shares.values())
-        assert shares["none"] == 0.0
-        assert shares["price"] > max(shares.values()) - 0.03
-        for outcome in cell["policies"].values():  # type: ignore[attr-defined]
-            assert outcome["saved_bytes"] + outcome["loaded_bytes"] == cell["asked_bytes"]
+@pytest.mark.parametrize("traffic", ["independent", "sessions"])
+def test_no_policy_beats_the_bound_and_price_is_not_beaten_by_much(traffic):
+    experiment = read_experiment("manylora/eviction")
+    experiment = replace(experiment, workload=merge(experiment.workload, {"num_requests": 1500}))
+    cases = {
+        (setup, point): case
+        for (setup, point, _), case in cases_of(experiment, seeds=1, traces=None).items()
+        if point in (f"{traffic}, 5 %", f"{traffic}, 20 %")
+    }
+    results = Runner(None).run(cases.values())
+    for point in {point for _, point in cases}:
+        avoided = {setup: results[cases[setup, point].key].figures["loading_avoided"] for setup in experiment.setups}
+        bound = avoided.pop("clairvoyant")
+        assert 0.0 < bound < 1.0
+        assert all(0.0 <= value <= bound for value in avoided.values())
+        assert avoided["none"] < 0.01
+        assert avoided["price"] > max(avoided.values()) - 0.03 * bound

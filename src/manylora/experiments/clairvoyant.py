@@ -1,6 +1,6 @@
 """The most that any eviction policy could save, knowing the future: an upper bound for variable sizes and costs.
 
-With one size and one cost, dropping whatever is used furthest in the future is best (Belady). With sizes and costs
+With one size and one cost, dropping the item that is used furthest in the future is best (Belady). With sizes and costs
 the best choice is NP-hard, so this is its linear relaxation, which is solved exactly. Between two uses of an
 item it is either kept, which saves one load and takes its size all the while, or not:
 
@@ -10,10 +10,12 @@ item it is either kept, which saves one load and takes its size all the while, o
     such that   sum over gaps across use t of size * x  <=  capacity - size of the item used at t       for every t
                 0 <= x <= 1                                     <- the relaxation: the truth is 0 or 1
 
-*Why it bounds.* What a policy keeps is a point with every x in {0, 1}, and at each use whatever it keeps has to fit
+*Why it bounds.* A policy is a point with every x in {0, 1}, and at each use all items that it keeps have to fit
 beside the item in use; so it satisfies the constraints, and the maximum over a larger set is no smaller. A policy
-that loads ahead of time gains nothing here: what counts is loads avoided, not when they happen. Items in use over a
-span of time only leave less room than assumed.
+that loads ahead of time gains nothing here: loads avoided count, not when they happen. Items in use over a
+span of time only leave less room than assumed, and so does KV.
+
+An experiment asks for it with a setup whose eviction is ``clairvoyant``.
 
 Source: Berger, Beckmann and Harchol-Balter, "Practical bounds on optimal caching with variable object sizes"
 (SIGMETRICS 2018), the flow-based offline optimum; there an item may bypass the cache, here it must be in it when used.
@@ -23,16 +25,54 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
-__all__ = ["most_saved"]
+from manylora.experiments.cases import Case, read_setup, read_workload
+from manylora.experiments.result import Result
+from manylora.experiments.spec import merge
+from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.setup import make_config
+from manylora.workloads import make_workload
+
+__all__ = ["is_clairvoyant", "most_saved", "run_clairvoyant"]
+
+NAME = "clairvoyant"
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+def is_clairvoyant(case: Case) -> bool:
+    """Whether a case asks for the bound instead of an eviction policy."""
+    adapters = case.setup.get("adapters", {})
+    return isinstance(adapters, Mapping) and adapters.get("eviction") == NAME
+
+
+def run_clairvoyant(case: Case) -> Result:
+    """Return the bounds for a case: the most loading that can be avoided, and the most hits.
+
+    They are two maxima, and no policy need reach both at once.
+
+    Raises:
+        ConfigError: Something in its description is wrong, or a trace is missing.
+    """
+    spec = read_workload(case.workload, case.traces)
+    workload = make_workload(spec, case.seed)
+    setup = read_setup(merge(case.setup, {"adapters": {"eviction": "lru"}}))
+    config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
+    versions = adapter_versions(workload.adapters, config.base)
+    sizes = {name: version.num_pages for name, version in versions.items()}
+    uses = [one.adapter for one in workload.requests if one.adapter is not None]
+    saved = most_saved(uses, sizes, sizes, config.num_pages)
+    num_hits = most_saved(uses, sizes, dict.fromkeys(sizes, 1), config.num_pages)
+    return Result({"loading_avoided": saved / sum(sizes[name] for name in uses), "hit_rate": num_hits / len(uses)})
 
 
 def most_saved(
-    uses: Sequence[Hashable],
-    sizes: Mapping[Hashable, int],
-    savings: Mapping[Hashable, float],
+    uses: Sequence[Item],
+    sizes: Mapping[Item, int],
+    savings: Mapping[Item, float],
     capacity: int,
     *,
     whole: bool = False,
@@ -42,7 +82,7 @@ def most_saved(
     Args:
         uses: Items in order of use.
         sizes: Size of each, all at most ``capacity``.
-        savings: What finding an item there is worth.
+        savings: Worth of finding an item there.
         capacity: Room.
         whole: Solve for whole x instead, the true optimum; exponential, for a hundred uses or so.
     """
@@ -50,7 +90,7 @@ def most_saved(
     from scipy.sparse import coo_matrix, diags, hstack
 
     size_at = np.array([sizes[item] for item in uses], dtype=float)
-    last: dict[Hashable, int] = {}
+    last: dict[Item, int] = {}
     free = 0.0
     gaps: list[tuple[int, int]] = []
     for at, item in enumerate(uses):

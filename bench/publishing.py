@@ -1,0 +1,46 @@
+"""What every benchmark shares: its arguments, its tables, and results as JSON for programs and Markdown for people."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def arguments(doc: str | None, *, quick: str = "", processor_time: bool = False) -> argparse.ArgumentParser:
+    """Return a parser that shows the script's docstring, with the arguments that it names."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=f"{quick}; writes nothing")
+    if processor_time:
+        parser.add_argument("--processor-time", action="store_true", help="one thread, and its processor time")
+    return parser
+
+
+def publish(name: str, figures: object, text: str, *, is_kept: bool = True, is_shown: bool = True) -> None:
+    """Print a result, and write it to the folder of results; a smoke test writes nothing."""
+    if is_shown:
+        print(text)
+    if is_kept:
+        (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        (RESULTS / f"{name}.md").write_text(text.rstrip("\n") + "\n")
+
+
+def table(heads: Sequence[object], rows: Iterable[Sequence[object]], *, left: int = 1) -> list[str]:
+    """Return the lines of a table whose first ``left`` columns are text and all others numbers."""
+    lines = [heads, ["---" if place < left else "---:" for place in range(len(heads))], *rows]
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
+def clock_of(options: argparse.Namespace, processor: Callable[[], float] = time.process_time) -> Callable[[], float]:
+    """Return the clock that ``--processor-time`` asks for, and take one thread if it does."""
+    if not options.processor_time:
+        return time.perf_counter
+    import torch
+
+    torch.set_num_threads(1)
+    return processor
