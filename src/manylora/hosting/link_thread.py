@@ -1,4 +1,4 @@
-"""An engine in a thread of this process: for the offline API, and one debugger sees everything.
+"""An engine in a thread of this process, for the offline API and for debugging.
 
 Not for serving: while Python code of the engine runs, no request is read and no token is sent.
 """
@@ -48,7 +48,7 @@ class ThreadLink:
 
         def deliver_all() -> None:
             messages = [inbox.popleft() for _ in range(len(inbox))]
-            if messages:  # else an earlier call took them
+            if messages:  # else an earlier call delivered them
                 deliver(messages)
 
         def send(message: Message) -> None:
@@ -81,7 +81,7 @@ class ThreadLink:
         threading.Thread(target=serve, name="manylora-engine", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Hand a command over."""
+        """Send a command."""
         if self._service is not None and self._end is not None and not self._end.done():
             self._service.handle(command)
 
