@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer an unexpected exception; its details are logged and not sent."""
     logger.error("bug path=%s error=%r", request.scope["path"], error)
-    return error_response(HttpError(500, "The server failed on this request; its log says why."))
+    return error_response(HttpError(500, "The server failed on this request; see its log."))
 
 
 def make_app(context: Context) -> Starlette:
