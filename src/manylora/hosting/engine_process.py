@@ -19,7 +19,7 @@ import zmq
 
 from manylora.clock import WallClock
 from manylora.hosting.gc_freeze import freeze_start_up_heap
-from manylora.hosting.protocol import EngineSetup, Message, Ready, decode_command, encode
+from manylora.hosting.protocol import Message, ProcessSetup, Ready, decode_command, encode
 from manylora.hosting.service import EngineService
 
 __all__ = ["main", "pack_setup"]
@@ -31,15 +31,15 @@ EXIT_ORPHANED = 4
 logger = logging.getLogger(__name__)
 
 
-def pack_setup(setup: EngineSetup) -> bytes:
+def pack_setup(setup: ProcessSetup) -> bytes:
     """Return the bytes of a set-up for the engine's standard input: a line with the length, then msgpack."""
     body = encode(setup)
     return b"%d\n" % len(body) + body
 
 
-def _read_setup() -> EngineSetup:
+def _read_setup() -> ProcessSetup:
     num_bytes = int(sys.stdin.buffer.readline())
-    return msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=EngineSetup)
+    return msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=ProcessSetup)
 
 
 def _die_with_parent(sockets: Path) -> None:
@@ -81,14 +81,7 @@ def main() -> int:
             freeze_start_up_heap()
         messages.send(encode(message), copy=False)
 
-    service = EngineService(
-        setup.config,
-        served_name=setup.served_name,
-        builder=setup.builder,
-        is_observed=setup.is_observed,
-        clock=WallClock(),
-        send=send,
-    )
+    service = EngineService(setup.engine, clock=WallClock(), send=send)
     # The socket is bound before Ready is sent, and the API process sends no command before Ready.
     threading.Thread(
         target=_receive, args=(context, setup.commands_address, service), name="commands", daemon=True

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from manylora.config import EngineConfig
 from manylora.hosting.link_process import ProcessLink
 from manylora.hosting.link_thread import ThreadLink
-from manylora.hosting.protocol import Command, Message
-from manylora.hosting.service import Builder
+from manylora.hosting.protocol import Command, EngineSpec, Message
 
-__all__ = ["LINKS", "EngineLink", "make_link"]
+__all__ = ["LINKS", "EngineLink"]
 
 
 class EngineLink(Protocol):
@@ -48,26 +46,5 @@ class EngineLink(Protocol):
         ...
 
 
-class _MakeLink(Protocol):
-    def __call__(
-        self, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool
-    ) -> EngineLink: ...
-
-
-LINKS: dict[str, _MakeLink] = {"process": ProcessLink, "thread": ThreadLink}
-"""The ways to host an engine, by name."""
-
-
-def make_link(
-    kind: str, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool = True
-) -> EngineLink:
-    """Return the link to a new engine, not yet started.
-
-    Args:
-        kind: The way to host it, in ``LINKS``.
-        config: Configuration of the engine.
-        served_name: The base model's name in the API.
-        builder: Builds the engine's parts; a name for an engine in another process.
-        is_observed: Whether the engine sends ``Observations``, which cost a few percent of an empty step.
-    """
-    return LINKS[kind](config, served_name=served_name, builder=builder, is_observed=is_observed)
+LINKS: dict[str, Callable[[EngineSpec], EngineLink]] = {"process": ProcessLink, "thread": ThreadLink}
+"""Makes the link to a new engine, not yet started, by the way to host it."""

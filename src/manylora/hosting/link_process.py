@@ -22,11 +22,9 @@ from typing import Any
 
 import zmq
 
-from manylora.config import EngineConfig
 from manylora.errors import ConfigError
 from manylora.hosting.engine_process import pack_setup
-from manylora.hosting.protocol import Command, EngineSetup, Message, decode_message, encode
-from manylora.hosting.service import Builder
+from manylora.hosting.protocol import Command, EngineSpec, Message, ProcessSetup, decode_message, encode
 
 __all__ = ["ProcessLink"]
 
@@ -39,12 +37,9 @@ logger = logging.getLogger(__name__)
 class ProcessLink:
     """An ``EngineLink`` to a new engine process."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool) -> None:
-        assert isinstance(builder, str), "a function cannot travel to another process"
-        self._config = config
-        self._served_name = served_name
-        self._builder = builder
-        self._is_observed = is_observed
+    def __init__(self, engine: EngineSpec) -> None:
+        assert isinstance(engine.builder, str), "a function cannot be sent to another process"
+        self._engine = engine
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: asyncio.Future[int] | None = None
         self._directory: str | None = None
@@ -63,14 +58,11 @@ class ProcessLink:
         self._directory = tempfile.mkdtemp(prefix="manylora-")
         if len(self._directory) > LONGEST_SOCKET_PATH - 5:
             raise ConfigError(f"Got the temporary directory {self._directory!r}, expected a shorter path (TMPDIR)")
-        setup = EngineSetup(
-            config=self._config,
-            served_name=self._served_name,
-            builder=self._builder,
+        setup = ProcessSetup(
+            engine=self._engine,
             commands_address=f"ipc://{self._directory}/down",
             messages_address=f"ipc://{self._directory}/up",
             log_level=logging.getLogger().getEffectiveLevel(),
-            is_observed=self._is_observed,
         )
         loop = asyncio.get_running_loop()
         self._context = zmq.Context()

@@ -15,7 +15,7 @@ message is paid per step and not per token.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -29,13 +29,14 @@ __all__ = [
     "Cancel",
     "Command",
     "EngineInfo",
-    "EngineSetup",
+    "EngineSpec",
     "Fault",
     "FinishedRequest",
     "LoadAdapter",
     "Message",
     "Observations",
     "PinAdapter",
+    "ProcessSetup",
     "Ready",
     "Refused",
     "Reply",
@@ -49,26 +50,36 @@ __all__ = [
 ]
 
 
-class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The set-up that a new engine process reads from its standard input.
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine behind a link.
 
     Args:
         config: The engine's configuration.
         served_name: The base model's name in the API.
-        builder: Builds the engine's parts, as ``module:function`` (see ``service.BuildParts``).
-        commands_address: The socket on which the engine receives commands.
-        messages_address: The socket to which it sends messages.
-        log_level: Level of its log on standard error.
-        is_observed: Whether it sends observations.
+        builder: Builds the engine's parts: a ``service.Builder``; for an engine in another process, a name.
+        is_observed: Whether the engine sends ``Observations``, which cost a few percent of an empty step.
     """
 
     config: EngineConfig
     served_name: str
-    builder: str
+    builder: Any
+    is_observed: bool = True
+
+
+class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The set-up that a new engine process reads from its standard input.
+
+    Args:
+        engine: The engine.
+        commands_address: The socket on which the engine receives commands.
+        messages_address: The socket to which it sends messages.
+        log_level: Level of its log on standard error.
+    """
+
+    engine: EngineSpec
     commands_address: str
     messages_address: str
     log_level: int
-    is_observed: bool
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +257,7 @@ _command_decoder = msgspec.msgpack.Decoder(Command)
 _message_decoder = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Command | Message | EngineSetup) -> bytes:
+def encode(message: Command | Message | ProcessSetup) -> bytes:
     """Return the message as msgpack."""
     return _encoder.encode(message)
 

@@ -28,6 +28,7 @@ from manylora.hosting.protocol import (
     Cancel,
     Command,
     EngineInfo,
+    EngineSpec,
     Fault,
     LoadAdapter,
     Message,
@@ -78,30 +79,16 @@ class EngineService:
     """One engine behind commands and messages.
 
     Args:
-        config: The engine's configuration.
-        served_name: The base model's name in the API.
-        builder: Builds the engine's parts.
-        is_observed: Whether to send observations.
+        engine: The engine.
         clock: Live time.
         send: Sends a message; called on the loop's thread alone.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        served_name: str,
-        builder: Builder,
-        is_observed: bool,
-        clock: Clock,
-        send: Callable[[Message], None],
-    ) -> None:
-        self._config = config
-        self._served_name = served_name
-        self._builder = builder
+    def __init__(self, engine: EngineSpec, *, clock: Clock, send: Callable[[Message], None]) -> None:
+        self._engine = engine
+        self._config = engine.config
         self._clock = clock
         self._send = send
-        self._is_observed = is_observed
         self._observer = Observer()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
         self._loop: EngineLoop | None = None
@@ -118,7 +105,7 @@ class EngineService:
             Exception: The engine failed; it cannot be used again.
         """
         try:
-            parts = self._parts = load_builder(self._builder)(self._config, self._clock)
+            parts = self._parts = load_builder(self._engine.builder)(self._config, self._clock)
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
             return False
@@ -127,9 +114,9 @@ class EngineService:
             core = EngineCore.from_parts(
                 parts,
                 self._config,
-                served_name=self._served_name,
+                served_name=self._engine.served_name,
                 executor=self._logged(parts, files),
-                sinks=[*([self._observer] if self._is_observed else []), *self._request_log(files)],
+                sinks=[*([self._observer] if self._engine.is_observed else []), *self._request_log(files)],
             )
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
             if self._is_stopping:  # ``stop`` was called before the loop existed
@@ -194,7 +181,7 @@ class EngineService:
     def _info(self, parts: EngineParts) -> EngineInfo:
         base = parts.base
         return EngineInfo(
-            served_name=self._served_name,
+            served_name=self._engine.served_name,
             base_name=base.name,
             architecture=base.architecture,
             max_model_len=base.max_model_len,

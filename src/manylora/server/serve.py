@@ -35,7 +35,8 @@ from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.gc_freeze import freeze_start_up_heap
-from manylora.hosting.link import EngineLink, make_link
+from manylora.hosting.link import LINKS
+from manylora.hosting.protocol import EngineSpec
 from manylora.hosting.service import builder_for
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
@@ -98,7 +99,6 @@ class Server:
         self._engine_config = engine
         self._config = server
         self._modules = modules
-        self._builder = builder
         served_name = engine.model.served_model_name or engine.model.model
         self._metrics = Metrics(
             engine,
@@ -107,8 +107,9 @@ class Server:
             epoch_s=time.time,
             monotonic_s=time.monotonic,
         )
+        spec = EngineSpec(config=engine, served_name=served_name, builder=builder)
         self.fleet = Fleet(
-            [self._make_link],
+            [functools.partial(LINKS["thread" if server.in_process else "process"], spec)],
             served_name=served_name,
             restarts=restarts,
             observe=self._metrics.observe,
@@ -182,10 +183,6 @@ class Server:
         except TimeoutError:
             if self._drain_timeout_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
-
-    def _make_link(self) -> EngineLink:
-        kind = "thread" if self._config.in_process else "process"
-        return make_link(kind, self._engine_config, served_name=self.fleet.served_name, builder=self._builder)
 
     def _http_server(self, tokenizer: Tokenizer, on_listening: Callable[[], None]) -> _HttpServer:
         version = metadata.version("manylora")
