@@ -138,20 +138,17 @@ class LatencyWindow:
         return _summary(one.by_adapter[name] for one in self._slices if name in one.by_adapter)
 
     def _current(self, now: float) -> _Slice:
-        self._expire(now)
-        number = _number(now)
+        number = self._expire(now)
         if not self._slices or self._slices[-1].number != number:
             self._slices.append(_Slice(number))
         return self._slices[-1]
 
-    def _expire(self, now: float) -> None:
-        oldest = _number(now) - NUM_SLICES + 1
-        while self._slices and self._slices[0].number < oldest:
+    def _expire(self, now: float) -> int:
+        """Drop slices that have left the window; return the number of the present slice."""
+        number = int(now * NUM_SLICES / WINDOW_S)
+        while self._slices and self._slices[0].number <= number - NUM_SLICES:
             self._slices.popleft()
-
-
-def _number(now: float) -> int:
-    return int(now * NUM_SLICES / WINDOW_S)
+        return number
 
 
 def _places(current: _Slice, name: str) -> tuple[_Durations, ...]:
