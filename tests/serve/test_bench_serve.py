@@ -26,7 +26,7 @@ def test_a_run_over_adapters_and_one_over_the_base(tokenizer: Path, lora_dir: Pa
         line += ["--base-share", "0.3", "--popularity", "round-robin", "--goodput", "ttft:5000", "tpot:5000"]
         result = CliRunner().invoke(app, [*line, "--save", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    assert "What adapters cost" in result.output
+    assert "Cost of adapters" in result.output
     report = json.loads((tmp_path / "out" / "results.json").read_text())
     mixed, base = report["runs"]["adapters"], report["runs"]["base alone"]
     for run in (mixed, base):

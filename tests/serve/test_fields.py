@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.errors import RequestError
-from manylora.server.api.sampling import sampling_params
-from manylora.server.api.schemas import REFUSED, ChatBody, CompletionBody, parse
+from manylora.server.api.request import REFUSED, parse
+from manylora.server.api.schemas import ChatBody, CompletionBody, sampling_params
 from manylora.types import SamplingParams
 
 NUMBERS = st.one_of(

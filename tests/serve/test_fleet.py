@@ -26,7 +26,8 @@ from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.client import OutputStream
 from manylora.hosting.engine_keeper import RestartPolicy, State
 from manylora.hosting.fleet import Fleet
-from manylora.hosting.link import make_link
+from manylora.hosting.link import LINKS
+from manylora.hosting.protocol import EngineSpec
 from manylora.hosting.service import BuildParts, EngineService
 from manylora.plan import StepPlan
 from manylora.ports import EngineParts
@@ -75,7 +76,10 @@ class Service:
     def __init__(self, tokenizer: Path, builders: Sequence[BuildParts], max_deaths: int = 6) -> None:
         config = engine_config(tokenizer)
         self.fleet = Fleet(
-            [partial(make_link, "thread", config, served_name="base", builder=build) for build in builders],
+            [
+                partial(LINKS["thread"], EngineSpec(config=config, served_name="base", builder=build))
+                for build in builders
+            ],
             served_name="base",
             observe=lambda observed: None,
             restarts=RestartPolicy(max_deaths=max_deaths),
@@ -337,12 +341,6 @@ def test_a_stop_that_comes_before_the_loop_is_not_lost(tokenizer: Path) -> None:
         service.stop()
         return reciter_parts(config, clock)
 
-    service = EngineService(
-        engine_config(tokenizer),
-        served_name="base",
-        builder=stopped_parts,
-        is_observed=True,
-        clock=WallClock(),
-        send=lambda message: None,
-    )
+    engine = EngineSpec(config=engine_config(tokenizer), served_name="base", builder=stopped_parts)
+    service = EngineService(engine, clock=WallClock(), send=lambda message: None)
     assert service.run()

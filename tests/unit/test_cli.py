@@ -180,7 +180,7 @@ def test_a_full_disk_is_said(
 
     monkeypatch.setitem(vars(manylora.server), "run", run)
     assert run_main(monkeypatch, "serve", str(tmp_path)) == 1
-    assert capsys.readouterr().err.endswith("error: what was being written is not whole: No space left on device\n")
+    assert capsys.readouterr().err.endswith("error: the output is incomplete: No space left on device\n")
 
 
 def test_a_path_that_cannot_be_used_is_named(

@@ -54,7 +54,7 @@ def test_shares_add_up_to_the_whole() -> None:
         (["steps.jsonl"], "Cannot read the step log steps.jsonl"),
         (["good.jsonl", "empty.jsonl"], "The step log empty.jsonl is empty"),
         (["good.jsonl"], "Got 2 steps in all"),
-        (["--run", "demo", "--ranks", "8,x"], "expected numbers with commas"),
+        (["--run", "demo", "--ranks", "8,x"], "expected positive numbers with commas"),
     ],
 )
 def test_what_was_asked_for_wrongly_is_said(

@@ -165,7 +165,7 @@ def test_without_an_engine_and_without_an_answer() -> None:
     shown = show(report(state="restarting", engine=None, num_restarts=2))
     assert shown == [
         f"manylora 1.2.3 llama at {URL} restarting up 1 h 6 min 2 restarts",
-        "There is no engine to ask just now.",
+        "No engine serves now.",
     ]
     assert show(None, problem="no answer") == ["no answer (trying again; Ctrl-C to leave)"]
 
@@ -216,10 +216,10 @@ def refusal(message: str) -> bytes:
 @pytest.mark.parametrize(
     ("code", "body", "error", "words"),
     [
-        (401, refusal("send a key"), ConfigError, "does not let us in (HTTP 401). send a key"),
+        (401, refusal("send a key"), ConfigError, "refuses the key (HTTP 401). send a key"),
         (403, refusal("not with this key\x1b[2J"), ConfigError, "not with this key [2J"),
-        (404, b"<html>", ConfigError, "is no manylora server"),
-        (302, b"", ConfigError, "is no manylora server"),
+        (404, b"<html>", ConfigError, "is not a manylora server"),
+        (302, b"", ConfigError, "is not a manylora server"),
         (200, b"<html>", ConfigError, "not as this version of manylora does"),
         (200, b'{"state": "serving"}', ConfigError, "not as this version of manylora does"),
         (503, refusal("starting"), Away, "starting"),
@@ -284,8 +284,8 @@ def test_it_goes_on_while_the_server_is_away_and_ends_well(monkeypatch: pytest.M
 
 
 def test_a_key_that_became_wrong_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="not let us in"):
-        watch(monkeypatch, report(), ConfigError("does not let us in"))
+    with pytest.raises(ConfigError, match="refuses the key"):
+        watch(monkeypatch, report(), ConfigError("refuses the key"))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from manylora.hosting.protocol import FinishedRequest, Observations
 from manylora.server.metrics import latency
-from manylora.server.metrics.histograms import LogHistogram
-from manylora.server.metrics.latency import MAX_ADAPTERS, NUM_SLICES, WINDOW_S, LatencyWindow
+from manylora.server.metrics.latency import MAX_ADAPTERS, NUM_SLICES, WINDOW_S, LatencyWindow, LogHistogram
 
 DURATIONS = st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=200)
 

@@ -6,18 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from manylora.server.metrics.histograms import BatchHistogram
+from manylora.server.metrics.prometheus import BatchHistogram
 
 EDGES = (0.1, 1.0, 2.5)
 
 
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.05, 0.1, 0.5, 1.0, 2.5, 9.0]), st.integers(1, 4)), max_size=20))
-def test_tally_shows_what_prometheus_client_does(values: list[tuple[float, int]]) -> None:
+def test_batch_histogram_shows_what_prometheus_client_does(values: list[tuple[float, int]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally = BatchHistogram("waits", "How long.", {"model_name": "m"}, registry=ours, buckets=EDGES)
+    batched = BatchHistogram("waits", "How long.", {"model_name": "m"}, registry=ours, buckets=EDGES)
     histogram = Histogram("waits", "How long.", ["model_name"], registry=theirs, buckets=EDGES).labels("m")
     for value, count in values:
-        tally.add(value, count)
+        batched.add(value, count)
         for _ in range(count):
             histogram.observe(value)
 

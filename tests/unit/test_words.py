@@ -74,12 +74,10 @@ NOT_YET = {
     "src/manylora/errors.py",
     "src/manylora/execution",
     "src/manylora/experiments",
-    "src/manylora/hosting",
     "src/manylora/measure",
     "src/manylora/memory",
     "src/manylora/planning",
     "src/manylora/scheduling",
-    "src/manylora/server",
     "src/manylora/text",
     "src/manylora/workloads",
 }

@@ -1,7 +1,7 @@
 """The command line: a module for each command, one tree of them in ``app.py``.
 
-The only place that reads the environment. Commands import what they need when they run, so that `--help` and
-`--version` answer at once, without torch.
+No other package reads the environment. Commands import torch and the web framework when they run, so that `--help` and
+`--version` answer at once.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line: the entry point of the `manylora` program; see ``app.py``."""
+    """Run the command line: the entry point of `manylora`."""
     try:
         from manylora.cli.app import main as run
-    except KeyboardInterrupt:  # Ctrl-C before anything has begun is no reason for a traceback
+    except KeyboardInterrupt:  # Ctrl-C during imports: no traceback
         sys.exit(130)
     run()

@@ -1,4 +1,4 @@
-"""The tree of commands, and how errors reach a person: one line, an exit code, no traceback."""
+"""The tree of commands. An error prints one line and sets the exit code, without a traceback."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ app.command()(demo)
 
 @app.command(name="version")
 def show_version() -> None:
-    """Print the versions a bug report needs."""
+    """Print the versions that a bug report needs."""
     lines = [f"manylora {version('manylora')}", f"python {python_version()}"]
     for package in ("torch", "transformers", "tokenizers", "numba", "llguidance"):
         try:
@@ -81,13 +81,13 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Hold the options that come before the command."""
+    """Define the options that come before the command."""
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `manylora` program.
+    """Run the command line.
 
-    Exit codes: 0 done, 1 it failed, 2 what was asked for is wrong (options, model, adapter), 130 interrupted.
+    Exit codes: 0 success, 1 failure, 2 invalid options, model or adapter, 130 interrupted.
     """
     try:
         app()
@@ -96,8 +96,8 @@ def main() -> None:
             raise
         if isinstance(error, ManyloraError):
             fail(str(error), code=2 if error.status < 500 else 1)
-        if isinstance(error, OSError) and error.filename is not None:  # a path that was given, or one below it
+        if isinstance(error, OSError) and error.filename is not None:  # a path of an option, or below one
             fail(f"{error.filename}: {error.strerror}", code=2)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fail(f"what was being written is not whole: {error.strerror}", code=1)
+            fail(f"the output is incomplete: {error.strerror}", code=1)
         fail(f"{type(error).__name__}: {error} (run `manylora --debug ...` to see where)", code=1)

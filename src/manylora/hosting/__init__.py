@@ -1,1 +1,1 @@
-"""How engines are run: in a process or a thread, behind one interface, and kept alive."""
+"""Run engines in processes or threads, behind one interface, and restart them."""

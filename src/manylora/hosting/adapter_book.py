@@ -1,8 +1,7 @@
-"""Which adapters are loaded from where: all that survives an engine.
+"""The adapters of a fleet, by name: the state that survives an engine.
 
-The book says what every engine of a fleet shall hold. A change is written down once the engines have carried it out,
-and an engine that starts is brought up to the book. Changes of one name wait for each other, those of different names
-do not.
+A change is recorded once the engines have made it, and an engine that starts loads the recorded adapters. Changes of
+one name wait for each other; changes of different names do not.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class LoraModule:
     Args:
         name: Its name in requests.
         path: Its directory.
-        is_required: Whether the server may not start without it. One that was merely found in a folder is left out
-            when it is bad, with a line in the log: one tenant's broken upload must not keep the others from starting.
+        is_required: Whether an error in it stops the start. An adapter that was found in a folder is left out with a
+            line in the log: a broken upload of one tenant must not stop the others.
     """
 
     name: str
@@ -39,12 +38,12 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedAdapter:
-    """An entry of the book; every change makes a new one.
+    """An entry of the book; a change replaces it.
 
     Args:
-        path: Its directory.
-        is_pinned: Whether it was pinned.
-        loaded_at: When it was first loaded, in seconds since the epoch: its ``created`` in ``/v1/models``.
+        path: Directory of the adapter.
+        is_pinned: Whether it is pinned.
+        loaded_at: Time of its first load, in seconds since the epoch: ``created`` in ``/v1/models``.
     """
 
     path: str
@@ -53,27 +52,27 @@ class LoadedAdapter:
 
 
 class AdapterBook:
-    """The adapters that every engine shall hold, by name. Belongs to the event loop's thread.
+    """The adapters that every engine must hold, by name. For the event loop's thread alone.
 
     Args:
-        served_name: The base model's name, which no adapter may take.
-        epoch_s: Tells the time for people, in seconds since the epoch.
+        served_name: The base model's name, which no adapter may have.
+        epoch_s: Returns the time in seconds since the epoch.
     """
 
     def __init__(self, *, served_name: str, epoch_s: Callable[[], float]) -> None:
         self.adapters: dict[str, LoadedAdapter] = {}
         self.ranks: dict[str, int] = {}
-        """Rank of each adapter by name, as far as an engine has told; for routers."""
+        """Rank of each adapter that an engine has loaded, by name; for routers."""
         self._served_name = served_name
         self._epoch_s = epoch_s
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def open(self, modules: Iterable[LoraModule]) -> None:
-        """Write down the adapters given at start, before there is an engine.
+        """Record the adapters given at start, before an engine loads the model.
 
         Raises:
             ConfigError: Two models have one name.
-            AdapterNotFound: A required one has no directory; better known before a model is loaded.
+            AdapterNotFound: A required adapter has no directory.
         """
         for module in modules:
             if module.name in self.adapters or module.name == self._served_name:
@@ -84,7 +83,7 @@ class AdapterBook:
 
     @contextlib.asynccontextmanager
     async def free(self, name: str, *, may_replace: bool) -> AsyncIterator[LoadedAdapter | None]:
-        """Keep a name for a load while inside; yield the entry that it will replace, if there is one.
+        """Lock a name for a load while inside; yield the entry that the load replaces, if any.
 
         Raises:
             AdapterExists: The name is taken.
@@ -99,7 +98,7 @@ class AdapterBook:
 
     @contextlib.asynccontextmanager
     async def known(self, name: str) -> AsyncIterator[None]:
-        """Keep an adapter from other changes while inside.
+        """Lock an adapter that is loaded while inside.
 
         Raises:
             AdapterNotFound: No such name.
@@ -110,7 +109,7 @@ class AdapterBook:
             yield
 
     def note_load(self, name: str, path: str, status: AdapterStatus) -> None:
-        """Write a load down; a replacement stays pinned, and as old as the name."""
+        """Record a load; a replacement keeps the pin and ``loaded_at``."""
         before = self.adapters.get(name)
         self.ranks[name] = status.version.rank
         if before is None:
@@ -119,27 +118,27 @@ class AdapterBook:
             self.adapters[name] = replace(before, path=path)
 
     def note_pin(self, name: str, is_pinned: bool) -> None:
-        """Write a pin down, or its end."""
+        """Record a pin or an unpin."""
         self.adapters[name] = replace(self.adapters[name], is_pinned=is_pinned)
 
     def forget(self, name: str) -> None:
-        """Strike a name out."""
+        """Remove a name."""
         self.adapters.pop(name, None)
         self.ranks.pop(name, None)
 
     async def bring_up(self, client: EngineClient, held: dict[str, LoadedAdapter]) -> list[AdapterError]:
-        """Give an engine the adapters of the book.
+        """Load the adapters of the book on an engine.
 
         Args:
             client: The engine.
-            held: The entries that it was brought to, by name; empty for a new engine. Kept up to date.
+            held: The entries that the engine has loaded, by name; empty for a new engine. Updated.
 
         Returns:
-            The adapters that it could not be given, if any. If there are none, ``held`` is the book, until the caller
-            next awaits something.
+            The errors of adapters that could not be loaded. Without errors ``held`` equals the book, until the caller
+            next awaits.
 
         Raises:
-            ManyloraError: Something that is no adapter's fault.
+            ManyloraError: An error that does not concern one adapter.
         """
         errors: list[AdapterError] = []
 
@@ -169,7 +168,7 @@ class AdapterBook:
         return errors
 
     def _lock(self, name: str) -> asyncio.Lock:
-        """Return the lock that puts the changes of one name in a row."""
+        """Return the lock that orders the changes of one name."""
         lock = self._locks.get(name)
         if lock is None:
             lock = self._locks[name] = asyncio.Lock()

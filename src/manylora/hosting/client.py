@@ -1,7 +1,7 @@
-"""The handle on one engine: requests become streams of outputs, admin calls become awaitable answers.
+"""The client of one engine: requests become streams of outputs, admin calls become awaitable answers.
 
-Lives and dies with its link. When the engine ends, every stream and every call in flight raises ``EngineDead``
-at once; ``engine_keeper`` then makes a new client.
+A client has one link. When the engine ends, every stream and every call in flight raises ``EngineDead`` at once, and
+``engine_keeper`` creates a new client.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from manylora.types import Output, Request
 __all__ = ["Consume", "EngineClient", "Flush", "OutputStream"]
 
 Flush: TypeAlias = Callable[[], Awaitable[None]]
-"""The rest of a consumer's work, which has to wait for something: a slow socket, room in a queue."""
+"""The part of a consumer's work that must be awaited: a slow socket, room in a queue."""
 
 Consume: TypeAlias = Callable[[list[Output]], Flush | None]
-"""Takes outputs; returns the work that is left before it can take more, if there is any."""
+"""Consumes outputs; returns the work, if any, that must be awaited before the next call."""
 
 
 class OutputStream:
     """The outputs of requests that were submitted together, until each has finished or been cancelled.
 
-    Outputs are handed to the consumer at once, in the callback that brought them. To wake a task for every token costs
-    more than to write it, and all streams of a step wait for each other.
+    The consumer is called in the callback that received the outputs: waking a task for every token costs more than
+    writing the token, and all streams of a step wait for each other.
     """
 
     def __init__(self) -> None:
         self._waiting: list[Output] = []
         self._error: ManyloraError | None = None
         self._is_closed = False
-        self._consume: Consume | None = None  # set while outputs can be handed over as they arrive ...
+        self._consume: Consume | None = None  # set while outputs can be delivered as they arrive ...
         self._interrupted: asyncio.Future[Flush | None] | None = None  # ... and the task that sleeps meanwhile
 
     async def deliver(self, consume: Consume) -> None:
-        """Hand outputs to ``consume`` as they arrive, until ``close``.
+        """Deliver outputs to ``consume`` as they arrive, until ``close``.
 
-        Where ``consume`` returns work that is left, nothing is delivered until that is done, and then all that came
-        meanwhile: a slow reader gets more tokens at a time, not a longer queue.
+        While the work that ``consume`` returned is awaited, outputs are collected: a slow reader gets more tokens at a
+        time, not a longer queue.
 
         Args:
             consume: Called with one or more outputs, on the event loop but not in this task. Its errors are raised
                 here.
 
         Raises:
-            EngineDead: The engine is gone, and outputs that it had not delivered are lost.
+            EngineDead: The engine died; its undelivered outputs are lost.
         """
         while not self._is_closed:
             if self._waiting:
@@ -99,18 +99,18 @@ class OutputStream:
             outputs, self._waiting = self._waiting, []
             try:
                 flush = consume(outputs)
-            except Exception as error:  # the sleeping task's to deal with, and no other stream's
+            except Exception as error:  # raised in this stream's task, and in no other
                 interrupted.set_exception(error)
                 return
         if flush is not None or self._is_closed or self._error is not None:
             interrupted.set_result(flush)
 
     def close(self) -> None:
-        """End the stream: ``deliver`` returns; called by the consumer, which has all it wants."""
+        """End the stream: ``deliver`` returns. Called by the consumer."""
         self._is_closed = True
 
     def fail(self, error: ManyloraError) -> None:
-        """End the stream: after the outputs that have arrived, ``deliver`` raises ``error``."""
+        """End the stream: ``deliver`` raises ``error`` after the outputs that have arrived."""
         self._error = error
         self.wake()
 
@@ -119,9 +119,9 @@ class EngineClient:
     """One engine, seen from the event loop.
 
     Args:
-        link: The engine's life, not yet started.
-        observe: Takes the engine's observations, message by message.
-        on_ended: Told the id of every request that has ended here, however that came about.
+        link: Link to the engine, not yet started.
+        observe: Called with the engine's observations, message by message.
+        on_ended: Called with the id of every request that has ended, for any reason.
     """
 
     def __init__(
@@ -143,15 +143,15 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Return the process the engine runs in."""
+        """Return the id of the engine's process."""
         return self._link.pid
 
     async def start(self) -> EngineInfo:
         """Start the engine and wait until it serves.
 
         Raises:
-            ManyloraError: It refused its configuration, and says why.
-            EngineDead: It ended before it was ready.
+            ManyloraError: The engine refused its configuration.
+            EngineDead: The engine ended before it was ready.
         """
         await self._link.start(self._deliver)
         self._watcher = asyncio.create_task(self._watch())
@@ -165,7 +165,7 @@ class EngineClient:
             self._ready.cancel()
 
     async def closed(self) -> str:
-        """Wait until the engine is gone; by then everything in flight has failed. Return how it ended."""
+        """Wait until the engine has ended and all in flight has failed; return the reason, in words."""
         assert self._watcher is not None
         return await asyncio.shield(self._watcher)
 
@@ -191,20 +191,20 @@ class EngineClient:
     def submit(
         self, requests: Sequence[Request], stream: OutputStream, *, each: bool = False
     ) -> Awaitable[dict[str, ManyloraError]]:
-        """Add requests whose outputs go to ``stream``; the result is awaited for the engine's consent.
+        """Submit requests whose outputs go to ``stream``; await the result for the engine's answer.
 
-        Until then they can be cancelled, as afterwards.
+        The requests can be cancelled from the call on.
 
         Args:
             requests: The requests.
-            stream: Gets their outputs.
-            each: Whether those are added that can be, and the errors of the others are returned by request id;
+            stream: Receives their outputs.
+            each: Whether valid requests are added although others fail, whose errors are returned by request id;
                 otherwise all are added or none.
 
         Raises:
-            RequestError: One of them is wrong.
-            CapacityError: No room now.
-            EngineDead: The engine is gone.
+            RequestError: A request is invalid.
+            CapacityError: The queue is full.
+            EngineDead: The engine died.
         """
         request_ids = [request.request_id for request in requests]
         for request_id in request_ids:
@@ -212,11 +212,11 @@ class EngineClient:
         return self._consent(requests, request_ids, each)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
-        """Stop working on requests; nothing more arrives for them.
+        """Cancel requests; no output of them arrives any more.
 
         Args:
-            request_ids: Which; those that have ended already, and those of other engines, are ignored.
-            stopped: Their text reached a stop string: a good end, not a client that left.
+            request_ids: Requests; those that have ended, or belong to other engines, are ignored.
+            stopped: Whether their text reached a stop string, which counts as a normal end.
         """
         in_flight = [request_id for request_id in request_ids if request_id in self._streams]
         if in_flight:
@@ -224,7 +224,7 @@ class EngineClient:
             self._link.send(Cancel(in_flight, stopped))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
-        """Read and register an adapter; see ``AdapterCatalog.register`` for its errors."""
+        """Read and register an adapter; errors as of ``AdapterCatalog.register``."""
         return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
 
     async def unload_adapter(self, name: str) -> None:
@@ -232,11 +232,11 @@ class EngineClient:
         await self._call(lambda call: UnloadAdapter(call, name))
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
-        """Keep an adapter from being evicted, or no longer."""
+        """Pin or unpin an adapter: a pinned one is not evicted."""
         return (await self._call(lambda call: PinAdapter(call, name, pinned))).statuses[0]
 
     async def warm_adapter(self, name: str) -> AdapterStatus:
-        """Begin to copy an adapter to the device."""
+        """Start to copy an adapter to the device."""
         return (await self._call(lambda call: WarmAdapter(call, name))).statuses[0]
 
     async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
@@ -307,7 +307,7 @@ class EngineClient:
                         self._ready.set_exception(fault.to_error())
         for stream in news:
             stream.wake()
-        for observations in observed:  # clients wait for tokens, and for no statistics
+        for observations in observed:  # after the tokens, which clients wait for
             self._observe(observations)
 
     def _forget(self, request_ids: Iterable[str]) -> None:

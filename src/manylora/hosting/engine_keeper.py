@@ -1,7 +1,7 @@
-"""Keeps one engine alive: starts it, notices its death, starts the next one and has it given the adapters back.
+"""Keep one engine alive: start it, notice its death, start the next one and load the adapters on it.
 
-An engine that dies again and again is given longer and longer pauses, and in the end up: a service that cannot
-serve should say so and leave, so that the system around it can act.
+Pauses between restarts grow with each death in a row. After too many the engine is given up: a service that cannot
+serve should exit, so that its supervisor can act.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When to restart a dead engine, and when to stop trying.
+    """When to restart a dead engine, and when to give it up.
 
     Args:
-        max_deaths: Deaths in a row that end it all.
-        first_pause_s: Pause before the second restart in a row (the first is immediate); doubles from there.
-        max_pause_s: Longest pause.
-        healthy_after_s: An engine that served this long starts a new row.
+        max_deaths: Deaths in a row after which the engine is given up.
+        first_pause_s: Pause before the second restart in a row, in seconds; the first is immediate, later ones double.
+        max_pause_s: Longest pause, in seconds.
+        healthy_after_s: Seconds of service that end a row of deaths.
     """
 
     max_deaths: int = 6
@@ -55,14 +55,14 @@ class State(Enum):
 
 
 class EngineKeeper:
-    """One engine of a fleet, whichever process or thread it is just now.
+    """One engine of a fleet, over its restarts.
 
     Args:
-        make_client: Makes the client of a new engine; called on the event loop.
-        book: The adapters that the engine shall hold.
-        lose: Told of an adapter that the engine could not be given back; strikes it out of the book.
+        make_client: Returns the client of a new engine; called on the event loop.
+        book: The adapters that the engine must hold.
+        lose: Called with the error of an adapter that a new engine cannot load; removes it from the book.
         restarts: When to restart and when to give up.
-        hang_timeout_s: Seconds without a sign of life after which an engine counts as dead; ``None`` for never.
+        hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class EngineKeeper:
         """Start the first engine.
 
         Raises:
-            ManyloraError: It refused its configuration, or ``lose`` takes an adapter's loss for an error.
+            ManyloraError: The engine refused its configuration, or ``lose`` raised an adapter's error.
         """
         await self._bring_up()
         if self.state is State.STARTING:
@@ -98,7 +98,7 @@ class EngineKeeper:
         """Watch the engine and restart it, until drained or stopped.
 
         Raises:
-            EngineDead: It died too often in a row.
+            EngineDead: The engine died too often in a row.
         """
         now = asyncio.get_running_loop().time
         deaths = 0
@@ -115,19 +115,19 @@ class EngineKeeper:
                 how = "it did not come up again"
 
     def drain(self) -> None:
-        """Start no further engine, and let this one finish."""
+        """Start no further engine; the present one may finish."""
         if self.state is not State.STOPPED:
             self.state = State.DRAINING
 
     async def stop(self, error: EngineDead) -> None:
-        """End the engine; all that is in flight fails with ``error``."""
+        """End the engine; requests and calls in flight fail with ``error``."""
         self.state = State.STOPPED
         if self.client is not None:
             self.client.fail_all(error)
             await self.client.stop()
 
     async def _bring_up(self) -> EngineClient:
-        """Start an engine and give it the adapters of the book; the caller says at once that it serves."""
+        """Start an engine and load the adapters of the book; the caller must set ``state`` without an await."""
         client = self.client = self._make_client()
         self.info = await client.start()
         held: dict[str, LoadedAdapter] = {}
@@ -137,7 +137,7 @@ class EngineKeeper:
         return client
 
     async def _end_of(self, client: EngineClient) -> str:
-        """Wait until an engine is gone, or as good as gone; by then everything in flight has failed."""
+        """Wait until an engine has ended or hangs and all in flight has failed; return the reason, in words."""
         if self._hang_timeout_s is None:
             return await client.closed()
         closed = asyncio.create_task(client.closed())
@@ -156,7 +156,7 @@ class EngineKeeper:
             await asyncio.gather(closed, hung, return_exceptions=True)
 
     async def _restart(self, how: str, deaths: int) -> bool:
-        """Start the next engine; return whether it serves."""
+        """Start the next engine; return whether it started."""
         assert self.client is not None
         await self.client.stop()
         if deaths >= self._restarts.max_deaths:

@@ -1,7 +1,7 @@
 """The engine process: ``python -m manylora.hosting.engine_process``, started by ``link_process``.
 
-Its configuration comes over standard input, which then stays open: when it ends, the API process is gone, however it
-went, and so is this one. Commands arrive on one socket, messages leave on the other; see ``protocol``.
+It reads its configuration from standard input, which stays open until the API process ends; then this process ends as
+well. Commands arrive on one socket, messages leave on the other (see ``protocol``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zmq
 
 from manylora.clock import WallClock
 from manylora.hosting.gc_freeze import freeze_start_up_heap
-from manylora.hosting.protocol import EngineSetup, Message, Ready, decode_command, encode
+from manylora.hosting.protocol import Message, ProcessSetup, Ready, decode_command, encode
 from manylora.hosting.service import EngineService
 
 __all__ = ["main", "pack_setup"]
@@ -31,19 +31,19 @@ EXIT_ORPHANED = 4
 logger = logging.getLogger(__name__)
 
 
-def pack_setup(setup: EngineSetup) -> bytes:
-    """Return the set-up as it is written to the engine's standard input: a length line, then msgpack."""
+def pack_setup(setup: ProcessSetup) -> bytes:
+    """Return the bytes of a set-up for the engine's standard input: a line with the length, then msgpack."""
     body = encode(setup)
     return b"%d\n" % len(body) + body
 
 
-def _read_setup() -> EngineSetup:
+def _read_setup() -> ProcessSetup:
     num_bytes = int(sys.stdin.buffer.readline())
-    return msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=EngineSetup)
+    return msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=ProcessSetup)
 
 
 def _die_with_parent(sockets: Path) -> None:
-    """End this process at once when standard input does, and remove the sockets that the parent no longer can."""
+    """End this process at once when standard input ends; remove the sockets in place of the parent."""
     sys.stdin.buffer.read()
     shutil.rmtree(sockets, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
@@ -61,12 +61,12 @@ def _receive(context: zmq.Context[zmq.Socket[bytes]], address: str, service: Eng
 
 
 def main() -> int:
-    """Run one engine until the parent is gone or the engine breaks."""
+    """Run one engine until the parent ends or the engine fails; return the exit code."""
     setup = _read_setup()
     logging.basicConfig(
         level=setup.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s %(message)s"
     )
-    # The terminal's Ctrl-C is the API process's to handle: it drains first and then closes our standard input.
+    # Ctrl-C is handled by the API process, which drains and then closes our standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sockets = Path(setup.messages_address.removeprefix("ipc://")).parent
     threading.Thread(target=_die_with_parent, args=(sockets,), name="die-with-parent", daemon=True).start()
@@ -81,15 +81,8 @@ def main() -> int:
             freeze_start_up_heap()
         messages.send(encode(message), copy=False)
 
-    service = EngineService(
-        setup.config,
-        served_name=setup.served_name,
-        builder=setup.builder,
-        is_observed=setup.is_observed,
-        clock=WallClock(),
-        send=send,
-    )
-    # Bound before Ready is sent; the API process sends nothing before it has heard that.
+    service = EngineService(setup.engine, clock=WallClock(), send=send)
+    # The socket is bound before Ready is sent, and the API process sends no command before Ready.
     threading.Thread(
         target=_receive, args=(context, setup.commands_address, service), name="commands", daemon=True
     ).start()
@@ -99,13 +92,13 @@ def main() -> int:
         logger.exception("engine_broke")
         return EXIT_BROKEN
     finally:
-        messages.close(linger=2000)  # last words
+        messages.close(linger=2000)  # ms, for the last messages
         context.term()
 
 
 if __name__ == "__main__":
     exit_code = main()
-    # Neither a reader stuck on a disk nor the threads of a device library may keep a dead engine alive.
+    # Threads that hang on a disk or in a device library must not keep this process alive.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

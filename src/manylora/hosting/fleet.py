@@ -1,15 +1,14 @@
-"""The engines of a service behind one face: what routes, the offline API and load tests talk to.
+"""The engines of a service behind one interface, for routes, the offline API and load tests.
 
-Requests go to the engine that a router picks, as replicas of a simulation do; adapters are loaded on all engines and
-known by name; each engine is kept alive by itself, and its death is felt by its own requests alone. Today's server is
-a fleet of one.
+A router picks the engine of each request, as in a simulation with replicas. Adapters are loaded on all engines. Each
+engine is restarted by itself, and its death fails its own requests alone. The server runs a fleet of one engine.
 
 ::
 
     submit ---> Dispatcher ---> EngineKeeper 0 ---> EngineClient ---> link ---> engine
     adapters.load, pin ... -+-> EngineKeeper 1 ---> EngineClient ---> link ---> engine
                             |
-                            +-> AdapterBook: written when all engines have done it, read when one starts again
+                            +-> AdapterBook: recorded after all engines, read by an engine that restarts
 """
 
 from __future__ import annotations
@@ -46,23 +45,22 @@ UNAVAILABLE = {
     State.DRAINING: ("The server is shutting down and takes no new requests.", 10),
     State.STOPPED: ("The server is shutting down and takes no new requests.", 10),
 }
-"""Why no engine serves, and when to try again, in seconds."""
+"""The reason why no engine serves, and ``Retry-After`` in seconds."""
 
 BEST_FIRST = (State.SERVING, State.RESTARTING, State.STARTING, State.DRAINING, State.STOPPED)
 
 
 class Fleet:
-    """One or several engines of one configuration. Belongs to the event loop's thread.
+    """One or several engines of one configuration. For the event loop's thread alone.
 
     Args:
-        links: Makes the link to a new engine; one entry for each engine.
-        served_name: The base model's name, which no adapter may take.
-        observe: Takes the engines' observations.
-        epoch_s: Tells the time for people, in seconds since the epoch.
+        links: For each engine, a function that returns the link to a new one.
+        served_name: The base model's name, which no adapter may have.
+        observe: Called with the engines' observations.
+        epoch_s: Returns the time in seconds since the epoch.
         restarts: When to restart an engine and when to give it up.
-        hang_timeout_s: Seconds without a sign of life after which an engine counts as dead; ``None`` for never.
-        make_router: Makes the router that picks a request's engine, where there are several; told the adapters' ranks
-            by name. By affinity when ``None``.
+        hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
+        make_router: Returns the router of several engines, given the adapters' ranks by name; ``None`` for affinity.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Fleet:
         self._book = AdapterBook(served_name=served_name, epoch_s=epoch_s)
         self.adapters = FleetAdapters(self._book, self._serving, num_engines=len(links))
         self._required: frozenset[str] | None = None  # while starting
-        self._dispatcher: Dispatcher | None = None  # one engine needs none, nor the work of counting for it
+        self._dispatcher: Dispatcher | None = None  # none for one engine, which saves its counting
         if len(links) > 1:
             router = AffinityRouter(served_name) if make_router is None else make_router(self._book.ranks)
             self._dispatcher = Dispatcher(router, len(links), self._book.ranks)
@@ -107,7 +105,7 @@ class Fleet:
 
     @property
     def state(self) -> State:
-        """The state of the engine that is best off."""
+        """The state of the fleet: that of its best engine."""
         states = [keeper.state for keeper in self._keepers]
         return next(state for state in BEST_FIRST if state in states)
 
@@ -116,7 +114,7 @@ class Fleet:
         """Limits and sizes of an engine; the same for every engine of one configuration.
 
         Raises:
-            CapacityError: None has started yet.
+            CapacityError: No engine has started yet.
         """
         for keeper in self._keepers:
             if keeper.info is not None:
@@ -125,25 +123,21 @@ class Fleet:
 
     @property
     def num_restarts(self) -> int:
-        """Engines started after the first of each."""
+        """Restarts of all engines."""
         return sum(keeper.num_restarts for keeper in self._keepers)
 
     @property
     def num_in_flight(self) -> int:
-        """Answers being given; see ``in_flight``."""
+        """Number of answers in progress; see ``in_flight``."""
         return self._num_in_flight
 
     @property
     def pids(self) -> list[int | None]:
-        """The process of each engine; ``None`` before there is one."""
+        """The process of each engine; ``None`` before it has started."""
         return [None if keeper.client is None else keeper.client.pid for keeper in self._keepers]
 
     def check_serving(self) -> None:
-        """Raise unless a request would be taken now.
-
-        Raises:
-            CapacityError: No engine serves; the message says why, and when to try again.
-        """
+        """Raise ``CapacityError``, with the reason and ``Retry-After``, unless requests are accepted."""
         if self.state is not State.SERVING:
             raise _unavailable(self.state)
 
@@ -153,7 +147,7 @@ class Fleet:
         """Start the engines and load the adapters given at start.
 
         Raises:
-            ManyloraError: An engine refused its configuration, or a required adapter is bad: the message names it.
+            ManyloraError: An engine refused its configuration, or a required adapter, named in the message.
         """
         self._book.open(modules)
         self._required = frozenset(module.name for module in modules if module.is_required)
@@ -163,26 +157,24 @@ class Fleet:
     async def run(self) -> None:
         """Watch the engines and restart those that die, until drained or stopped.
 
-        An engine that dies too often is left out, as long as there is another.
-
         Raises:
-            EngineDead: The last one died too often.
+            EngineDead: Every engine died too often.
         """
         await asyncio.gather(*(self._keep(keeper) for keeper in self._keepers))
 
     def drain(self) -> None:
-        """Take no new requests from now on."""
+        """Refuse new requests from now on."""
         for keeper in self._keepers:
             keeper.drain()
 
     async def idle(self) -> None:
-        """Wait until no answer is being given."""
+        """Wait until no answer is in progress."""
         while self._num_in_flight:
             await self._idle.wait()
 
     @contextlib.contextmanager
     def in_flight(self) -> Iterator[None]:
-        """Count an answer as being given while inside: from its submission to its last byte."""
+        """Count an answer as in progress while inside: to its last byte."""
         self._num_in_flight += 1
         self._idle.clear()
         try:
@@ -193,19 +185,17 @@ class Fleet:
                 self._idle.set()
 
     async def stop(self, reason: str = "The server is shutting down.") -> None:
-        """End the engines; all that is in flight fails with ``reason``."""
+        """End the engines; requests and calls in flight fail with ``reason``."""
         await asyncio.gather(*(keeper.stop(EngineDead(reason)) for keeper in self._keepers))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Add requests, all or none, and return the stream of their outputs, once the engines have accepted them.
-
-        Each goes to the engine that the router picks.
+        """Add requests, all or none, and return the stream of their outputs once the engines have accepted them.
 
         Raises:
-            RequestError: One of them is wrong.
-            CapacityError: No room now, or no engine.
+            RequestError: A request is invalid.
+            CapacityError: The queue is full, or no engine serves.
             EngineDead: An engine died before it had answered.
         """
         stream = OutputStream()
@@ -213,24 +203,16 @@ class Fleet:
         return stream
 
     async def submit_each(self, requests: Sequence[Request], stream: OutputStream) -> dict[str, ManyloraError]:
-        """Add those requests that can be, with their outputs on a stream that is there; return the others' errors.
-
-        Returns:
-            Why a request was refused, by its id.
+        """Add the valid requests, with outputs on an existing stream; return the errors of the others by request id.
 
         Raises:
-            CapacityError: No engine.
+            CapacityError: No engine serves.
             EngineDead: An engine died before it had answered; no request is left.
         """
         return await self._dispatch(requests, stream, each=True)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
-        """Stop working on requests; nothing more arrives for them.
-
-        Args:
-            request_ids: Those that have ended already are ignored.
-            stopped: Their text reached a stop string: a good end, not a client that left.
-        """
+        """Cancel requests, as ``EngineClient.cancel``."""
         for keeper in self._keepers:
             if keeper.client is not None:
                 keeper.client.cancel(request_ids, stopped=stopped)
@@ -239,13 +221,13 @@ class Fleet:
         """Return the counters of all engines and the state of every adapter, or of the busiest ``num_adapters``.
 
         Raises:
-            CapacityError: No engine.
-            EngineDead: It died before it had answered.
+            CapacityError: No engine serves.
+            EngineDead: The engines died before they had answered.
         """
         clients = list(self._serving().values())
         if len(clients) == 1:
             return await clients[0].snapshot(num_adapters)
-        # An adapter's figures are to be added up, so every engine has to tell of all of them.
+        # Counters of an adapter are summed over engines, so each reports all adapters.
         asked = None if num_adapters != 0 else 0
         taken = await asyncio.gather(*(client.snapshot(asked) for client in clients), return_exceptions=True)
         parts = successes(taken)
@@ -257,11 +239,7 @@ class Fleet:
     # -- the engines -------------------------------------------------------------------------------------------------
 
     def _serving(self) -> dict[int, EngineClient]:
-        """Return the engines that serve, by number.
-
-        Raises:
-            CapacityError: None does.
-        """
+        """Return the engines that serve, by number; ``CapacityError`` if none does."""
         clients = {
             index: keeper.client
             for index, keeper in enumerate(self._keepers)
@@ -292,11 +270,7 @@ class Fleet:
         return refused
 
     async def _lose(self, error: AdapterError) -> None:
-        """Go on without an adapter that an engine could not be given; requests for it say 404 from now on.
-
-        Raises:
-            AdapterError: The service may not start without it.
-        """
+        """Unload an adapter that an engine could not load; raise ``error`` if the start requires the adapter."""
         if self._required is not None and error.adapter in self._required:
             raise error
         event = "adapter_lost" if self._required is None else "adapter_left_out"

@@ -1,4 +1,4 @@
-"""Adapters of a fleet, by name: a change is carried out on every engine, and then written in the book."""
+"""Adapters of a fleet, by name: a change is made on every engine, and then recorded in the book."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class FleetAdapters:
-    """Loads, unloads, pins and warms adapters on all engines. Belongs to the event loop's thread.
+    """Loads, unloads, pins and warms adapters on all engines. For the event loop's thread alone.
 
     Args:
         book: The adapters that engines hold.
-        serving: Returns the engines that serve, by number; raises ``CapacityError`` where none does.
+        serving: Returns the engines that serve, by number; raises ``CapacityError`` if none does.
         num_engines: Engines in the fleet, for messages.
     """
 
@@ -46,14 +46,14 @@ class FleetAdapters:
     async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
         """Load an adapter on every engine, and on those that start later.
 
-        Requests that arrive after this returns use the new weights, those that arrived before finish on the old. A
-        new adapter that one engine cannot load is loaded on none; a replacement stays where it succeeded, and the
-        error names the engines that still have the old.
+        Requests that arrive afterwards use the new weights; earlier ones finish on the old. A new adapter that one
+        engine cannot load is loaded on none; a replacement stays where it succeeded, and the error names the engines
+        that still have the old one.
 
         Raises:
             AdapterExists: The name is taken.
-            AdapterError: It cannot be served.
-            CapacityError: No engine, or no room.
+            AdapterError: The adapter cannot be served.
+            CapacityError: No engine serves, or no room.
         """
         async with self._book.free(name, may_replace=replace_existing) as before:
             load = partial(EngineClient.load_adapter, name=name, path=path, replace=replace_existing)
@@ -66,11 +66,11 @@ class FleetAdapters:
             return status
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter and forget it; requests in flight finish on it.
+        """Unload an adapter; requests in flight finish on it.
 
         Raises:
             AdapterNotFound: No such name.
-            CapacityError: No engine.
+            CapacityError: No engine serves.
         """
         async with self._book.known(name):
             await self._everywhere(lambda client: client.unload_adapter(name))
@@ -78,11 +78,11 @@ class FleetAdapters:
             logger.info("adapter_unloaded name=%s", name)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
-        """Keep an adapter on the device of every engine, or no longer; engines that start later do the same.
+        """Pin or unpin an adapter on every engine, and on those that start later.
 
         Raises:
             AdapterNotFound: No such name.
-            CapacityError: No engine, or no room to pin.
+            CapacityError: No engine serves, or no room to pin.
         """
         async with self._book.known(name):
             is_change = self._book.adapters[name].is_pinned != pinned
@@ -92,17 +92,17 @@ class FleetAdapters:
             return status
 
     async def warm(self, name: str) -> AdapterStatus:
-        """Begin to copy an adapter to the device of every engine, before a request asks for it.
+        """Start to copy an adapter to the device of every engine.
 
         Raises:
             AdapterNotFound: No such name.
-            CapacityError: No engine, or no room.
+            CapacityError: No engine serves, or no room.
         """
         async with self._book.known(name):
             return await self._everywhere(lambda client: client.warm_adapter(name))
 
     async def lose(self, name: str) -> None:
-        """Strike an adapter out that an engine could not be given: every engine serves the same names."""
+        """Remove an adapter that one engine could not load: every engine serves the same names."""
         self._book.forget(name)
         with contextlib.suppress(CapacityError):
             unloads = [client.unload_adapter(name) for client in self._serving().values()]
@@ -114,16 +114,16 @@ class FleetAdapters:
         *,
         undo: Callable[[EngineClient], Awaitable[object]] | None = None,
     ) -> T:
-        """Act on every engine that serves, and on those that begin to while others are still at it.
+        """Make a change on every engine that serves, and on those that start to serve meanwhile.
 
-        An engine that dies meanwhile does not count, as long as there is another: the book will bring it up to date.
+        The error of an engine that dies is ignored if another succeeds: the book brings its successor up to date.
 
         Args:
             act: The change.
-            undo: Takes it back where it succeeded, if it fails elsewhere.
+            undo: Reverts the change where it succeeded, if it failed elsewhere.
 
         Raises:
-            ManyloraError: It failed somewhere; of several engines the message names those that have not done it.
+            ManyloraError: The change failed on an engine; of several engines the message names those that failed.
         """
         results: dict[int, T | BaseException] = {}
         clients: dict[int, EngineClient] = {}
@@ -147,7 +147,7 @@ class FleetAdapters:
         return successes(list(results.values()))[0]
 
     def _named(self, error: BaseException, engines: Sequence[int]) -> BaseException:
-        """Return an error that names the engines it is true of, where there are several."""
+        """Return an error that names its engines, if the fleet has several."""
         if self._num_engines == 1 or not isinstance(error, ManyloraError):
             return error
         where = f"{'engine' if len(engines) == 1 else 'engines'} {', '.join(map(str, engines))} of {self._num_engines}"
@@ -158,11 +158,7 @@ class FleetAdapters:
 
 
 def successes(results: Sequence[T | BaseException]) -> list[T]:
-    """Return the results of the engines that are alive.
-
-    Raises:
-        EngineDead: None is.
-    """
+    """Return the results of the engines that are alive; raise ``EngineDead`` if none is."""
     succeeded = [result for result in results if not isinstance(result, BaseException)]
     for result in results:
         if isinstance(result, BaseException) and not (succeeded and isinstance(result, EngineDead)):

@@ -1,8 +1,7 @@
-"""Keep the garbage collector from stopping every stream to look at the start-up heap.
+"""Exclude the start-up heap from Python's gc.
 
 With a tokenizer's libraries imported there are 200,000 objects, with torch several times as many, and a full collection
-visits them all: some 150 ms on a quiet machine, in which no token leaves. They stay until the process ends, so they are
-left out of every collection after the start.
+visits them all: some 150 ms on a quiet machine, in which no token is sent.
 """
 
 from __future__ import annotations
@@ -13,6 +12,6 @@ __all__ = ["freeze_start_up_heap"]
 
 
 def freeze_start_up_heap() -> None:
-    """Take everything that is there now out of garbage collection; for the moment a process begins to serve."""
+    """Exclude all present objects from gc; called when a process starts to serve."""
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""An engine in a process of its own, joined by ZeroMQ over Unix sockets in a directory only we can read.
+"""An engine in its own process, connected by ZeroMQ over Unix sockets in a private directory.
 
-The process group is its own, so that Ctrl-C reaches the API process alone; its standard input is ours, so that it
-cannot outlive us. Each side connects the socket it sends on and binds the one it receives on: a sender that
-connects has somewhere to queue from the first moment.
+The process has its own process group, so that Ctrl-C reaches the API process alone. Its standard input is a pipe from
+the API process, and it ends with the pipe. Each side binds the socket that it receives on and connects the one that it
+sends on: a connected socket can queue at once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from typing import Any
 
 import zmq
 
-from manylora.config import EngineConfig
 from manylora.errors import ConfigError
 from manylora.hosting.engine_process import pack_setup
-from manylora.hosting.protocol import Command, EngineSetup, Message, decode_message, encode
-from manylora.hosting.service import Builder
+from manylora.hosting.protocol import Command, EngineSpec, Message, ProcessSetup, decode_message, encode
 
 __all__ = ["ProcessLink"]
 
 LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
-LAST_WORDS_S = 0.2
+LAST_MESSAGES_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +37,9 @@ logger = logging.getLogger(__name__)
 class ProcessLink:
     """An ``EngineLink`` to a new engine process."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool) -> None:
-        assert isinstance(builder, str), "a function cannot travel to another process"
-        self._config = config
-        self._served_name = served_name
-        self._builder = builder
-        self._is_observed = is_observed
+    def __init__(self, engine: EngineSpec) -> None:
+        assert isinstance(engine.builder, str), "a function cannot be sent to another process"
+        self._engine = engine
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: asyncio.Future[int] | None = None
         self._directory: str | None = None
@@ -55,7 +50,7 @@ class ProcessLink:
 
     @property
     def pid(self) -> int | None:
-        """Return the engine process's id; ``None`` before there is one."""
+        """Return the engine process's id; ``None`` before it has started."""
         return None if self._process is None else self._process.pid
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
@@ -63,14 +58,11 @@ class ProcessLink:
         self._directory = tempfile.mkdtemp(prefix="manylora-")
         if len(self._directory) > LONGEST_SOCKET_PATH - 5:
             raise ConfigError(f"Got the temporary directory {self._directory!r}, expected a shorter path (TMPDIR)")
-        setup = EngineSetup(
-            config=self._config,
-            served_name=self._served_name,
-            builder=self._builder,
+        setup = ProcessSetup(
+            engine=self._engine,
             commands_address=f"ipc://{self._directory}/down",
             messages_address=f"ipc://{self._directory}/up",
             log_level=logging.getLogger().getEffectiveLevel(),
-            is_observed=self._is_observed,
         )
         loop = asyncio.get_running_loop()
         self._context = zmq.Context()
@@ -83,7 +75,7 @@ class ProcessLink:
         self._broken = loop.create_future()
         loop.add_reader(self._messages.fileno(), self._receive, self._messages, self._broken, deliver)
 
-        # -P: files in the directory that we were started from are not for importing.
+        # -P: do not import files from the working directory.
         command = [sys.executable, "-P", "-m", "manylora.hosting.engine_process"]
         process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         exit_code = self._exit_code = loop.create_future()
@@ -99,7 +91,7 @@ class ProcessLink:
 
         threading.Thread(target=wait_for_exit, name="engine-exit", daemon=True).start()
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died already: `closed` will say so
+        with contextlib.suppress(BrokenPipeError):  # the process has died: `closed` returns why
             process.stdin.write(pack_setup(setup))
             process.stdin.flush()
 
@@ -109,7 +101,7 @@ class ProcessLink:
             self._commands.send(encode(command), zmq.NOBLOCK)
 
     async def closed(self) -> str:
-        """Wait for the process to end, or for its messages to make no sense."""
+        """Wait until the process ends, or sends a message that cannot be decoded."""
         assert self._exit_code is not None
         assert self._broken is not None
         waiting: list[asyncio.Future[Any]] = [self._exit_code, self._broken]
@@ -117,7 +109,7 @@ class ProcessLink:
         if not self._exit_code.done():
             return f"lost the connection to engine process {self.pid}: {self._broken.result()}"
         code = self._exit_code.result()
-        await asyncio.sleep(LAST_WORDS_S)  # its last messages are still on their way
+        await asyncio.sleep(LAST_MESSAGES_S)  # its last messages are still arriving
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"engine process {self.pid} was killed by {signal.Signals(-code).name}"
@@ -153,10 +145,10 @@ class ProcessLink:
         broken: asyncio.Future[str],
         deliver: Callable[[Sequence[Message]], None],
     ) -> None:
-        """Deliver every message there is; the event loop calls this when there are some.
+        """Deliver all messages that have arrived; the event loop calls this when the socket becomes readable.
 
-        To the last one, for ZeroMQ says only when it stops being empty. Messages of an engine that outruns us are
-        delivered together, so that the price of a write is paid once for several tokens.
+        The socket must be read until it is empty, because ZeroMQ signals only the change from empty. Messages that
+        arrived together are delivered together, so that several tokens share one write.
         """
         messages: list[Message] = []
         try:

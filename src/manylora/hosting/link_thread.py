@@ -1,4 +1,4 @@
-"""An engine in a thread of this process: for the offline API, and one debugger sees everything.
+"""An engine in a thread of this process, for the offline API and for debugging.
 
 Not for serving: while Python code of the engine runs, no request is read and no token is sent.
 """
@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from manylora.clock import WallClock
-from manylora.config import EngineConfig
-from manylora.hosting.protocol import Command, Message
-from manylora.hosting.service import Builder, EngineService
+from manylora.hosting.protocol import Command, EngineSpec, Message
+from manylora.hosting.service import EngineService
 
 __all__ = ["ThreadLink"]
 
@@ -26,11 +25,8 @@ logger = logging.getLogger(__name__)
 class ThreadLink:
     """An ``EngineLink`` to a new engine in a thread."""
 
-    def __init__(self, config: EngineConfig, *, served_name: str, builder: Builder, is_observed: bool) -> None:
-        self._config = config
-        self._served_name = served_name
-        self._builder = builder
-        self._is_observed = is_observed
+    def __init__(self, engine: EngineSpec) -> None:
+        self._engine = engine
         self._service: EngineService | None = None
         self._end: asyncio.Future[str] | None = None
 
@@ -48,7 +44,7 @@ class ThreadLink:
 
         def deliver_all() -> None:
             messages = [inbox.popleft() for _ in range(len(inbox))]
-            if messages:  # else an earlier call took them
+            if messages:  # else an earlier call delivered them
                 deliver(messages)
 
         def send(message: Message) -> None:
@@ -56,14 +52,7 @@ class ThreadLink:
             with contextlib.suppress(RuntimeError):  # the event loop may be gone before the engine
                 event_loop.call_soon_threadsafe(deliver_all)
 
-        service = self._service = EngineService(
-            self._config,
-            served_name=self._served_name,
-            builder=self._builder,
-            is_observed=self._is_observed,
-            clock=WallClock(),
-            send=send,
-        )
+        service = self._service = EngineService(self._engine, clock=WallClock(), send=send)
 
         def note_end(how: str) -> None:
             if not end.done():
@@ -81,7 +70,7 @@ class ThreadLink:
         threading.Thread(target=serve, name="manylora-engine", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Hand a command over."""
+        """Send a command."""
         if self._service is not None and self._end is not None and not self._end.done():
             self._service.handle(command)
 

@@ -1,6 +1,6 @@
-"""The live engine's parts as the server wants them: with a sampler that can hold answers to a JSON schema.
+"""The parts of a live engine, with a sampler that can constrain answers to a JSON schema.
 
-Apart from ``service`` because it imports torch; ``service`` names it and does not import it, for simulated engines.
+It imports torch; ``service`` refers to it by name, so that simulated engines need no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["build_live_parts"]
 
 
 def build_live_parts(config: EngineConfig, clock: Clock) -> EngineParts:
-    """Load the model and build everything around it.
+    """Load the model and build the engine's parts.
 
     Raises:
         ConfigError: The model cannot be served.

@@ -1,8 +1,7 @@
 """From the core's events to numbers for histograms, in the engine process.
 
-Events are many and small; a handful of floats per turn leaves, on the message that carries the tokens, and nothing is
-kept of a request that has ended. ``measure.recorder`` is for runs that are looked at when they are over: it keeps every
-request. Nothing here looks at the clock: every event says when it happened.
+A few floats per turn leave on the message that carries the tokens, and no record of an ended request is kept
+(``measure.recorder`` keeps every request, for runs that are evaluated at their end). Times are those of the events.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["Observer"]
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that has not ended: the time its next token is measured from, and its adapter."""
+    """A request that has not ended: the time of its arrival or last token, and its adapter."""
 
     last_at: float
     adapter: str
@@ -34,14 +33,14 @@ class _InFlight:
 
 
 class Observer:
-    """An event sink that gathers observations until they are taken. For the loop's thread alone."""
+    """An event sink that gathers observations until ``take``. For the loop's thread alone."""
 
     def __init__(self) -> None:
         self._gathered = Observations()
         self._in_flight: dict[str, _InFlight] = {}
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
+        """Add one event."""
         gathered = self._gathered
         match event:
             case TokensEmitted(at=at, request_ids=request_ids):
@@ -69,7 +68,7 @@ class Observer:
                     gathered.host_loads_s.append(took_s)
 
     def note_stopped(self, request_ids: list[str]) -> None:
-        """Count the coming cancellation of these as a good end: their text reached a stop string."""
+        """Report the coming cancellation of these requests as ``stop``: their text reached a stop string."""
         for request_id in request_ids:
             if request_id in self._in_flight:
                 self._in_flight[request_id].is_stopped = True

@@ -1,8 +1,8 @@
 """The messages between the API process and the engine process: msgpack, one struct per message.
 
-Commands go down, messages come up, each on its own socket, in order. A command that wants an answer carries a
-``call`` number, and the answer repeats it. All tokens of one turn of the engine's loop travel in one ``Turn``,
-whatever the number of requests, so that the price of a message is paid per step and not per token.
+Commands go to the engine, messages come from it, each on its own socket, in order. A command with an answer has a
+``call`` number, which the ``Reply`` repeats. All tokens of one turn of the engine's loop are in one ``Turn``, so that a
+message is paid per step and not per token.
 
 ::
 
@@ -15,7 +15,7 @@ whatever the number of requests, so that the price of a message is paid per step
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -29,13 +29,14 @@ __all__ = [
     "Cancel",
     "Command",
     "EngineInfo",
-    "EngineSetup",
+    "EngineSpec",
     "Fault",
     "FinishedRequest",
     "LoadAdapter",
     "Message",
     "Observations",
     "PinAdapter",
+    "ProcessSetup",
     "Ready",
     "Refused",
     "Reply",
@@ -49,30 +50,40 @@ __all__ = [
 ]
 
 
-class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The set-up that a new engine process reads from its standard input, never from its command line.
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine behind a link.
 
     Args:
         config: The engine's configuration.
         served_name: The base model's name in the API.
-        builder: Builds its parts, as ``module:function`` (see ``service.BuildParts``).
-        commands_address: The socket on which the engine listens for commands.
-        messages_address: The socket to which it sends messages.
-        log_level: Level of its standard-error log.
-        is_observed: Whether it sends observations.
+        builder: Builds the engine's parts: a ``service.Builder``; for an engine in another process, a name.
+        is_observed: Whether the engine sends ``Observations``, which cost a few percent of an empty step.
     """
 
     config: EngineConfig
     served_name: str
-    builder: str
+    builder: Any
+    is_observed: bool = True
+
+
+class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The set-up that a new engine process reads from its standard input.
+
+    Args:
+        engine: The engine.
+        commands_address: The socket on which the engine receives commands.
+        messages_address: The socket to which it sends messages.
+        log_level: Level of its log on standard error.
+    """
+
+    engine: EngineSpec
     commands_address: str
     messages_address: str
     log_level: int
-    is_observed: bool
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and sizes of an engine that is ready; they never change while it lives."""
+    """Limits and sizes of an engine that is ready; constant while it runs."""
 
     served_name: str
     base_name: str
@@ -86,7 +97,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Add requests: all or none, or ``each`` that can be."""
+    """Add requests: all or none, or with ``each`` all valid ones."""
 
     call: int
     requests: list[Request]
@@ -94,14 +105,14 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Stop requests; no answer. ``stopped`` says that their text reached a stop string, which is a good end."""
+    """Cancel requests, without a reply. ``stopped``: their text reached a stop string, which is a normal end."""
 
     request_ids: list[str]
     stopped: bool = False
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Read an adapter and register it under a name."""
+    """Read an adapter and register it."""
 
     call: int
     name: str
@@ -110,14 +121,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Forget a name; requests in flight finish first."""
+    """Unregister an adapter; requests in flight finish on it."""
 
     call: int
     name: str
 
 
 class PinAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Keep an adapter from being evicted, or no longer."""
+    """Pin or unpin an adapter."""
 
     call: int
     name: str
@@ -125,7 +136,7 @@ class PinAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class WarmAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Begin to copy an adapter to the device."""
+    """Start to copy an adapter to the device."""
 
     call: int
     name: str
@@ -139,7 +150,7 @@ class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of our tree on its way between processes: the class by name, and its constructor's arguments."""
+    """A ``ManyloraError`` as a message: the name of its class, and its constructor's arguments."""
 
     kind: str
     message: str
@@ -151,7 +162,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: errors.ManyloraError) -> Fault:
-        """Pack an error."""
+        """Return the fault of an error."""
         return cls(
             kind=type(error).__name__,
             message=str(error),
@@ -163,7 +174,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def to_error(self) -> errors.ManyloraError:
-        """Make the same error again."""
+        """Return the error."""
         kind = getattr(errors, self.kind) if self.kind in errors.__all__ else errors.ManyloraError
         assert isinstance(kind, type)
         if issubclass(kind, errors.AdapterError):
@@ -177,7 +188,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One ended request, for the histograms; ``adapter`` is its name, empty for the base."""
+    """An ended request, for histograms; ``adapter`` is a name, empty for the base."""
 
     adapter: str
     reason: str
@@ -187,11 +198,11 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The events since the last message, as numbers that histograms take; times in seconds.
+    """The events since the last message, as numbers for histograms; times in seconds.
 
     Args:
-        queue_s: Waiting time of each request admitted.
-        ttft_s: Time to first token of each request that got one, by adapter's name; the base's is empty.
+        queue_s: Waiting time of each admitted request.
+        ttft_s: Times to first token, by adapter's name; the base has the empty name.
         inter_token_s: Gaps between tokens, by adapter's name.
         finished: Requests that ended.
         device_loads_s: Durations of adapter copies to the device.
@@ -215,20 +226,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start with this configuration; it ends after this."""
+    """The engine cannot start with this configuration; its last message."""
 
     fault: Fault
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one turn of the loop for all requests, and its observations."""
+    """The outputs of one turn of the loop, and its observations."""
 
     outputs: list[Output]
     observations: Observations
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The answer to a call: an error, or the result. ``refused`` has the error of each request that was not added."""
+    """The answer to a call: an error, or the result; ``refused`` has the errors of requests that were not added."""
 
     call: int
     fault: Fault | None = None
@@ -246,7 +257,7 @@ _command_decoder = msgspec.msgpack.Decoder(Command)
 _message_decoder = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Command | Message | EngineSetup) -> bytes:
+def encode(message: Command | Message | ProcessSetup) -> bytes:
     """Return the message as msgpack."""
     return _encoder.encode(message)
 

@@ -1,9 +1,8 @@
-"""The engine's side of the wire: commands in, messages out, around the one loop.
+"""The engine's side of a link: commands in, messages out, around the engine's loop.
 
-The loop's thread alone touches the core and sends messages. Commands arrive on any thread and are posted to the
-loop; adapter files are read on a small pool of threads of their own, because a step must never wait for a disk:
-only the finished version is posted. The same service runs in an engine process and, for debugging, in a thread of
-the API process: it knows nothing of sockets.
+The loop's thread alone uses the core and sends messages. Commands arrive on any thread and are posted to the loop.
+Adapter files are read on threads of their own, because a step must not wait for a disk, and the version that was read
+is posted. The service runs in an engine process or in a thread of the API process; it uses no sockets.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from manylora.hosting.protocol import (
     Cancel,
     Command,
     EngineInfo,
+    EngineSpec,
     Fault,
     LoadAdapter,
     Message,
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 BuildParts = Callable[[EngineConfig, Clock], EngineParts]
 
 Builder: TypeAlias = str | BuildParts
-"""What builds an engine: a function, or its name as ``module:function``, which can travel to another process."""
+"""A function that builds an engine's parts, or its name as ``module:function``, for another process."""
 
 TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
@@ -61,7 +61,7 @@ NUM_READERS = 2
 
 
 def builder_for(config: EngineConfig) -> str:
-    """Return the builder that a configuration asks for: of a live engine, or of one without a model."""
+    """Return the builder of a live or a simulated engine, by configuration."""
     return TORCH_BUILDER if config.simulate is None else SIMULATED_BUILDER
 
 
@@ -79,30 +79,16 @@ class EngineService:
     """One engine behind commands and messages.
 
     Args:
-        config: The engine's configuration.
-        served_name: The base model's name in the API.
-        builder: Builds its parts.
-        is_observed: Whether to send observations.
+        engine: The engine.
         clock: Live time.
-        send: Takes messages; called on the loop's thread alone.
+        send: Sends a message; called on the loop's thread alone.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        served_name: str,
-        builder: Builder,
-        is_observed: bool,
-        clock: Clock,
-        send: Callable[[Message], None],
-    ) -> None:
-        self._config = config
-        self._served_name = served_name
-        self._builder = builder
+    def __init__(self, engine: EngineSpec, *, clock: Clock, send: Callable[[Message], None]) -> None:
+        self._engine = engine
+        self._config = engine.config
         self._clock = clock
         self._send = send
-        self._is_observed = is_observed
         self._observer = Observer()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
         self._loop: EngineLoop | None = None
@@ -110,16 +96,16 @@ class EngineService:
         self._is_stopping = False
 
     def run(self) -> bool:
-        """Build the engine and serve until ``stop``; on the calling thread, which becomes the loop's.
+        """Build the engine and serve on the calling thread until ``stop``.
 
         Returns:
-            False if the configuration was refused (a ``Refused`` message says why).
+            False if the configuration was refused, with the reason in a ``Refused`` message.
 
         Raises:
-            Exception: The engine broke; it cannot be used again.
+            Exception: The engine failed; it cannot be used again.
         """
         try:
-            parts = self._parts = load_builder(self._builder)(self._config, self._clock)
+            parts = self._parts = load_builder(self._engine.builder)(self._config, self._clock)
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
             return False
@@ -128,12 +114,12 @@ class EngineService:
             core = EngineCore.from_parts(
                 parts,
                 self._config,
-                served_name=self._served_name,
+                served_name=self._engine.served_name,
                 executor=self._logged(parts, files),
-                sinks=[*([self._observer] if self._is_observed else []), *self._request_log(files)],
+                sinks=[*([self._observer] if self._engine.is_observed else []), *self._request_log(files)],
             )
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
-            if self._is_stopping:  # asked before there was a loop to ask
+            if self._is_stopping:  # ``stop`` was called before the loop existed
                 loop.stop()
             self._send(Ready(self._info(parts)))
             loop.run()
@@ -149,11 +135,7 @@ class EngineService:
         return True
 
     def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
-        """Return the log of finished requests, if one is asked for; ``files`` will close it.
-
-        Raises:
-            ConfigError: Its file cannot be written.
-        """
+        """Return the log of finished requests, if configured; ``files`` closes it. ``ConfigError`` if not writable."""
         path = self._config.request_log
         if path is None:
             return []
@@ -163,24 +145,20 @@ class EngineService:
             raise ConfigError(f"Got request_log = {path!r}, which cannot be written: {error.strerror}") from error
 
     def _logged(self, parts: EngineParts, files: contextlib.ExitStack) -> Executor:
-        """Return the executor, with a log of its work if one is asked for; ``files`` will close it.
-
-        Raises:
-            ConfigError: Its file cannot be written.
-        """
+        """Return the executor, with a step log if configured; ``files`` closes it. ``ConfigError`` if not writable."""
         path = self._config.step_log
         if path is None:
             return parts.executor
         return LoggedExecutor(parts.executor, files.enter_context(open_step_log(path, parts, self._config.model)))
 
     def stop(self) -> None:
-        """End ``run`` soon, or as soon as the engine is built; safe from any thread."""
+        """End ``run`` soon, or once the engine is built; safe from any thread."""
         self._is_stopping = True
         if self._loop is not None:
             self._loop.stop()
 
     def handle(self, command: Command) -> None:
-        """Carry a command out, soon; safe from any thread, once ``Ready`` was sent."""
+        """Post a command to the loop; safe from any thread, once ``Ready`` was sent."""
         assert self._loop is not None, "commands come after Ready"
         post = self._loop.post
         match command:
@@ -189,7 +167,7 @@ class EngineService:
             case Cancel():
                 post(lambda core, now: self._cancel(core, now, command))
             case LoadAdapter():
-                with contextlib.suppress(RuntimeError):  # the engine has just ended, as its link will say
+                with contextlib.suppress(RuntimeError):  # the engine has just ended
                     self._readers.submit(self._read, command)
             case UnloadAdapter(call, name):
                 post(lambda core, now: self._reply(call, lambda: core.adapters.unregister(name, now)))
@@ -203,7 +181,7 @@ class EngineService:
     def _info(self, parts: EngineParts) -> EngineInfo:
         base = parts.base
         return EngineInfo(
-            served_name=self._served_name,
+            served_name=self._engine.served_name,
             base_name=base.name,
             architecture=base.architecture,
             max_model_len=base.max_model_len,
@@ -254,7 +232,7 @@ class EngineService:
         self._send(Reply(call, statuses=statuses, stats=core.stats(), observations=self._observer.take()))
 
     def _read(self, command: LoadAdapter) -> None:
-        """Read an adapter, on a reader's thread, then hand it to the loop. Never raises: no caller would hear."""
+        """Read an adapter on a reader thread and post the version or the error to the loop. Never raises."""
         assert self._loop is not None
         assert self._parts is not None
         began_at = self._clock.now()

@@ -1,4 +1,4 @@
-"""Several engines seen as one: counters added up, and each adapter where it is best off."""
+"""Snapshots of several engines as one: sums of counters, and the highest tier of each adapter."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["busiest", "merge_stats", "merge_statuses"]
 
 HEIGHT = {Tier.DISK: 0, Tier.HOST: 1, Tier.DEVICE: 2}
 STATES = ("idle", "evicting", "loading", "active")
-"""States of an adapter; of several engines the last of these counts."""
+"""States of an adapter; over several engines the latest in this order is reported."""
 
 
 def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Return the stats of a fleet: sums, names once, and the queues of all engines."""
+    """Return the stats of a fleet: sums, unions of names, and the queues of all engines."""
     sums = {
         one.name: sum(getattr(part, one.name) for part in parts) for one in fields(EngineStats) if one.type == "int"
     }
@@ -34,7 +34,7 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def merge_statuses(parts: Sequence[Sequence[AdapterStatus]]) -> tuple[AdapterStatus, ...]:
-    """Return the state of every adapter that some engine knows."""
+    """Return the state of every adapter over all engines."""
     by_name: dict[str, list[AdapterStatus]] = {}
     for part in parts:
         for status in part:
@@ -43,7 +43,7 @@ def merge_statuses(parts: Sequence[Sequence[AdapterStatus]]) -> tuple[AdapterSta
 
 
 def busiest(statuses: Iterable[AdapterStatus], num_adapters: int) -> tuple[AdapterStatus, ...]:
-    """Return those highest in the tiers, of these the ones with requests, then the most used; as an engine does."""
+    """Return adapters by highest tier, then those with requests, then the most used; as an engine does."""
 
     def use(status: AdapterStatus) -> tuple[int, bool, int]:
         return HEIGHT[status.tier], status.num_running + status.num_waiting > 0, status.num_requests

@@ -1,9 +1,8 @@
-"""Notices an engine that hangs without dying: a deadlock, a device that never answers, a library that spins.
+"""Detect an engine that hangs: a deadlock, a device that does not answer, an endless loop in a library.
 
-Every few seconds the loop is asked for its counters, through the same queue as every command. No answer means that the
-loop makes no turn; answers that show requests running and the same number of steps again and again mean that the device
-does not finish one. Either way no request would get another token, and a process that dies helps its users more
-than one that does not: the keeper kills it and starts the next.
+Every few seconds the engine's loop is asked for its counters, as by any command. Without an answer the loop makes no
+turn. If requests run and the number of steps stays the same, the device does not finish a step. In both cases no
+request gets another token, and the keeper kills the engine and starts the next.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from manylora.hosting.client import EngineClient
 
 __all__ = ["wait_until_hung"]
 
-LOOKS = 10
-"""How often the engine is looked at within its timeout."""
+NUM_CHECKS = 10
+"""Checks of the engine within its timeout."""
 
-MOST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 
 
 async def wait_until_hung(client: EngineClient, timeout_s: float) -> str:
-    """Return, in words how, once an engine has not moved for ``timeout_s`` seconds; until then, or its death, wait.
+    """Wait until an engine has made no progress for ``timeout_s`` seconds; return the reason, in words.
 
     Raises:
-        EngineDead: It died, which is not for this to deal with.
+        EngineDead: The engine died.
     """
     now = asyncio.get_running_loop().time
     num_steps, moved_at = -1, now()
@@ -37,4 +36,4 @@ async def wait_until_hung(client: EngineClient, timeout_s: float) -> str:
             num_steps, moved_at = stats.num_steps, now()
         elif now() - moved_at >= timeout_s:
             return f"it hangs: with {stats.num_running} requests running, no step ended for {timeout_s:g} s"
-        await asyncio.sleep(min(MOST_PAUSE_S, timeout_s / LOOKS))
+        await asyncio.sleep(min(MAX_PAUSE_S, timeout_s / NUM_CHECKS))

@@ -1,4 +1,4 @@
-"""The prompts of one call on their way through the engine: a window of them at a time, the rest waits here."""
+"""The prompts of one call: a window of them is in the engine at a time, the others wait here."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from manylora.types import Output
 __all__ = ["Batch"]
 
 RETRY_S = 0.05
-"""How long to wait before requests that found the queue full (other callers fill it too) are offered again."""
+"""Seconds until requests that found the queue full are submitted again."""
 
 
 class Batch:
-    """Jobs that share one stream. Belongs to the event loop's thread, where answers are made text as tokens come.
+    """Jobs that share one stream. For the event loop's thread alone, where tokens become text as they arrive.
 
     Args:
         fleet: The engines.
-        jobs: What to bring to an end, in this order.
-        window: Most jobs that are in the engine at a time.
-        on_ended: Told how many more jobs have ended.
+        jobs: Jobs to run, in this order.
+        window: Most jobs in the engine at a time.
+        on_ended: Called with the number of jobs that have just ended.
     """
 
     def __init__(self, fleet: Fleet, jobs: Iterable[Job], *, window: int, on_ended: Callable[[int], None]) -> None:
@@ -37,7 +37,7 @@ class Batch:
         self._stream = OutputStream()
 
     async def run(self) -> None:
-        """Bring every job to its end; on an exception, cancel those that are in the engine.
+        """Run every job to its end; on an exception, cancel those in the engine.
 
         Raises:
             EngineDead: The engine failed or was closed.
@@ -49,20 +49,20 @@ class Batch:
             self._fleet.cancel(list(self._running))
 
     async def _fill(self) -> None:
-        """Submit as many jobs as the window and the engine's queue have room for: at least one, if any waits."""
+        """Submit as many jobs as the window and the engine's queue have room for; at least one, if any waits."""
         while self._waiting and len(self._running) < self._window:
             num_new = min(len(self._waiting), self._window - len(self._running))
             if not await self._submit([self._waiting.popleft() for _ in range(num_new)]):
                 if self._running:
-                    break  # the next end of one of them is the time to try again
+                    break  # tried again when one of them ends
                 await asyncio.sleep(RETRY_S)
         if not self._running:
             self._stream.close()
 
     async def _submit(self, jobs: Sequence[Job]) -> bool:
-        """Submit jobs; those the engine refuses for good end. Return whether there was room for all others."""
+        """Submit jobs; end those that are invalid. Return whether the queue had room for the others."""
         by_id = {job.request.request_id: job for job in jobs}
-        self._running |= by_id  # before they are in the engine: an exception from here on cancels them
+        self._running |= by_id  # first, so that an exception cancels them
         errors = await self._fleet.submit_each([job.request for job in jobs], self._stream)
         for request_id in errors:
             del self._running[request_id]
@@ -76,7 +76,7 @@ class Batch:
         return not full
 
     def _consume(self, outputs: list[Output]) -> Flush | None:
-        """Hand outputs to their jobs; refill the window when some have ended."""
+        """Give outputs to their jobs; refill the window when some have ended."""
         running = self._running
         num_before = len(running)
         stopped: list[str] = []
@@ -84,11 +84,11 @@ class Batch:
             job = running.get(output.request_id)
             if job is None:
                 continue  # more of an answer that a stop string ended
-            job.take(output)
+            job.add(output)
             if job.finish_reason is not None:
                 del running[output.request_id]
                 if output.finish is None:
-                    stopped.append(output.request_id)  # by a stop string, of which the engine knows nothing
+                    stopped.append(output.request_id)  # by a stop string, which the engine does not check
         if stopped:
             self._fleet.cancel(stopped, stopped=True)
         if len(running) < num_before:

@@ -1,8 +1,8 @@
-"""The engine as a Python object: a client of ``hosting``, with a face that blocks.
+"""The engine as a Python object: a client of ``hosting`` with blocking calls.
 
-An event loop on a background thread owns the fleet, which is one engine on another thread. So several threads may
-generate at once and share batches, adapters can be loaded while others answer, and an exception in the caller (Ctrl-C
-too) leaves the engine as it was: its requests are cancelled, the rest goes on.
+An event loop on a background thread owns the fleet, which is one engine on another thread. So several threads can
+generate at once and share batches, and adapters can be loaded meanwhile. An exception in the caller (also Ctrl-C)
+cancels the requests of its call alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.errors import ConfigError, EngineDead, ManyloraError, ModelNotFound
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.fleet import Fleet
-from manylora.hosting.link import make_link
+from manylora.hosting.link import LINKS
+from manylora.hosting.protocol import EngineSpec
 from manylora.hosting.service import Builder, builder_for
 from manylora.offline.batch import Batch
 from manylora.offline.generation import Generation, Job
@@ -51,17 +52,16 @@ class Engine:
     Safe to use from several threads. Close it, or use it as a context manager.
 
     Args:
-        model: A Hugging Face checkpoint directory (or hub name where a network is at hand), or ``demo``: the small
-            model that comes with the package.
-        adapters: PEFT adapter directories by name; of ``demo``, all its own when ``None``.
-        step_log: File that gets one JSON line per step and per load, for ``manylora calibrate``.
-        request_log: File that gets one JSON line per finished request: sizes, no text.
-        build: Builds the engine's parts; when ``None``, those that the options ask for (tests give simulated ones).
+        model: A Hugging Face checkpoint directory or hub name, or ``demo``: the small model in the package.
+        adapters: PEFT adapter directories by name; ``None`` with ``demo`` for all demo adapters.
+        step_log: File for one JSON line per step and per load, for ``manylora calibrate``.
+        request_log: File for one JSON line per finished request: sizes, no text.
+        build: Builds the engine's parts; ``None`` for the builder of the configuration.
         options: Fields of ``ModelConfig``, ``MemoryConfig``, ``SchedulerConfig``, ``AdapterConfig``, and ``seed`` and
             ``simulate`` of ``EngineConfig``, by name.
 
     Raises:
-        ConfigError: An option is unknown or wrong, or the model cannot be served.
+        ConfigError: An option is unknown or invalid, or the model cannot be served.
         AdapterError: An adapter cannot be served.
     """
 
@@ -88,11 +88,12 @@ class Engine:
         self._ids = itertools.count()  # next() on it is atomic
         self._is_closed = False
         served_name = config.model.served_model_name or config.model.model
-        build = build or builder_for(config)
-        link = partial(make_link, "thread", config, served_name=served_name, builder=build, is_observed=False)
-        self._fleet = Fleet([link], served_name=served_name, observe=lambda observed: None)
+        spec = EngineSpec(
+            config=config, served_name=served_name, builder=build or builder_for(config), is_observed=False
+        )
+        self._fleet = Fleet([partial(LINKS["thread"], spec)], served_name=served_name, observe=lambda observed: None)
         self._event_loop = asyncio.new_event_loop()
-        # A daemon, so that a program that forgets to close the engine still ends.
+        # A daemon, so that a program that does not close the engine still ends.
         self._thread = threading.Thread(target=self._event_loop.run_forever, name="manylora-client", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
@@ -116,21 +117,22 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = False,
     ) -> list[Generation]:
-        """Continue prompts, batched together whatever their adapters.
+        """Continue prompts, batched together over all adapters.
 
-        A request that cannot be served (unknown adapter, too long) fails alone: its ``Generation.error`` says why.
+        A request that cannot be served (unknown adapter, too long) fails alone, with the reason in its
+        ``Generation.error``.
 
         Args:
             prompts: Texts or token ids; one prompt or several.
-            adapter: The adapter that answers: one for all, or one per prompt; ``None`` is the base.
-            sampling: One for all, or one per prompt; the defaults when ``None``.
+            adapter: One adapter for all prompts, or one per prompt; ``None`` is the base.
+            sampling: One for all prompts, or one per prompt; ``None`` for the defaults.
             progress: Show a progress bar on the terminal.
 
         Returns:
             One generation per prompt, in their order.
 
         Raises:
-            ValueError: There are not as many adapters or samplings as prompts.
+            ValueError: The number of adapters or samplings is not that of prompts.
             EngineDead: The engine failed or was closed.
         """
         given = _as_prompts(prompts)
@@ -145,56 +147,49 @@ class Engine:
         progress: bool = False,
         **template_kwargs: Any,
     ) -> list[Generation]:
-        """Answer conversations, by the model's chat template; otherwise as ``generate``.
+        """Answer conversations by the model's chat template; other arguments and errors as of ``generate``.
 
         Args:
             conversations: Lists of ``{"role": ..., "content": ...}``; one conversation or several.
             adapter: As in ``generate``.
             sampling: As in ``generate``.
             progress: As in ``generate``.
-            template_kwargs: More variables for the template.
+            template_kwargs: Variables for the template.
         """
         is_one = bool(conversations) and isinstance(conversations[0], Mapping)
         given: Sequence[Any] = [conversations] if is_one else conversations
         return self._generate(given, partial(self._render, **template_kwargs), adapter, sampling, progress)
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> AdapterStatus:
-        """Load a PEFT adapter, while others generate.
+        """Load a PEFT adapter from a directory; generation goes on meanwhile.
 
-        Args:
-            name: Its name in requests.
-            path: Its directory.
-            replace: Whether the name may be taken: requests that arrived before stay on the version they had.
+        With ``replace`` the name may exist: earlier requests finish on the old version.
 
         Raises:
-            AdapterError: It cannot be served; says why.
+            AdapterError: The adapter cannot be served.
             EngineDead: The engine failed or was closed.
         """
         return self._call(self._fleet.adapters.load(name, str(path), replace_existing=replace))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests on it finish first.
-
-        Raises:
-            AdapterNotFound: There is none of that name.
-        """
+        """Unload an adapter, or raise ``AdapterNotFound``; its requests finish first."""
         self._call(self._fleet.adapters.unload(name))
 
     def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
-        """Keep an adapter on the device, or no longer.
+        """Pin an adapter on the device, or unpin it.
 
         Raises:
-            AdapterNotFound: There is none of that name.
-            CapacityError: There is no room to pin it.
+            AdapterNotFound: No such name.
+            CapacityError: No room to pin.
         """
         return self._call(self._fleet.adapters.pin(name, pinned))
 
     def warm_adapter(self, name: str) -> AdapterStatus:
-        """Begin to copy an adapter to the device, before a request asks for it.
+        """Start to copy an adapter to the device.
 
         Raises:
-            AdapterNotFound: There is none of that name.
-            CapacityError: There is no room for it.
+            AdapterNotFound: No such name.
+            CapacityError: No room.
         """
         return self._call(self._fleet.adapters.warm(name))
 
@@ -209,7 +204,7 @@ class Engine:
         return stats
 
     def close(self) -> None:
-        """Stop the engine and give its memory back; requests in flight end with ``EngineDead``."""
+        """Stop the engine and free its memory; requests in flight raise ``EngineDead``."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -230,11 +225,7 @@ class Engine:
         self.close()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the event loop's thread and wait for its end; it is cancelled if the wait is.
-
-        Raises:
-            EngineDead: The engine was closed.
-        """
+        """Run a coroutine on the event loop's thread and wait for it; an interrupted wait cancels it."""
         if self._is_closed:
             work.close()
             raise EngineDead(CLOSED)
@@ -260,15 +251,7 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[Generation]:
-        """Run prompts or chats.
-
-        Args:
-            given: Prompts, or conversations.
-            encode: Makes of each the prompt that its generation shows, and its token ids.
-            adapter: As in ``generate``.
-            sampling: As in ``generate``.
-            progress: As in ``generate``.
-        """
+        """Run prompts or conversations; ``encode`` returns the prompt to report and its token ids."""
         adapters = _one_each("adapters", adapter, len(given), str | None)
         samplings = _one_each("samplings", sampling or SamplingParams(), len(given), SamplingParams)
         if self._is_closed:
@@ -288,7 +271,7 @@ class Engine:
         *,
         encode: Callable[[Any], tuple[str | tuple[int, ...], tuple[int, ...]]],
     ) -> Job | Generation:
-        """Return the job for a prompt, or the failed generation when there can be none."""
+        """Return the job of a prompt, or a failed generation if the prompt is invalid."""
         shown: str | tuple[int, ...] = asked if isinstance(asked, str | tuple) else ""
         try:
             if adapter == "":
@@ -313,7 +296,7 @@ def _text(path: str | Path | None) -> str | None:
 
 
 def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Sort flat options into the parts of an ``EngineConfig``; no two parts share a field's name."""
+    """Return the configuration of flat options; field names are unique over its parts."""
     left = dict(options)
 
     def pick(part: type[Any]) -> dict[str, Any]:
@@ -342,17 +325,17 @@ def _as_prompts(
     return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]  # type: ignore[arg-type]
 
 
-def _one_each(what: str, given: Any, num_prompts: int, kind: Any) -> list[Any]:
-    """Spread one value over all prompts, or check that there are as many as prompts."""
+def _one_each(name: str, given: Any, num_prompts: int, kind: Any) -> list[Any]:
+    """Return one value for each prompt, from a single value or a sequence."""
     each = [given] * num_prompts if isinstance(given, kind) else list(given)
     if len(each) != num_prompts:
-        raise ValueError(f"Got {len(each)} {what} for {num_prompts} prompts")
+        raise ValueError(f"Got {len(each)} {name} for {num_prompts} prompts")
     return each
 
 
 @contextmanager
 def _progress(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield a function to tell how many more jobs are done."""
+    """Yield a function to call with the number of jobs that have ended."""
     if not is_shown:
         yield lambda num_done: None
         return

@@ -1,4 +1,4 @@
-"""The answer to a prompt, and the job that leads to it."""
+"""The answer to a prompt, and the job that produces it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Generation:
     """The answer to one prompt.
 
     Args:
-        prompt: The prompt as given; of a chat, the text its template made.
+        prompt: The prompt; of a conversation, the text of its template.
         text: The answer.
-        token_ids: Its tokens, a stop token included.
+        token_ids: Its tokens, with the stop token.
         finish_reason: ``stop``, ``length`` or ``error``.
-        stop_reason: The stop string or requested stop token that ended it, if one did.
+        stop_reason: The stop string or requested stop token that ended it, if any.
         adapter: The adapter that answered; ``None`` is the base.
-        logprobs: One entry per token, when asked for.
+        logprobs: One entry per token, if requested.
         num_prompt_tokens: Tokens of the prompt.
-        num_cached_tokens: Those whose KV was in the prefix cache.
-        error: The reason, when ``finish_reason`` is ``error``.
+        num_cached_tokens: Prompt tokens whose KV was in the prefix cache.
+        error: The reason, if ``finish_reason`` is ``error``.
     """
 
     prompt: str | tuple[int, ...]
@@ -42,10 +42,7 @@ class Generation:
 
 @dataclass(slots=True)
 class Job:
-    """A prompt on its way to a generation; ``finish_reason`` is set when it is there.
-
-    The first four fields are as in ``Generation`` and ``Request``, the others gather the answer.
-    """
+    """A prompt and its answer so far; ``finish_reason`` is set at the end."""
 
     prompt: str | tuple[int, ...]
     adapter: str | None
@@ -59,7 +56,7 @@ class Job:
     finish_reason: str | None = None
     error: str | None = None
 
-    def take(self, output: Output) -> None:
+    def add(self, output: Output) -> None:
         """Add an output; sets ``finish_reason`` at the end of the answer."""
         self.num_cached_tokens = output.num_cached_tokens
         delta = self.detokenizer.push(output.tokens, stop_token=output.stop_token)
@@ -76,7 +73,7 @@ class Job:
             self.error = output.error
 
     def fail(self, error: str) -> None:
-        """End it with an error."""
+        """End the job with an error."""
         self.finish_reason, self.error = FinishReason.ERROR.value, error
 
     def generation(self) -> Generation:

@@ -1,7 +1,7 @@
-"""The HTTP face: OpenAI's routes, adapters at run time, metrics.
+"""The HTTP server: OpenAI's routes, adapters at run time, metrics.
 
-It parses, tokenizes and streams; engines are run by ``hosting``, and seen as a ``Fleet``. The names below are imported
-when they are asked for: the command line needs some of them where there is no web framework to load.
+It parses, tokenizes and streams; the engines are run by ``hosting`` and seen as a ``Fleet``. The names below are
+imported on first use, so that the command line starts without the web framework.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ASGI application: every route, and what becomes of errors."""
+"""The ASGI application: all routes, and the responses to errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from manylora.errors import ManyloraError
 from manylora.server.api.adapters import admin_routes
 from manylora.server.api.chat import chat_routes
 from manylora.server.api.completions import completion_routes
-from manylora.server.api.context import Context
 from manylora.server.api.models import model_routes
+from manylora.server.api.request import Context
 from manylora.server.api.status import status_routes
 from manylora.server.errors import HttpError, error_response, on_error, on_http_exception
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Answer where we have a bug; its details are for the log, not for the caller."""
+    """Answer an unexpected exception; its details are logged and not sent."""
     logger.error("bug path=%s error=%r", request.scope["path"], error)
-    return error_response(HttpError(500, "The server failed on this request; its log says why."))
+    return error_response(HttpError(500, "The server failed on this request; see its log."))
 
 
 def make_app(context: Context) -> Starlette:

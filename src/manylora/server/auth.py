@@ -1,9 +1,9 @@
-"""Who may call what.
+"""Access control by API key.
 
-* Inference routes take any of ``api_keys``; with none configured they are open.
-* Admin routes take ``admin_key``. Without one they take ``api_keys``; without those either, only callers on this
-  machine: a loopback peer that came straight to us, and no web page (a browser on this machine can be made to send
-  requests by any site it visits, so a foreign ``Origin`` and a ``Host`` that is not loopback are refused).
+* Inference routes accept any of ``api_keys`` and the admin key; without ``api_keys`` they are open.
+* Admin routes accept ``admin_key``. Without one they accept ``api_keys``. Without keys they accept callers on this
+  machine: a loopback peer without a proxy, and no web page (any site can make a browser on this machine send requests,
+  so a foreign ``Origin`` and a ``Host`` that is not loopback are refused).
 * Health, version and metrics are open, as probes and scrapers expect.
 
 Keys are compared by digest in constant time, and never logged.
@@ -31,21 +31,14 @@ def _digest(key: str) -> bytes:
 
 
 class Gate:
-    """Decides whether a request may pass.
-
-    Args:
-        config: The keys.
-    """
+    """Checks the API key or the origin of a request."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._api_keys = tuple(_digest(key) for key in config.api_keys)
         self._admin_key = None if config.admin_key is None else _digest(config.admin_key)
 
     def check_inference(self, request: Request) -> str:
-        """Let a caller of the inference routes pass.
-
-        Returns:
-            The tenant: a name for the key that was used, empty where no key is needed.
+        """Return the tenant of a request to an inference route: a digest of its key, empty without ``api_keys``.
 
         Raises:
             HttpError: 401, the key is missing or wrong.
@@ -53,16 +46,16 @@ class Gate:
         if not self._api_keys:
             return ""
         given = self._bearer(request)
-        # The admin's key opens everything.
-        if not self._matches(given, (*self._api_keys, *((self._admin_key,) if self._admin_key else ()))):
+        keys = self._api_keys if self._admin_key is None else (*self._api_keys, self._admin_key)
+        if not self._matches(given, keys):
             raise _unauthorized()
         return "key-" + given.hex()[:12]
 
     def check_admin(self, request: Request) -> None:
-        """Let a caller of the admin routes pass.
+        """Raise unless a request may use the admin routes.
 
         Raises:
-            HttpError: 401, no key or an unknown one; 403, a key that is not the admin's, or not from this machine.
+            HttpError: 401, no key or an unknown one; 403, an inference key, or a caller that is not on this machine.
         """
         if self._admin_key is not None:
             given = self._bearer(request)
@@ -97,7 +90,7 @@ class Gate:
         return _digest(key.strip())
 
     def _matches(self, given: bytes, keys: Iterable[bytes]) -> bool:
-        # Compare with all of them, so that time tells nothing about which one was close.
+        # All keys are compared, so that the time reveals no match.
         matches = [hmac.compare_digest(given, key) for key in keys]
         return any(matches)
 

@@ -28,14 +28,14 @@ class BackgroundServer:
             client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
     Args:
-        engine: The engine.
-        server: The HTTP face; by default on a free port of this machine.
+        engine: Configuration of the engine.
+        server: Configuration of the HTTP server; ``None`` for a free port on loopback.
         lora_modules: Adapters to load at start.
-        builder: Builds the engine's parts instead, as ``module:function``; for tests.
+        builder: Builds the engine's parts, as ``module:function``; for tests.
         restarts: When to restart a dead engine.
 
     Raises:
-        ManyloraError: On entering: it could not start.
+        ManyloraError: On entering, if the server could not start.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class BackgroundServer:
 
     @property
     def engine_pid(self) -> int | None:
-        """Return the engine's process id, if there is an engine."""
+        """Return the engine's process id; ``None`` before it has started."""
         assert self._server is not None
         return self._server.fleet.pids[0]
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server has ended; ``wait`` says how."""
+        """Whether the server has ended; ``wait`` raises its error."""
         return self._ended.done()
 
     def drain(self) -> None:
-        """Begin to stop gracefully, as the first SIGTERM does; ``wait`` says when it is done."""
+        """Begin to stop gracefully, as the first SIGTERM does; ``wait`` returns when it is done."""
         assert self._loop is not None
         assert self._server is not None
         self._loop.call_soon_threadsafe(self._server.drain)
@@ -97,8 +97,8 @@ class BackgroundServer:
         """Wait until the server has ended.
 
         Raises:
-            ManyloraError: It gave up.
-            TimeoutError: It has not ended yet.
+            ManyloraError: The server failed.
+            TimeoutError: The server has not ended yet.
         """
         self._ended.result(timeout_s)
 
@@ -106,7 +106,7 @@ class BackgroundServer:
         """Stop at once, and wait for the thread."""
         if self._loop is not None and self._server is not None and not self._ended.done():
             server = self._server
-            with contextlib.suppress(RuntimeError):  # it ended in this moment
+            with contextlib.suppress(RuntimeError):  # its loop has just closed
                 self._loop.call_soon_threadsafe(server.abandon)
         self._thread.join()
 

@@ -1,7 +1,7 @@
-"""What goes wrong, as HTTP: vLLM's error shape, types and status codes, so that its clients' handling works.
+"""Errors as HTTP responses, with vLLM's body, types and status codes, so that clients of vLLM handle them.
 
-``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, with ``code`` the HTTP status and, where
-trying again makes sense, a ``Retry-After`` in whole seconds.
+``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, with the HTTP status as ``code``; a
+``CapacityError`` adds ``Retry-After`` in whole seconds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manylora.errors import (
-    AdapterExists,
-    CapacityError,
-    ManyloraError,
-    RequestError,
-)
+from manylora.errors import AdapterExists, CapacityError, ManyloraError, RequestError
 
 __all__ = ["HttpError", "error_body", "error_response", "on_error", "on_http_exception"]
 
@@ -38,13 +33,13 @@ TYPES = {
 
 
 class HttpError(ManyloraError):
-    """Something wrong that only HTTP knows: a key, a body, a media type.
+    """An error of the HTTP layer: a key, a body, a media type.
 
     Args:
         status: HTTP status.
-        message: The error, in words for the caller.
-        param: The field at fault, if one is.
-        kind: The error's ``type``, where it is not the usual one of the status.
+        message: Text for the caller.
+        param: The wrong field, if there is one.
+        kind: The error's ``type``, if it is not that of the status.
         headers: More response headers.
     """
 
@@ -86,13 +81,13 @@ def error_response(error: ManyloraError) -> Response:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """Answer with an error of our tree; Starlette calls this."""
+    """Answer with a ``ManyloraError``; Starlette calls this."""
     assert isinstance(error, ManyloraError)
     return error_response(error)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Answer in our shape where Starlette itself refuses: no such route, wrong method."""
+    """Answer with an error of Starlette, such as an unknown route, in vLLM's shape."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]  # request.url fails on a malformed Host
     message = {

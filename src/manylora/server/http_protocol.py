@@ -1,9 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol, with a way to write a piece of a body without a task.
+"""uvicorn's HTTP/1.1 protocol, with a function that writes a chunk of a body without a task.
 
-ASGI's ``send`` is a coroutine: bytes for a client need a task to call it, and waking one for each of two hundred
-streams costs a third of the price of the writes. So each request's scope offers an extension, as the
-ASGI specification provides for: a plain function that writes a chunk now. Everything else (parsing, headers, keeping
-alive, slow clients, leaving ones) stays uvicorn's, and an application that does not know the extension misses nothing.
+ASGI's ``send`` is a coroutine: it needs a task, and waking one for each of two hundred streams costs a third of the
+writes themselves. So each request's scope offers an ASGI extension: a plain function that writes a chunk now. Parsing,
+headers, keep-alive, slow and disconnected clients stay uvicorn's.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ __all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer"]
 EXTENSION = "manylora.write_chunk"
 
 WriteChunk: TypeAlias = Callable[[bytes], bool]
-"""Writes a piece of a begun response's body now. False where ``send`` has to be awaited for it instead."""
+"""Writes a chunk of a started response now, or returns False: then ``send`` must be awaited for it."""
 
 
 class ChunkWritingProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, whose answers can be written chunk by chunk without a task."""
+    """uvicorn's protocol with the extension."""
 
     def on_headers_complete(self) -> None:
-        """Offer the extension to the application, whose task was just made and has not run."""
+        """Add the extension to the scope; the application's task was just created and has not run."""
         super().on_headers_complete()
-        if self.cycle is not None and self.cycle.scope is self.scope:  # not so where the protocol is changed
+        if self.cycle is not None and self.cycle.scope is self.scope:  # false after a protocol upgrade
             self.scope["extensions"] = {EXTENSION: {"write": functools.partial(_write_chunk, self.cycle)}}
 
 
 def chunk_writer(scope: Scope) -> WriteChunk:
-    """Return what writes the answer to a request; behind another server, a function that always says no."""
+    """Return the function that writes a request's chunks; under another server it always returns False."""
     write: WriteChunk = scope.get("extensions", {}).get(EXTENSION, {}).get("write", _never)
     return write
 
@@ -44,7 +43,7 @@ def _never(body: bytes) -> bool:
 
 
 def _write_chunk(cycle: RequestResponseCycle, body: bytes) -> bool:
-    # ``RequestResponseCycle.send`` for a chunk in the middle, where it would neither wait nor drop it.
+    # ``RequestResponseCycle.send`` for a chunk in the middle, unless it would wait or drop it.
     if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
         return False
     cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))

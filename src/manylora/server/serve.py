@@ -1,12 +1,12 @@
-"""Starting and stopping: the sockets, the engine, the signals, and the order of things.
+"""Start and stop of the server: sockets, engines, signals.
 
 ::
 
     bind -> load tokenizer, start engine -> listen (503) -> adapters loaded -> ready (200)
-         -> first signal: drain (503 to the new, the old may finish) -> stop engine -> exit 0
+         -> first signal: drain (503 for new requests, others may finish) -> stop engine -> exit 0
          -> second signal: exit at once
 
-``run`` blocks, for the command line; ``background`` has the same in a thread.
+``run`` blocks, for the command line; ``background`` runs the same server in a thread.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.gc_freeze import freeze_start_up_heap
-from manylora.hosting.link import EngineLink, make_link
-from manylora.hosting.protocol import Observations
+from manylora.hosting.link import LINKS
+from manylora.hosting.protocol import EngineSpec
 from manylora.hosting.service import builder_for
-from manylora.server.api.context import Context
+from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
 from manylora.server.http_protocol import ChunkWritingProtocol
-from manylora.server.metrics.latency import LatencyWindow
 from manylora.server.metrics.prometheus import Metrics
 from manylora.text import Tokenizer
 
@@ -50,18 +49,13 @@ __all__ = ["Server", "run"]
 
 EXIT_FORCED = 130
 LAST_WRITES_S = 2.0
-"""How long clients that are told of the end may take to read it, in seconds."""
+"""Time that clients have to read the last bytes of failed answers, in seconds."""
 
 logger = logging.getLogger(__name__)
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: when to stop is decided here.
-
-    Args:
-        config: uvicorn's.
-        on_listening: Called when clients can connect.
-    """
+    """uvicorn without its signal handlers; ``on_listening`` is called when clients can connect."""
 
     def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
@@ -77,17 +71,17 @@ class _HttpServer(uvicorn.Server):
 
 
 class Server:
-    """One server's life, on one event loop.
+    """One server, from start to stop, on one event loop.
 
     Args:
-        engine: The engine.
-        server: The HTTP face.
+        engine: Configuration of the engine.
+        server: Configuration of the HTTP server.
         modules: Adapters to load at start.
         builder: Builds the engine's parts, as ``module:function``.
         restarts: When to restart a dead engine.
 
     Raises:
-        ConfigError: The address cannot be listened on.
+        ConfigError: The server cannot listen on the address.
     """
 
     def __init__(
@@ -105,51 +99,54 @@ class Server:
         self._engine_config = engine
         self._config = server
         self._modules = modules
-        self._builder = builder
         served_name = engine.model.served_model_name or engine.model.model
         self._metrics = Metrics(
-            engine, has_adapter_histograms=server.adapter_histograms, served_name=served_name, epoch_s=time.time
+            engine,
+            has_adapter_histograms=server.adapter_histograms,
+            served_name=served_name,
+            epoch_s=time.time,
+            monotonic_s=time.monotonic,
         )
-        self._latency = LatencyWindow()
+        spec = EngineSpec(config=engine, served_name=served_name, builder=builder)
         self.fleet = Fleet(
-            [self._make_link],
+            [functools.partial(LINKS["thread" if server.in_process else "process"], spec)],
             served_name=served_name,
             restarts=restarts,
-            observe=self._observe,
-            # A thread cannot be killed, and a debugger's breakpoint is no hang.
+            observe=self._metrics.observe,
+            # A thread cannot be killed, and a debugger's breakpoint is not a hang.
             hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
         )
         self._socket = _bind(server.host, server.port)
         self.url = _url(self._socket)
         self._stop = asyncio.Event()
-        self._patience_s = server.drain_timeout_s
+        self._drain_timeout_s = server.drain_timeout_s
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it was asked to stop."""
+        """Whether the server was asked to stop."""
         return self._stop.is_set()
 
     def drain(self) -> None:
-        """Begin to stop: no new requests, those in flight may finish."""
+        """Begin to stop: new requests are refused, requests in flight may finish."""
         self.fleet.drain()
         self._stop.set()
 
     def abandon(self) -> None:
-        """Stop now, whatever is in flight."""
-        self._patience_s = 0.0
+        """Stop now; requests in flight fail."""
+        self._drain_timeout_s = 0.0
         self.drain()
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained.
 
         Raises:
-            ManyloraError: It could not start, or the engine died too often.
+            ManyloraError: The server could not start, or the engine died too often.
         """
         listening = asyncio.Event()
 
         async def live() -> None:
             await self.fleet.start(self._modules)
-            await listening.wait()  # an engine without a model is up before the tokenizer is loaded
+            await listening.wait()  # a simulated engine is up before the tokenizer is loaded
             on_ready()
             await self.fleet.run()
 
@@ -171,7 +168,7 @@ class Server:
                     if task.done():
                         task.result()
         finally:
-            await self.fleet.stop()  # tells clients still waiting
+            await self.fleet.stop()  # clients that wait get an error
             stopping.cancel()
             living.cancel()
             if http is None:
@@ -182,24 +179,16 @@ class Server:
 
     async def _finish_in_flight(self) -> None:
         try:
-            await asyncio.wait_for(self.fleet.idle(), self._patience_s)
+            await asyncio.wait_for(self.fleet.idle(), self._drain_timeout_s)
         except TimeoutError:
-            if self._patience_s:
-                logger.warning("drain_timed_out after_s=%.1f", self._patience_s)
-
-    def _observe(self, observed: Observations) -> None:
-        self._metrics.observe(observed)
-        self._latency.observe(observed, time.monotonic())
-
-    def _make_link(self) -> EngineLink:
-        kind = "thread" if self._config.in_process else "process"
-        return make_link(kind, self._engine_config, served_name=self.fleet.served_name, builder=self._builder)
+            if self._drain_timeout_s:
+                logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
 
     def _http_server(self, tokenizer: Tokenizer, on_listening: Callable[[], None]) -> _HttpServer:
         version = metadata.version("manylora")
         model = self._engine_config.model
         digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
-        # An adapter named at start may be loaded from there again, beside the directories that are allowed.
+        # An adapter named at start may be loaded again from its directory.
         roots = [*self._config.lora_dirs, *(module.path for module in self._modules)]
         context = Context(
             engine_config=self._engine_config,
@@ -208,7 +197,6 @@ class Server:
             tokenizer=tokenizer,
             gate=Gate(self._config),
             metrics=self._metrics,
-            latency=self._latency,
             lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
             fingerprint=f"fp_{digest.hexdigest()}",
             started_at=int(time.time()),
@@ -223,7 +211,7 @@ class Server:
                 log_level=logging.WARNING,
                 access_log=False,
                 lifespan="off",
-                proxy_headers=False,  # a request that claims to be forwarded is not local; see auth
+                proxy_headers=False,  # a forwarded request is not local; see auth
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, int(LAST_WRITES_S)),
@@ -233,7 +221,7 @@ class Server:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop where there is one: it writes to sockets at half the price."""
+    """Return uvloop's event loop if it is installed: its socket writes cost half as much."""
     try:
         import uvloop
     except ImportError:
@@ -242,11 +230,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket: a port that is taken should be known before a model is loaded.
-
-    Raises:
-        ConfigError: It cannot be bound.
-    """
+    """Return a bound socket; ``ConfigError`` for a port in use is raised before a model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -262,7 +246,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _url(bound: socket.socket) -> str:
-    """Return where the server is reached from this machine."""
+    """Return the address at which this machine reaches the server."""
     host, port = bound.getsockname()[:2]
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
@@ -277,41 +261,39 @@ def run(
     *,
     builder: str | None = None,
 ) -> int:
-    """Serve until told to stop; from the main thread, whose SIGTERM and SIGINT it takes.
+    """Serve until SIGTERM or SIGINT; call it from the main thread.
 
     Args:
-        engine: The engine.
-        server: The HTTP face.
-        lora_modules: Adapters to load at start; a bad one is an error.
-        builder: Builds the engine's parts, as ``module:function``; by default the one that the configuration asks for.
+        engine: Configuration of the engine.
+        server: Configuration of the HTTP server.
+        lora_modules: Adapters to load at start.
+        builder: Builds the engine's parts, as ``module:function``; ``None`` for the builder of the configuration.
 
     Returns:
         The exit code: 0 after a graceful stop.
 
     Raises:
-        ManyloraError: It could not start, or the engine died too often.
+        ManyloraError: The server could not start, or the engine died too often.
     """
 
     async def serve() -> None:
-        parts = builder or builder_for(engine)
-        life = Server(engine, server, lora_modules, builder=parts, restarts=RestartPolicy())
+        one = Server(engine, server, lora_modules, builder=builder or builder_for(engine), restarts=RestartPolicy())
 
         def stop() -> None:
-            if life.is_stopping:
-                # The engine goes with us: its standard input is our pipe.
-                os._exit(EXIT_FORCED)
+            if one.is_stopping:
+                os._exit(EXIT_FORCED)  # the engine process ends with its standard input
             logger.warning("draining timeout_s=%.1f (again to exit at once)", server.drain_timeout_s)
-            life.drain()
+            one.drain()
 
         def say_ready() -> None:
-            adapters = len(life.fleet.adapters.loaded)
+            adapters = len(one.fleet.adapters.loaded)
             freeze_start_up_heap()
-            print(f"manylora serves {life.fleet.served_name} with {adapters} adapters at {life.url}", flush=True)
+            print(f"manylora serves {one.fleet.served_name} with {adapters} adapters at {one.url}", flush=True)
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        await life.serve(say_ready)
+        await one.serve(say_ready)
 
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(serve())

@@ -70,7 +70,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], sampling: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._stops = StopStrings(sampling.stop)
+        self._stops = StopStrings(sampling.stop) if sampling.stop else None
         self._pieces = tokenizer.pieces(prompt, skip_special_tokens=sampling.skip_special_tokens)
         self._num_tokens = 0
         self._num_chars = 0  # decoded, so released or held
@@ -124,7 +124,8 @@ class Detokenizer:
         released = self._release(self._pieces.end())
         if isinstance(released, StopMatch):
             return self._stop_at(released, [], 0, [])
-        return TextDelta(text=released + self._stops.flush(), num_tokens=0, finished=True)
+        held = "" if self._stops is None else self._stops.flush()
+        return TextDelta(text=released + held, num_tokens=0, finished=True)
 
     def _stop_at(self, match: StopMatch, parts: list[str], taken: int, logprobs: list[TokenLogprob]) -> TextDelta:
         self._finished = True
@@ -139,7 +140,7 @@ class Detokenizer:
 
     def _release(self, text: str) -> str | StopMatch:
         self._num_chars += len(text)
-        if not text or not self._sampling.stop or self._num_tokens <= self._sampling.min_tokens:
+        if not text or self._stops is None or self._num_tokens <= self._sampling.min_tokens:
             return text
         return self._stops.feed(text)
 

@@ -1,4 +1,4 @@
-"""`manylora adapters inspect`: what is in an adapter's folder, and whether it fits a model."""
+"""`manylora adapters inspect`: the contents of an adapter's folder, and whether it fits a model."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 __all__ = ["adapters_app"]
 
 NUM_PAGES = 8
-"""A pool that is only there because the model cannot be asked without one."""
+"""A small page allocator, which loading a model requires."""
 
-adapters_app = typer.Typer(help="Look into adapters' folders.", no_args_is_help=True)
+adapters_app = typer.Typer(help="Inspect adapters' folders.", no_args_is_help=True)
 
 
 @adapters_app.callback()
 def _group() -> None:
-    """Keep `inspect` a command of its own, though it is the only one."""
+    """Make `inspect` a sub-command, although it is the only one."""
 
 
 @adapters_app.command(name="inspect")
 def inspect_folder(
     path: Annotated[str, typer.Argument(metavar="PATH", help="An adapter's folder, as PEFT saves it.")],
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Say whether it fits this model, and what it would take there.")
+        str | None, typer.Option(metavar="MODEL", help="Also report whether it fits this model, and its size there.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything, module by module, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report of every module as JSON.")] = False,
 ) -> None:
-    """Show what is in an adapter's folder; with a model, whether it fits, and exit code 1 if it does not.
+    """Show the contents of an adapter's folder; with a model, whether it fits, and exit code 1 if it does not.
 
     [bold]manylora adapters inspect /adapters/sql --model /models/llama[/bold]
     """
@@ -57,9 +57,9 @@ def inspect_folder(
 
 
 def _describe(model: str) -> BaseShape:
-    """Load a model as far as it takes to know its modules."""
+    """Load a model and return its shape."""
     note(f"loading {model}")
-    from manylora.execution.build import build_parts  # torch is wanted only now
+    from manylora.execution.build import build_parts  # imports torch
 
     checkpoint, _, _ = resolve_model(model, None, {})
     memory = MemoryConfig(num_pages=NUM_PAGES)
@@ -74,24 +74,23 @@ def _show(report: AdapterReport, base: BaseShape | None) -> None:
     facts.add_column(style="cyan")
     facts.add_column(overflow="fold")
 
-    def fact(what: str, value: str | Text) -> None:
-        facts.add_row(what, value)
-
-    fact("folder", report.path)
-    fact("trained on", report.base_model or "not said")
-    fact("rank", _ranks(report))
-    fact("scale", _range([module.scale for module in report.modules]) + (" (rsLoRA)" if report.use_rslora else ""))
-    fact("modules", f"{len(report.modules)}: {', '.join(report.target_modules)}")
-    fact("weights", f"{sum(module.num_elements for module in report.modules):,} {_dtypes(report)}")
-    fact("on disk", _size(report.disk_bytes))
+    facts.add_row("folder", report.path)
+    facts.add_row("trained on", report.base_model or "unknown")
+    facts.add_row("rank", _ranks(report))
+    facts.add_row(
+        "scale", _range([module.scale for module in report.modules]) + (" (rsLoRA)" if report.use_rslora else "")
+    )
+    facts.add_row("modules", f"{len(report.modules)}: {', '.join(report.target_modules)}")
+    facts.add_row("weights", f"{sum(module.num_elements for module in report.modules):,} {_dtypes(report)}")
+    facts.add_row("on disk", _size(report.disk_bytes))
     if report.version is not None and base is not None:
         version, page = report.version, base.page
-        fact("in host memory", f"{_size(version.host_bytes)} as {page.dtype}")
-        fact("on the device", f"{version.num_pages} pages of {_size(page.num_bytes)}")
-        fact("version", version.key)
+        facts.add_row("in host memory", f"{_size(version.host_bytes)} as {page.dtype}")
+        facts.add_row("on the device", f"{version.num_pages} pages of {_size(page.num_bytes)}")
+        facts.add_row("version", version.key)
     if base is not None:
         fits = Text("yes", "bold green") if report.fits else Text.assemble(("no: ", "bold red"), str(report.problem))
-        fact(f"fits {Path(base.name).name}", fits)
+        facts.add_row(f"fits {Path(base.name).name}", fits)
     out.print(facts)
     if report.modules:
         _show_modules(report)

@@ -1,4 +1,4 @@
-"""`manylora bench`: measure a server, or our own parts."""
+"""`manylora bench`: benchmarks of a server, and of manylora's own parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from manylora.scheduling import POLICIES
 
 __all__ = ["bench_app"]
 
-bench_app = typer.Typer(help="Measure a server, or our own parts against their floors.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Benchmark a server, or manylora's parts against their lower bounds.", no_args_is_help=True
+)
 
 bench_app.command("serve", cls=BenchServeCommand)(bench_serve)
 
@@ -32,7 +34,7 @@ SaveTo = Annotated[
 
 
 def save(name: str, report: object, table: str) -> None:
-    """Write a report and its table beside each other."""
+    """Write a report as NAME.json and its table as NAME.md."""
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
@@ -44,14 +46,14 @@ def save(name: str, report: object, table: str) -> None:
 def bench_http(
     streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 200,
     steps_per_s: Annotated[
-        list[float] | None, typer.Option(help="A rate of the engine. Repeatable; by default a ladder of them.")
+        list[float] | None, typer.Option(help="Steps per second of the engine. Repeatable; by default 20 to 1000.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Length of each run, were the rate kept.")] = 5.0,
+    seconds: Annotated[float, typer.Option(help="Length of each run at the full rate.")] = 5.0,
     save_to: SaveTo = None,
 ) -> None:
-    """Measure what HTTP adds to a token's latency, and how many tokens per second one API process can send.
+    """Measure the latency that HTTP adds to a token, and the tokens per second of one API process.
 
-    Server, engine without a model, and client run on this machine; the less else does, the truer the figures.
+    Server, an engine without a model, and client run on this machine, which should be otherwise idle.
     """
     from manylora.bench.http import RATES, http_report, http_table, measure_http
 
@@ -68,19 +70,19 @@ def bench_core(
     policy: Annotated[
         list[str] | None, typer.Option(metavar="|".join(sorted(POLICIES)), help="Repeatable; by default all.")
     ] = None,
-    eviction: Annotated[str, typer.Option(help="What makes room for adapters.")] = AdapterConfig().eviction,
+    eviction: Annotated[str, typer.Option(help="Eviction policy of adapters.")] = AdapterConfig().eviction,
     steps: Annotated[int, typer.Option(min=10, help="Steps timed at each scale.")] = 1000,
-    quick: Annotated[bool, typer.Option("--quick", help="The smallest scale alone.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the smallest scale.")] = False,
     save_to: SaveTo = None,
 ) -> None:
-    """Measure what deciding a step costs: up to 256 requests running, 10,000 waiting, 10,000 adapters.
+    """Measure the time to decide a step: up to 256 requests running, 10,000 waiting, 10,000 adapters.
 
-    The real core on an executor that does nothing; needs no model.
+    The engine's core runs on an executor that does nothing; no model is needed.
     """
     from manylora.bench.core import SCALES, decision_table, measure_decision
 
     for name in policy or ():
-        find_factory("policy", name, POLICIES)  # a wrong one is refused before any is measured
+        find_factory("policy", name, POLICIES)  # refuse a wrong name before the first run
     costs = []
     for scale in SCALES[:1] if quick else SCALES:
         for name in policy or sorted(POLICIES):
@@ -102,13 +104,13 @@ def bench_offline(
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests a round.")] = 32,
     random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
     random_output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; one more comes before.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after one that warms up.")] = 3,
     against_peers: Annotated[
-        bool, typer.Option("--against-peers", help="Take turns with transformers and PEFT.")
+        bool, typer.Option("--against-peers", help="Compare with transformers and PEFT, in turn.")
     ] = False,
     save_to: SaveTo = None,
 ) -> None:
-    """Measure tokens per second in this process, without a server: the base, and all adapters mixed.
+    """Measure tokens per second without a server: of the base, and of all adapters mixed.
 
     [bold]manylora bench offline demo --against-peers[/bold]
     """
@@ -120,14 +122,9 @@ def bench_offline(
 
     checkpoint, _, adapters = resolve_model(model, None, collect_adapters(lora_modules or (), lora_dir or ()))
     settings = chosen.all()
-    device, seed = settings["device"], settings.pop("seed")  # the seed is of the requests alone
+    device, seed = settings["device"], settings.pop("seed")  # the seed is for the requests
     place = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    with Engine(
-        checkpoint,
-        adapters=adapters,
-        prefix_caching=False,
-        **settings,
-    ) as engine:
+    with Engine(checkpoint, adapters=adapters, prefix_caching=False, **settings) as engine:
         asked = draw_requests(
             num_prompts, random_input_len, random_output_len, vocab_size=engine.tokenizer.vocab_size, seed=seed
         )
@@ -155,18 +152,18 @@ def bench_offline(
 def bench_kernels(
     adapters: Annotated[int, typer.Option(min=1, help="Adapters in the step.")] = 32,
     rank: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks, which take turns. Repeatable; by default 8 to 128.")
+        list[int] | None, typer.Option(min=1, help="Ranks, assigned in turn. Repeatable; by default 8 to 128.")
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of each adapter: 1 is decoding.")] = 1,
     hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 768,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count; one more comes before.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after one that warms up.")] = 5,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     save_to: SaveTo = None,
 ) -> None:
-    """Measure what adapters add to a decode step, kernel by kernel, against what reading their bytes takes.
+    """Measure the time that adapters add to a decode step, per kernel, against the time to read their weights.
 
-    Kernels that run anywhere; those written in Triton are measured by bench/gpu.sh.
+    For kernels that run on any device; Triton kernels are measured by bench/gpu.sh.
     """
     from manylora.bench.kernels import kernel_table, measure_kernels
     from manylora.bench.machine import machine

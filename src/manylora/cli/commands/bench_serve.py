@@ -1,4 +1,4 @@
-"""`manylora bench serve`: load for a server that speaks OpenAI's API, and what its users would feel."""
+"""`manylora bench serve`: load for a server with OpenAI's API, and the latency that its clients see."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
 from manylora.cli.options.shared import panel
 from manylora.cli.options.values import parse_address, repeat_option
-from manylora.cli.views.terminal import note, notes, out
+from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.errors import ConfigError
 from manylora.measure import Slo
 from manylora.measure.plots import can_plot, plot_latencies, plot_rates
@@ -47,14 +46,14 @@ OBJECTIVES = {"e2el": "e2e_s", "tbt": "tbt_s", "tpot": "tpot_s", "ttft": "ttft_s
 """Names of SLOs in `--goodput`, and the fields of `Slo`."""
 
 NUM_SEEN = 8
-"""Columns of a comparison that a client can see; what follows only the server knows."""
+"""Columns of a comparison that a client can measure; the others need the server."""
 
 ALL_AT_ONCE = 1e9
 """Requests per second that stand for an infinite rate."""
 
 
 class BenchServeCommand(TyperCommand):
-    """A command whose options may take several values, as those of `vllm bench serve` do."""
+    """A command whose options accept several values, as in `vllm bench serve`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat `--goodput` and `--models` before each of their values."""
@@ -62,11 +61,7 @@ class BenchServeCommand(TyperCommand):
 
 
 def parse_goodput(objectives: Sequence[str]) -> Slo:
-    """Read SLOs like `ttft:500 tpot:50`, in milliseconds.
-
-    Raises:
-        ConfigError: A name or a number is wrong.
-    """
+    """Return the SLO of texts like `ttft:500 tpot:50`, in milliseconds; ``ConfigError`` for a wrong one."""
     limits: dict[str, float] = {}
     for objective in objectives:
         name, _, number = objective.partition(":")
@@ -80,44 +75,46 @@ def parse_goodput(objectives: Sequence[str]) -> Slo:
 
 
 def bench_serve(
-    url: Annotated[str, panel("Server", "Where it is.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, panel("Server", "Address of the server.")] = "http://127.0.0.1:8000",
     models: Annotated[
         list[str] | None,
-        panel("Server", "Adapters to ask for, several in a row; by default all that /v1/models lists."),
+        panel("Server", "Adapters to request, several in a row; by default all that /v1/models lists."),
     ] = None,
     base_model: Annotated[str | None, panel("Server", "The base's name; by default the first model listed.")] = None,
-    chat: Annotated[bool, panel("Server", "Ask for chat completions.", "--chat")] = False,
+    chat: Annotated[bool, panel("Server", "Send chat completions.", "--chat")] = False,
     api_key: Annotated[str | None, panel("Server", "Sent as a bearer token.", envvar="OPENAI_API_KEY")] = None,
     no_ignore_eos: Annotated[
         bool,
-        panel("Server", "Let answers end where they end: for servers that do not know ignore_eos.", "--no-ignore-eos"),
+        panel("Server", "Do not send ignore_eos, for servers without it: answers may end early.", "--no-ignore-eos"),
     ] = False,
-    extra_body: Annotated[str | None, panel("Server", "JSON object of further fields of every request.")] = None,
+    extra_body: Annotated[str | None, panel("Server", "JSON object of more fields for every request.")] = None,
     num_prompts: Annotated[int, panel("Load", "Requests to send.", min=1)] = 1000,
-    duration: Annotated[float | None, panel("Load", "Seconds to send them for, at most.")] = None,
+    duration: Annotated[float | None, panel("Load", "Stop sending after this many seconds.")] = None,
     request_rate: Annotated[float, panel("Load", "Requests per second; inf sends all at once.")] = 4.0,
     burstiness: Annotated[
-        float, panel("Load", "Shape of the gamma distribution of gaps: 1 is Poisson, below it bursts.")
+        float, panel("Load", "Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
     ] = 1.0,
     random_input_len: Annotated[int, panel("Load", "Tokens of a prompt.", min=1)] = 256,
     random_output_len: Annotated[int, panel("Load", "Tokens of an answer.", min=1)] = 64,
     random_range_ratio: Annotated[
-        float, panel("Load", "Lengths are drawn from this share below to this share above.", min=0.0, max=0.99)
+        float, panel("Load", "Lengths vary by up to this share, up and down.", min=0.0, max=0.99)
     ] = 0.0,
-    popularity: Annotated[str, panel("Load", "Who asks for which adapter.", metavar="|".join(POPULARITIES))] = "random",
+    popularity: Annotated[
+        str, panel("Load", "Distribution of requests over adapters.", metavar="|".join(POPULARITIES))
+    ] = "random",
     base_share: Annotated[float, panel("Load", "Share of requests for the base.", min=0.0, max=1.0)] = 0.0,
     workload: Annotated[
         Path | None,
-        panel("Load", "A workload in TOML in place of these options: traces, arrivals, locality.", metavar="FILE"),
+        panel("Load", "A workload in TOML, in place of the options above: traces, arrivals, locality.", metavar="FILE"),
     ] = None,
     traces: Annotated[Path | None, panel("Load", "Folder of the traces that it names.", metavar="DIR")] = None,
-    seed: Annotated[int, panel("Load", "Of everything that is drawn.", min=0)] = 0,
+    seed: Annotated[int, panel("Load", "Seed of all random draws.", min=0)] = 0,
     tokenizer: Annotated[
-        str | None, panel("Prompts", "The model's, to write prompts as text; without it, text is short words.")
+        str | None, panel("Prompts", "Tokenizer of the model, for prompts as text; by default text is short words.")
     ] = None,
     text: Annotated[
         bool,
-        panel("Prompts", "Prompts as text, for servers that take no token ids; chats always are.", "--text"),
+        panel("Prompts", "Send prompts as text, for servers without token ids; chats always are text.", "--text"),
     ] = False,
     vocab_size: Annotated[int, panel("Prompts", "Token ids are below this.", min=16)] = 100,
     goodput: Annotated[
@@ -126,21 +123,21 @@ def bench_serve(
     ] = None,
     base_run: Annotated[
         bool,
-        panel("Figures", "Send the same once more, all of it to the base: what do adapters cost?", "--base-run"),
+        panel("Figures", "Repeat the load on the base, to measure the cost of adapters.", "--base-run"),
     ] = False,
-    num_warmups: Annotated[int, panel("Figures", "Requests before, that do not count.", min=0)] = 1,
-    warm_up: Annotated[float, panel("Figures", "Seconds at the start that do not count.", min=0.0)] = 0.0,
-    retries: Annotated[int, panel("Figures", "How often a refused request (429, 503) is sent again.", min=0)] = 0,
-    timeout: Annotated[float, panel("Figures", "Seconds of silence that end a request.")] = 600.0,
+    num_warmups: Annotated[int, panel("Figures", "Requests before the run, not measured.", min=0)] = 1,
+    warm_up: Annotated[float, panel("Figures", "Seconds at the start that are not measured.", min=0.0)] = 0.0,
+    retries: Annotated[int, panel("Figures", "Times that a refused request (429, 503) is sent again.", min=0)] = 0,
+    timeout: Annotated[float, panel("Figures", "Seconds without data after which a request fails.")] = 600.0,
     save: Annotated[
         Path | None,
-        panel("Figures", "Write results.json, requests.jsonl, table.md and plots there.", metavar="DIR"),
+        panel("Figures", "Write results.json, requests.jsonl, table.md and plots to this folder.", metavar="DIR"),
     ] = None,
 ) -> None:
-    """Send load to a server that speaks OpenAI's API, and say what its users felt.
+    """Send load to a server with OpenAI's API, and report the latency that its clients see.
 
-    Ours, vLLM, SGLang ...: requests are sent when they are due, whatever became of those before. Ctrl-C ends it with
-    what there is.
+    For manylora, vLLM, SGLang and others. Requests are sent when they are due, also if earlier ones have not finished.
+    Ctrl-C reports the results so far.
 
     [bold]manylora bench serve --request-rate 8 --num-prompts 500 --popularity zipf --goodput ttft:500 tpot:50[/bold]
     """
@@ -187,8 +184,8 @@ def bench_serve(
     questions = _questions(load, names, target, prompts)
     if not questions:
         raise ConfigError("The workload has no request")
-    pace = "all at once" if math.isinf(request_rate) and workload is None else f"at {load.rate:.3g}/s"
-    note(f"{len(questions):,} requests {pace} over {len(load.adapters)} adapters of {names.base}")
+    rate = "all at once" if math.isinf(request_rate) and workload is None else f"at {load.rate:.3g}/s"
+    note(f"{len(questions):,} requests {rate} over {len(load.adapters)} adapters of {names.base}")
 
     def run(label: str, asked: Sequence[Question]) -> LoadReport:
         first = [replace(asked[0], request_id=f"warm-up-{index}") for index in range(num_warmups)]
@@ -198,7 +195,7 @@ def bench_serve(
     reports = {"adapters" if names.adapters else "base": run("sent", questions)}
     if base_run and not any(report.num_unsent or report.num_unfinished for report in reports.values()):
         of_base = replace(load, requests=tuple(replace(request, adapter=None) for request in load.requests))
-        # Prompts that the server has not seen: those of the first run may be in the base's prefix cache.
+        # New prompts: those of the first run may be in the prefix cache.
         again = _questions(of_base, names, target, prompts, first_prompt=len(questions))
         reports["base alone"] = run("sent to the base", again)
     _show(reports)
@@ -281,13 +278,11 @@ def _run(
 ) -> LoadRun:
     from manylora.bench import load
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        task = bar.add_task(label, total=len(questions))
+    with progress_bar(label, len(questions)) as update:
 
         def show(progress: load.Progress) -> None:
             failed = f", {progress.num_failed} failed" if progress.num_failed else ""
-            bar.update(task, completed=progress.num_done, description=f"{label} {progress.num_sent}{failed}, ended")
+            update(completed=progress.num_done, description=f"{label} {progress.num_sent}{failed}, ended")
 
         return asyncio.run(
             load.run_load(target, questions, warm_up=first, retries=retries, timeout_s=timeout_s, on_progress=show)
@@ -295,8 +290,8 @@ def _run(
 
 
 def _tax(reports: dict[str, LoadReport]) -> FigureTable:
-    """Return two runs beside each other, and how many times as long the first one's users waited."""
-    table = compare({label: report.summary for label, report in reports.items()}, title="What adapters cost")
+    """Return a comparison of two runs, with the ratios of their latencies."""
+    table = compare({label: report.summary for label, report in reports.items()}, title="Cost of adapters")
     first, second = (report.summary for report in reports.values())
     ratios = [
         f"x {getattr(one, name) / getattr(other, name):.2f}" if one and other and getattr(other, name) else ""
@@ -314,9 +309,9 @@ def _show(reports: dict[str, LoadReport]) -> None:
         for table in report.tables():
             out.print(table.rich())
         for warning in report.generator.warnings:
-            note(f"careful: {warning}")
+            note(f"warning: {warning}")
         if report.is_counted_by_chunks:
-            note("careful: the server sent no usage, so every chunk was taken for one token")
+            note("warning: the server sent no usage, so every chunk was counted as one token")
     if len(reports) > 1:
         out.print(_tax(reports).rich())
 
@@ -339,7 +334,7 @@ def _save(folder: Path, reports: dict[str, LoadReport], load: Workload, url: str
     parts = [f"# {load.name}", f"`{command}`"]
     for label, report in reports.items():
         parts += [f"## {label}", *(table.markdown() for table in report.tables())]
-        parts += [f"Careful: {warning}." for warning in report.generator.warnings]
+        parts += [f"Warning: {warning}." for warning in report.generator.warnings]
     if len(reports) > 1:
         parts.append(_tax(reports).markdown())
     (folder / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")

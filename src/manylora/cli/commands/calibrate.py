@@ -1,4 +1,4 @@
-"""`manylora calibrate`: from what steps took on a live engine to a profile that simulations charge by."""
+"""`manylora calibrate`: a cost profile for simulations, fitted to step times of a live engine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from manylora.bench.calibration import sweep_live
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import panel, resolve_model
-from manylora.cli.views.terminal import note, notes, out
+from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.costs.calibrate import fit_profile, step_shares
 from manylora.costs.profile import TERMS, CostProfile
@@ -25,7 +24,6 @@ from manylora.errors import ConfigError
 __all__ = ["calibrate"]
 
 _RUN = "With --run"
-
 
 _FLAGS = (
     *flags_of(SchedulerConfig, only=("max_num_seqs", "max_num_batched_tokens"), panel=_RUN),
@@ -38,32 +36,34 @@ _FLAGS = (
 def calibrate(
     logs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="LOG...", help="Step logs of one engine, as serve --step-log writes them."),
+        typer.Argument(metavar="LOG...", help="Step logs of one engine, written by serve --step-log."),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the profile goes, as JSON.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Output file of the profile, as JSON.")
     ] = Path("profile.json"),
     model: Annotated[
         str | None,
         typer.Option(
             "--run",
             metavar="MODEL",
-            help="Build this model's engine and sweep over it, instead of reading logs: random bursts of requests, "
-            "few and many, short and long, over synthetic adapters.",
+            help="Instead of reading logs, build this model's engine and run random bursts of requests, few and many, "
+            "short and long, over synthetic adapters.",
         ),
     ] = None,
-    seconds: Annotated[float, panel(_RUN, "How long to sweep.", min=1.0)] = 120.0,
-    num_adapters: Annotated[int, panel(_RUN, "How many adapters.", "--adapters")] = 24,
-    ranks: Annotated[str, panel(_RUN, "Their ranks, in turn.", metavar="R,R...")] = "8,16,32,64",
-    step_log: Annotated[Path | None, panel(_RUN, "Keep the sweep's log.", metavar="FILE")] = None,
-    seed: Annotated[int, panel(_RUN, "Another seed, other bursts.")] = 0,
+    seconds: Annotated[float, panel(_RUN, "Length of the sweep in seconds.", min=1.0)] = 120.0,
+    num_adapters: Annotated[int, panel(_RUN, "Number of adapters.", "--adapters")] = 24,
+    ranks: Annotated[str, panel(_RUN, "Ranks of the adapters, assigned in turn.", metavar="R,R...")] = "8,16,32,64",
+    step_log: Annotated[
+        Path | None, panel(_RUN, "Write the step log of the sweep to this file.", metavar="FILE")
+    ] = None,
+    seed: Annotated[int, panel(_RUN, "Seed of the bursts.")] = 0,
     *,
     chosen: Chosen,
 ) -> None:
-    """Fit a cost profile to what steps and loads took, and say how well it foretells steps it has not seen.
+    """Fit a cost profile to the durations of steps and loads, and report its error on held-out steps.
 
-    Simulate with it by [bold]manylora simulate --profile FILE[/bold], serve without the model by [bold]manylora serve
-    MODEL --simulate FILE[/bold]. Measure on a machine that does nothing else.
+    Use it in [bold]manylora simulate --profile FILE[/bold] and [bold]manylora serve MODEL --simulate FILE[/bold]. The
+    machine should be otherwise idle.
 
     [bold]manylora calibrate --run demo --seconds 60 -o demo.json[/bold]
     """
@@ -84,7 +84,7 @@ def calibrate(
     _print_terms(profile, lines)
     _print_errors(profile)
     _print_components(profile)
-    note(f"{profile.num_steps} steps on {profile.machine or 'a machine without a name'}; the profile is in {output}")
+    note(f"{profile.num_steps} steps on {profile.machine or 'an unnamed machine'}; the profile is in {output}")
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
     except ValueError:
         ranks = ()
     if not ranks or min(ranks) < 1:
-        raise ConfigError(f"Got ranks = {text!r}, expected numbers with commas between them, as 8,16,32")
+        raise ConfigError(f"Got ranks = {text!r}, expected positive numbers with commas, as 8,16,32")
     return ranks
 
 
@@ -101,13 +101,10 @@ def _sweep(
     engine: EngineConfig, ranks: tuple[int, ...], num_adapters: int, seconds: float, seed: int, step_log: Path | None
 ) -> list[LogLine]:
     lines: list[LogLine] = []
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=notes, transient=True
-    ) as progress:
-        task = progress.add_task("building the engine", total=seconds)
+    with progress_bar("building the engine", seconds) as update:
 
         def advance(elapsed_s: float) -> None:
-            progress.update(task, completed=min(elapsed_s, seconds), description=f"{len(lines)} steps and loads")
+            update(completed=min(elapsed_s, seconds), description=f"{len(lines)} steps and loads")
 
         sweep_live(
             engine,
@@ -125,7 +122,7 @@ def _sweep(
 
 def _print_terms(profile: CostProfile, lines: list[LogLine]) -> None:
     shares = step_shares(profile, [line.features for line in lines if isinstance(line, StepRecord)])
-    table = Table("what", "costs", "share of all steps", title="What a step is made of")
+    table = Table("term", "cost", "share of all steps", title="Terms of a step")
     units = {**TERMS, "turn": "turn of the loop"}
     costs = {**profile.terms, "turn": profile.turn_s}
     for name in sorted(units, key=lambda one: -shares[one]):
@@ -137,15 +134,13 @@ def _print_terms(profile: CostProfile, lines: list[LogLine]) -> None:
         table.add_row(f"a row, from {knot + 1} {end}", _time(row_s), f"{shares['rows']:.1%}" if index == 0 else "")
     for tier, load in profile.loads.items():
         source = "disk" if tier == "host" else "the host"
-        measured = f"{load.num_measured} loads" if load.num_measured else "a guess: the log has no such load"
+        measured = f"{load.num_measured} loads" if load.num_measured else "assumed: the log has no such load"
         table.add_row(f"a load from {source}", f"{_time(load.fixed_s)} + {_time(load.byte_s * 1e6)} per MB", measured)
     out.print(table)
 
 
 def _print_errors(profile: CostProfile) -> None:
-    table = Table(
-        "steps", "held out", "mean", "R²", "R² at even speed", "median error", "P90", title="Steps the fit has not seen"
-    )
+    table = Table("steps", "held out", "mean", "R²", "R² at even speed", "median error", "P90", title="Held-out steps")
     for error in profile.errors:
         table.add_row(
             error.regime,
@@ -162,9 +157,9 @@ def _print_errors(profile: CostProfile) -> None:
 def _print_components(profile: CostProfile) -> None:
     if profile.speed_drift is None:
         return
-    table = Table("lasts", "slower or faster by", title="Slow and fast components")
-    for spell in profile.speed_drift.components:
-        table.add_row(_time(spell.length_s), f"{spell.size:.0%}")
+    table = Table("length", "slower or faster by", title="Components of speed drift")
+    for component in profile.speed_drift.components:
+        table.add_row(_time(component.length_s), f"{component.size:.0%}")
     out.print(table)
 
 

@@ -1,4 +1,4 @@
-"""`manylora demo`: the real server, every demo adapter asked at once over HTTP, and whether the right one answered."""
+"""`manylora demo`: start the server, send prompts to all demo adapters at once, and check the answers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from manylora.cli.options.shared import DEMO
 from manylora.cli.views.demo_report import Answer, print_adapters, print_answers, print_how_to
-from manylora.cli.views.terminal import fail, is_interactive, note, notes, out
+from manylora.cli.views.terminal import fail, is_interactive, note, out, progress_bar
 from manylora.config import EngineConfig, ModelConfig, ServerConfig
 from manylora.demo import EXAMPLE_PROMPTS, demo_adapters, demo_model_path
 
 __all__ = ["ask_all", "demo"]
 
 PROMPTS = tuple(prompt for prompt in EXAMPLE_PROMPTS if len(prompt) <= 12)
-"""Never trained on, and short enough to stand side by side."""
+"""Prompts that were not trained on, short enough for a table."""
 
 MAX_TOKENS = 64
 TIMEOUT_S = 120.0
@@ -30,19 +29,19 @@ TIMEOUT_S = 120.0
 
 def demo(
     once: Annotated[
-        bool, typer.Option("--once", help="Leave after the table; exit code 1 if an answer is wrong.")
+        bool, typer.Option("--once", help="Exit after the table; exit code 1 if an answer is wrong.")
     ] = False,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = ServerConfig().host,
     port: Annotated[int, typer.Option(help="0 picks a free one.")] = 0,
 ) -> None:
-    """Start the server with the demo model and its twelve adapters, and ask all of them at once.
+    """Start the server with the demo model and its twelve adapters, and send prompts to all of them at once.
 
-    Then go on serving until Ctrl-C, so that you can talk to it. Without a terminal it leaves after the table.
+    On a terminal the server then runs until Ctrl-C. Otherwise the command exits after the table.
     """
     adapters = {name: str(path) for name, path in demo_adapters().items()}
     folder = demo_model_path().with_name("adapters")
     note(f"starting the server: one base model, {len(adapters)} adapters, two processes")
-    from manylora.server import BackgroundServer, LoraModule  # the web framework is wanted only now
+    from manylora.server import BackgroundServer, LoraModule  # imports the web framework
 
     began = perf_counter()
     with BackgroundServer(
@@ -62,10 +61,10 @@ def demo(
         )
         print_adapters(_get(f"{server.url}/adapters")["data"])
         if wrong:
-            fail(f"{wrong} answers are not what the adapter was trained to say", code=1)
+            fail(f"{wrong} answers of adapters are wrong", code=1)
         if once or not is_interactive():
             if not once:
-                note("no terminal here, so this ends now; in one it keeps serving, and so does `manylora serve demo`")
+                note("no terminal here, so the demo ends; `manylora serve demo` keeps serving")
             return
         print_how_to(server.url, adapter=next(iter(adapters)), prompt=PROMPTS[0])
         try:
@@ -75,27 +74,16 @@ def demo(
 
 
 def ask_all(url: str, models: Sequence[str], prompts: Sequence[str]) -> list[Answer]:
-    """Ask every model every prompt, all at the same time.
-
-    Args:
-        url: The server.
-        models: Names of the base and of adapters.
-        prompts: What to ask each of them.
-
-    Returns:
-        The answers, model by model.
-    """
+    """Send every prompt to every model, all at the same time; return the answers, model by model."""
     asked = list(product(models, prompts))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with (
-        Progress(*columns, console=notes, transient=True) as progress,
+        progress_bar("answers", len(asked)) as update,
         ThreadPoolExecutor(len(asked), thread_name_prefix="client") as pool,
     ):
-        task = progress.add_task("answers", total=len(asked))
 
         def ask(model: str, prompt: str) -> Answer:
             answer = _ask(url, model, prompt)
-            progress.advance(task)
+            update(advance=1)
             return answer
 
         return [future.result() for future in [pool.submit(ask, *one) for one in asked]]
@@ -113,7 +101,7 @@ def _ask(url: str, model: str, prompt: str) -> Answer:
 
 
 def _get(url: str, body: Mapping[str, object] | None = None) -> Any:
-    """Get (or with a body post) JSON; nothing but the standard library, so that the demo needs no client."""
+    """Get JSON, or post it with a body; with the standard library, so that the demo needs no client."""
     request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
     if body is not None:
         request.data = json.dumps(body).encode()

@@ -1,4 +1,4 @@
-"""``manylora experiment``: list the published evaluations, run them again, and report what came out."""
+"""`manylora experiment`: list published evaluations, run them again, and compare the results."""
 
 from __future__ import annotations
 
@@ -33,25 +33,23 @@ from manylora.experiments import (
 __all__ = ["experiment_app"]
 
 experiment_app = typer.Typer(
-    help="Run published evaluations again, and hold what comes out against what was published.",
+    help="Run published evaluations again, and compare with the published results.",
     no_args_is_help=True,
 )
 
 QUICK_S = 60.0
 OUTPUT = Path("experiments-results")
 
-Traces = Annotated[
-    Path | None, typer.Option(help="Folder of traces that workloads read.", exists=True, file_okay=False)
-]
+Traces = Annotated[Path | None, typer.Option(help="Folder of the traces of workloads.", exists=True, file_okay=False)]
 Output = Annotated[Path, typer.Option(help="Folder for results, plots and the report.", file_okay=False)]
-Seeds = Annotated[int | None, typer.Option(help="Runs of each case, each with draws of its own.", min=1)]
-Processes = Annotated[int, typer.Option(help="Runs at once.", min=1)]
+Seeds = Annotated[int | None, typer.Option(help="Runs of each case, with different seeds.", min=1)]
+Processes = Annotated[int, typer.Option(help="Parallel runs.", min=1)]
 
 
 @experiment_app.command("list")
 def list_experiments() -> None:
-    """List what can be run."""
-    table = Table("name", "what", "where published", box=None, pad_edge=False)
+    """List the experiments."""
+    table = Table("name", "title", "published in", box=None, pad_edge=False)
     for name in find_experiments():
         experiment = read_experiment(name)
         table.add_row(name, experiment.title, experiment.source)
@@ -62,18 +60,18 @@ def list_experiments() -> None:
 def run(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="Experiments, suites of them, [bold]all[/bold], or files of your own."),
+        typer.Argument(metavar="NAME...", help="Experiments, suites, [bold]all[/bold], or your own files."),
     ],
     traces: Traces = None,
     output: Output = OUTPUT,
     seeds: Seeds = None,
     processes: Processes = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="One minute of arrivals, one seed: whether it runs, not what comes out.")
+        bool, typer.Option("--quick", help="One minute of arrivals and one seed, to test that it runs.")
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Run again what has been run before.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run every case again.")] = False,
 ) -> None:
-    """Run experiments; what has been run before, with the same description, is not run again."""
+    """Run experiments; finished cases with the same description are not run again."""
     chosen = _choose(names)
     runner = Runner(output / "runs", num_processes=processes, fresh=fresh)
     found = _run(chosen, runner, traces=traces, seeds=1 if quick else seeds, duration_s=QUICK_S if quick else None)
@@ -86,14 +84,14 @@ def run(
 def report(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME...]", help="Experiments, suites or files of your own; all of ours by default."),
+        typer.Argument(metavar="[NAME...]", help="Experiments, suites or your own files; by default all."),
     ] = None,
     traces: Traces = None,
     output: Output = OUTPUT,
     seeds: Seeds = None,
     processes: Processes = 1,
 ) -> None:
-    """Run what is missing, and write report.md with its pictures and report.html, one page that needs no other file."""
+    """Run missing cases, and write report.md with its plots and report.html as a single file."""
     runner = Runner(output / "runs", num_processes=processes)
     found = _run(_choose(names or ["all"]), runner, traces=traces, seeds=seeds, duration_s=None)
     pages = [(findings, _keep(findings, output)) for findings in found]
@@ -104,11 +102,7 @@ def report(
 
 
 def _choose(names: list[str]) -> list[Experiment]:
-    """Return the experiments that are meant.
-
-    Raises:
-        ConfigError: Nothing has that name.
-    """
+    """Return the experiments of names, suites and files; ``ConfigError`` for an unknown name."""
     known = find_experiments()
     chosen: dict[str, None] = {}
     for name in names:
@@ -118,12 +112,7 @@ def _choose(names: list[str]) -> list[Experiment]:
 
 
 def _run(
-    chosen: list[Experiment],
-    runner: Runner,
-    *,
-    traces: Path | None,
-    seeds: int | None,
-    duration_s: float | None,
+    chosen: list[Experiment], runner: Runner, *, traces: Path | None, seeds: int | None, duration_s: float | None
 ) -> list[Findings]:
     cases = [cases_of(one, seeds=seeds or one.num_seeds, traces=traces, duration_s=duration_s) for one in chosen]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -138,17 +127,13 @@ def _run(
         by_place: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for (setup, point, seed), case in of_one.items():
             by_place.setdefault((setup, point), []).append((seed, case.key))
-        found.append(
-            Findings(
-                experiment,
-                {place: [results[key] for _, key in sorted(runs)] for place, runs in by_place.items()},
-            )
-        )
+        in_order = {place: [results[key] for _, key in sorted(runs)] for place, runs in by_place.items()}
+        found.append(Findings(experiment, in_order))
     return found
 
 
 def _keep(findings: Findings, output: Path) -> list[Picture]:
-    """Write an experiment's result and pictures; return the pictures."""
+    """Write the result and plots of an experiment; return the plots."""
     stem = findings.experiment.name.replace("/", "-")
     output.mkdir(parents=True, exist_ok=True)
     (output / f"{stem}.json").write_text(json.dumps(as_json(findings), separators=(",", ":")) + "\n")
@@ -165,7 +150,7 @@ def _keep(findings: Findings, output: Path) -> list[Picture]:
 
 
 def _show(findings: Findings) -> None:
-    """Print what was published beside ours."""
+    """Print the published results beside ours."""
     comparisons = findings.compare()
     experiment = findings.experiment
     out.print(f"\n[bold]{experiment.name}[/bold]  {experiment.title}: {WORDS[overall(comparisons)]}")

@@ -1,4 +1,4 @@
-"""`manylora generate`: answers on the terminal, without a server."""
+"""`manylora generate`: generate text on the terminal, without a server."""
 
 from __future__ import annotations
 
@@ -39,31 +39,29 @@ def generate(
     chosen: Chosen,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT", help="By default one per line of standard input.", show_default=False),
+        typer.Argument(metavar="PROMPT", help="By default the lines of standard input.", show_default=False),
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        panel(
-            "Adapters", "Who answers: an adapter, [bold]base[/bold] or [bold]all[/bold]. Repeatable.", metavar="NAME"
-        ),
+        panel("Adapters", "An adapter, [bold]base[/bold] or [bold]all[/bold]. Repeatable.", metavar="NAME"),
     ] = None,
     lora_modules: LoraModules = None,
     lora_dir: LoraDirs = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's turn: apply the chat template.")
+        bool, typer.Option("--chat", help="Apply the chat template, with each prompt as a user message.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="System turn before it; implies --chat.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that together weigh this.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is all.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens; 0 is all.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer at this text. Repeatable.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="JSON schema that answers must match.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
-    """Answer prompts and leave.
+    """Answer prompts and exit.
 
-    Every prompt goes to every adapter named, all in one batch.
+    Every prompt is sent to every adapter named, all in one batch.
 
     [bold]manylora generate demo "hello world" --chat --adapter all[/bold]
     """
@@ -80,7 +78,7 @@ def generate(
         json_schema=json_schema,
     )
     note(f"loading {model}")
-    from manylora import Engine  # torch is wanted only now
+    from manylora import Engine  # imports torch
 
     jobs = [(prompt, name) for prompt in prompts for name in names]
     with Engine(
@@ -89,13 +87,13 @@ def generate(
         served_model_name=served_name,
         **chosen.all(),
     ) as engine:
-        who = [name for _, name in jobs]
+        named = [name for _, name in jobs]
         if chat or system is not None:
             first = [] if system is None else [{"role": "system", "content": system}]
             turns = [[*first, {"role": "user", "content": prompt}] for prompt, _ in jobs]
-            answers = engine.chat(turns, adapter=who, sampling=sampling)
+            answers = engine.chat(turns, adapter=named, sampling=sampling)
         else:
-            answers = engine.generate([prompt for prompt, _ in jobs], adapter=who, sampling=sampling)
+            answers = engine.generate([prompt for prompt, _ in jobs], adapter=named, sampling=sampling)
     for (prompt, name), answer in zip(jobs, answers, strict=True):
         _show(prompt, name or BASE, answer, as_json=as_json, is_only=len(jobs) == 1)
     errors = [answer.error for answer in answers if answer.error is not None]
@@ -113,7 +111,7 @@ def _prompts_from_stdin() -> list[str]:
 
 
 def _answerers(wanted: list[str], adapters: dict[str, str]) -> list[str | None]:
-    """Resolve `base` and `all`; the base is `None`, as the offline API has it."""
+    """Resolve `base` and `all`; the base is `None`, as in the offline API."""
     names: list[str | None] = []
     for name in wanted:
         if name in adapters:

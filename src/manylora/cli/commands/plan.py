@@ -1,4 +1,4 @@
-"""`manylora plan`: how much hardware a service needs, by searching with the simulator for its capacity."""
+"""`manylora plan`: the hardware that a service needs, from a search for its capacity with the simulator."""
 
 from __future__ import annotations
 
@@ -32,18 +32,11 @@ __all__ = ["plan_command"]
 
 _WORKLOAD, _SERVICE, _OBJECTIVE, _SEARCH = "Workload", "Service", "Objective and cost", "Search"
 
-
 _FLAGS = flags_of(
     *(Setup, SchedulerConfig, AdapterConfig),
     only=(
-        "model",
-        "hardware",
-        "profile",
-        "tensor_parallel",
-        "policy",
-        "policy_options",
-        "eviction",
-        "eviction_options",
+        *("model", "hardware", "profile", "tensor_parallel"),
+        *("policy", "policy_options", "eviction", "eviction_options"),
     ),
     spelled={"hardware": "--gpu"},
     panel=_SERVICE,
@@ -56,9 +49,7 @@ def plan_command(
     chosen: Chosen,
     file: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="FILE", help="A scenario in TOML, as simulate takes it; without one, a synthetic service."
-        ),
+        typer.Argument(metavar="FILE", help="A scenario in TOML, as for simulate; by default a synthetic service."),
     ] = None,
     traces: Annotated[Path | None, TRACES] = None,
     sets: Annotated[list[str] | None, SETS] = None,
@@ -66,44 +57,44 @@ def plan_command(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE,VALUE",
-            help="Plan for each value, such as gpu=a40,l40s; several give each with each. "
+            help="Plan for each value, such as gpu=a40,l40s; several axes are combined. "
             f"{', '.join(sorted(SHORT))}, or any setting.",
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything there, load test by load test.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the plan with every load test to this file.")
     ] = None,
     rate: Annotated[
-        float | None, panel(_WORKLOAD, "Traffic in requests per second: how many replicas does it need?")
+        float | None, panel(_WORKLOAD, "Traffic in requests per second, to find the number of replicas.")
     ] = None,
     trace: Annotated[
         Path | None,
-        panel(_WORKLOAD, "Replay this trace's times and lengths; its own rate is the traffic, if none is given."),
+        panel(_WORKLOAD, "Replay the times and lengths of this trace; --rate defaults to its rate."),
     ] = None,
     adapters: Annotated[
-        str | None, panel(_WORKLOAD, "How many adapters, or a folder of them as PEFT saves them.", metavar="N or DIR")
+        str | None, panel(_WORKLOAD, "Number of adapters, or a folder of PEFT adapters.", metavar="N or DIR")
     ] = None,
     slo_ttft: Annotated[float | None, panel(_OBJECTIVE, "Longest time to first token, in seconds.")] = None,
     slo_tbt: Annotated[float | None, panel(_OBJECTIVE, "Longest time between two tokens, in seconds.")] = None,
-    percentile: Annotated[float | None, panel(_OBJECTIVE, "How many of a hundred get that; 99 by default.")] = None,
+    percentile: Annotated[
+        float | None, panel(_OBJECTIVE, "Percentage of requests that must meet the SLO; 99 by default.")
+    ] = None,
     price: Annotated[
         list[str] | None,
         panel(
             _OBJECTIVE,
-            "What a device costs per hour, as a number, or by kind as in a40=0.8. Repeatable.",
+            "Price of a device per hour, as a number, or by kind as in a40=0.8. Repeatable.",
             metavar="PRICE",
         ),
     ] = None,
-    requests: Annotated[int | None, panel(_SEARCH, "Requests of each run, at least; 2000 by default.")] = None,
+    requests: Annotated[int | None, panel(_SEARCH, "Fewest requests of a run; 2000 by default.")] = None,
     seeds: Annotated[int | None, panel(_SEARCH, "Runs of each load test; 2 by default.")] = None,
-    tolerance: Annotated[
-        float | None, panel(_SEARCH, "How far the capacity found may lie below the true one; 0.02 by default.")
-    ] = None,
+    tolerance: Annotated[float | None, panel(_SEARCH, "Relative error of the capacity found; 0.02 by default.")] = None,
 ) -> None:
-    """Say how much hardware a service needs to meet its SLO: capacity, replicas, memory, cost, and what binds.
+    """Report the hardware that a service needs to meet its SLO: capacity, replicas, memory, cost, and the bottleneck.
 
-    The highest rate within the SLO is searched for with the simulator, which runs the scheduler, the cache and the
-    memory of the server.
+    The highest rate within the SLO is searched with the simulator, which runs the scheduler, the cache and the memory
+    of the server.
 
     [bold]manylora plan --gpu l40s --slo-ttft 1 --rate 20 --price 1.1[/bold]
 
@@ -151,7 +142,7 @@ def plan_command(
 
 
 def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ...], json_file: Path | None) -> None:
-    """Refuse what would fail only after others have been simulated for minutes."""
+    """Raise errors of all plans before the first simulation."""
     scenarios = [read_scenario(variant.table, folders=folders) for variant in wanted]
     for scenario in scenarios:
         config = scenario.make_config()
@@ -167,7 +158,7 @@ def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, .
 
 
 def _make(wanted: list[Variant], plan: Callable[[Variant, Callable[[str], None]], Plan]) -> list[tuple[Variant, Plan]]:
-    """Make all plans, saying on one line what is being simulated."""
+    """Make all plans, with a status line."""
     plans = []
     with notes.status("planning") as status:
         for number, variant in enumerate(wanted, 1):
@@ -195,12 +186,12 @@ def _adapters(text: str | None) -> dict[str, Any]:
 def _rate_of(trace: Path) -> float:
     times = read_requests(trace).arrival_s
     if times is None or len(times) < 2 or times[-1] <= 0:
-        raise ConfigError(f"Got --trace {str(trace)!r}, which has no times: give lengths in the scenario instead")
+        raise ConfigError(f"Got --trace {str(trace)!r}, which has no times: set lengths in the scenario instead")
     return float((len(times) - 1) / times[-1])
 
 
 def _read_prices(texts: list[str]) -> dict[str, Any]:
-    """Return what was said of prices: ``price``, ``prices`` by hardware, both or neither."""
+    """Return ``price``, ``prices`` by hardware, both or neither."""
     prices: dict[str, float] = {}
     found: dict[str, Any] = {}
     for text in texts:

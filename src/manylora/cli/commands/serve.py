@@ -1,4 +1,4 @@
-"""`manylora serve`: the command line as configuration, then the server until it ends."""
+"""`manylora serve`: make the configuration from the command line, and run the server."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class ServeCommand(TyperCommand):
-    """A command that also understands the command lines people have for vLLM."""
+    """A command that also accepts the flags of `vllm serve`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take out what is vLLM's, tell why, and parse the rest."""
+        """Remove vLLM's flags with a remark for each, and parse the rest."""
         ours, remarks = take_out(args)
         for remark in remarks:
             note(remark)
@@ -48,7 +48,7 @@ class ServeCommand(TyperCommand):
 
 
 def _use_config_file(context: typer.Context, path: str | None) -> str | None:
-    """Make the file's values the defaults of this command, before any other option is looked at."""
+    """Set the file's values as defaults, before other options are parsed."""
     if path is not None:
         params = [param for param in context.command.params if param.name not in (None, "config", "help")]
         context.default_map = read_config_file(
@@ -68,22 +68,22 @@ def serve(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Options from a TOML file, by the same names; the model and a table of lora-modules too.",
+            help="Read options from a TOML file, by the same names, with the model and a table of lora-modules.",
             is_eager=True,
             callback=_use_config_file,
         ),
     ] = None,
     lora_modules: LoraModules = None,
     log_level: Annotated[
-        str, panel("Debugging", "The least serious messages to write.", metavar="|".join(_LOG_LEVELS))
+        str, panel("Debugging", "Lowest level of messages to log.", metavar="|".join(_LOG_LEVELS))
     ] = "info",
     builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
 ) -> None:
-    """Serve a model and its adapters over HTTP, by OpenAI's API.
+    """Serve a model and its adapters over HTTP, with OpenAI's API.
 
-    A request says by its `model` field which adapter answers; the base has a name as well.
+    The `model` field of a request names its adapter, or the base.
 
-    Flags of `vllm serve` that are not needed here are accepted and explained.
+    Flags of `vllm serve` that are not needed are accepted with a remark.
 
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
@@ -102,10 +102,10 @@ def serve(
     _log_to_stderr(log_level)
     _check_early(engine)
     note(f"starting {model} with {len(adapters)} adapters; its address follows when it is ready")
-    from manylora.server import LoraModule, run  # torch and the web framework are wanted only now
+    from manylora.server import LoraModule, run  # imports torch and the web framework
 
     named = {parse_adapter(text)[0] for text in lora_modules or ()}
-    # What was typed and not named was found in a folder; the demo's own were not typed at all.
+    # Adapters from --lora-dir are in `typed` and not in `named`; the demo's own are in neither.
     modules = [
         LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
     ]
@@ -113,10 +113,10 @@ def serve(
 
 
 def _check_early(engine: EngineConfig) -> None:
-    """Refuse what would fail only after a model has been loaded, for minutes perhaps."""
-    from manylora.execution.model.checkpoint import check_checkpoint  # the hub's library is wanted only now
+    """Raise errors of the configuration before a model is loaded, which may take minutes."""
+    from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
 
-    # Of a model that is simulated nothing but the tokenizer is read.
+    # A simulated engine reads the tokenizer alone.
     simulated = engine.model.tokenizer if engine.simulate is not None else None
     check_checkpoint(simulated or engine.model.model, engine.model.revision)
     options_for("policy", engine.scheduler.policy, POLICIES, engine.scheduler.policy_options)

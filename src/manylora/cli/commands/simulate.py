@@ -1,4 +1,4 @@
-"""`manylora simulate`: a scenario from a file, from options or from both, served in virtual time."""
+"""`manylora simulate`: serve a scenario, from a file and options, in virtual time."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from time import perf_counter
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
 from manylora.cli.options.shared import panel
 from manylora.cli.views.simulate_report import Report, print_report, write_report
-from manylora.cli.views.terminal import note, notes, out
+from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.errors import ConfigError
-from manylora.sim.run.simulation import Run, SimulationConfig, simulate
+from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario, read_scenario
 from manylora.sim.setup import Setup
-from manylora.workloads import Workload
 
 __all__ = ["simulate_command"]
 
@@ -39,30 +37,28 @@ def simulate_command(
     chosen: Chosen,
     file: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="FILE", help="A scenario in TOML; without one, a synthetic service.", show_default=False
-        ),
+        typer.Argument(metavar="FILE", help="A scenario in TOML; by default a synthetic service.", show_default=False),
     ] = None,
     traces: Annotated[Path | None, TRACES] = None,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write results.json, table.md and plots there; made if it is not there."),
+        typer.Option(metavar="DIR", help="Write results.json, table.md and plots to this folder."),
     ] = None,
     sets: Annotated[list[str] | None, SETS] = None,
     rate: Annotated[float | None, panel("Workload", "Requests per second.")] = None,
-    requests: Annotated[int | None, panel("Workload", "How many requests at most.")] = None,
-    duration: Annotated[float | None, panel("Workload", "For how many seconds at most.")] = None,
-    adapters: Annotated[int | None, panel("Workload", "How many adapters.")] = None,
+    requests: Annotated[int | None, panel("Workload", "Most requests.")] = None,
+    duration: Annotated[float | None, panel("Workload", "Longest time of arrivals in seconds.")] = None,
+    adapters: Annotated[int | None, panel("Workload", "Number of adapters.")] = None,
     slo_ttft: Annotated[float | None, panel("Objective", "Longest time to first token, in seconds.")] = None,
     slo_tbt: Annotated[float | None, panel("Objective", "Longest time between two tokens, in seconds.")] = None,
 ) -> None:
-    """Serve a workload in virtual time, without a model or a GPU, and say how it went.
+    """Serve a workload in virtual time, without a model or a GPU, and report latency and throughput.
 
-    The scheduler, the cache and the memory are those of the server; what a step and a copy take is modelled. The same
-    command gives the same figures on any machine.
+    The scheduler, the cache and the memory are those of the server; the durations of steps and copies are modelled.
+    Results are the same on every machine.
     """
     table = scenario_table(file)
-    table.pop("plan", None)  # for `manylora plan`, which takes the same file
+    table.pop("plan", None)  # for `manylora plan`, which reads the same file
     given: dict[str, Any] = {
         "workload.arrivals.rate": rate,
         "workload.num_requests": requests,
@@ -79,13 +75,14 @@ def simulate_command(
     lasts_s = workload.requests[-1].arrival_s - workload.requests[0].arrival_s
     if lasts_s < scenario.warm_up_s:
         raise ConfigError(
-            f"Got warm_up_s = {scenario.warm_up_s:g}, and the {len(workload.requests)} requests come within "
+            f"Got warm_up_s = {scenario.warm_up_s:g}, and the {len(workload.requests)} requests arrive within "
             f"{lasts_s:.3g} s: none would be counted"
         )
     if output is not None:
         _make_folder(output)  # before the run, which may take minutes
     began = perf_counter()
-    run = _simulate(workload, config)
+    with progress_bar("requests", len(workload.requests)) as update:
+        run = simulate(workload, config, on_progress=lambda num, now: update(completed=num))
     report = Report(
         scenario=scenario,
         table=table,
@@ -106,13 +103,6 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"Got --output {str(folder)!r}, which cannot be made: {error.strerror}") from None
-
-
-def _simulate(workload: Workload, config: SimulationConfig) -> Run:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as progress:
-        task = progress.add_task("requests", total=len(workload.requests))
-        return simulate(workload, config, on_progress=lambda num, now: progress.update(task, completed=num))
 
 
 def _rank(record: Any) -> str:

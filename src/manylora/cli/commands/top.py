@@ -1,4 +1,4 @@
-"""`manylora top`: what a server is doing, as it does it."""
+"""`manylora top`: a live view of a server."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from manylora.server.metrics.status_report import StatusReport
 __all__ = ["top"]
 
 ROWS_ONCE = 20
-"""Adapters in a frame that no terminal cuts."""
+"""Adapters in a frame that is printed once."""
 
 LINES_ABOVE = 22
-"""Lines of a frame that are not adapters."""
+"""Lines of a frame besides the adapters."""
 
 RATES_OVER = 5
-"""Intervals that rates are taken over, so that they do not jump."""
+"""Intervals over which rates are averaged."""
 
 
 def top(
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="The server.")
+        str, typer.Argument(metavar="URL", help="Address of the server.")
     ] = f"http://{ServerConfig().host}:{ServerConfig().port}",
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two reports.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one frame and leave, as it does without a terminal.")
+        bool, typer.Option("--once", help="Print one frame and exit; the default without a terminal.")
     ] = False,
     key: Annotated[
         str | None,
         typer.Option(
             envvar=["MANYLORA_ADMIN_KEY", "MANYLORA_API_KEY"],
-            help="The server's admin key, or an API key where it has no other.",
+            help="The server's admin key, or an API key if it has no admin key.",
         ),
     ] = None,
 ) -> None:
     """Watch a server: memory by owner, adapters by tier, queues, latency, loads and evictions per second.
 
-    Rates need two looks, so the first ones come an interval later; with --once they are taken over one interval.
+    Rates need two reports, so they appear after one interval.
 
     [bold]manylora top http://127.0.0.1:8000[/bold]
     """
@@ -64,7 +64,7 @@ def top(
 
 
 def _watch(source: StatusSource, interval_s: float) -> None:
-    """Show frame after frame until interrupted; a server that is away is asked again."""
+    """Show frames until interrupted; retry while the server does not answer."""
     recent: deque[StatusReport] = deque(maxlen=RATES_OVER + 1)
     with Live(console=out, screen=True, auto_refresh=False) as live:
         while True:

@@ -1,1 +1,1 @@
-"""How commands get their options: from the fields of the configuration, from a file, or in vLLM's words."""
+"""Options of commands: from the fields of the configuration, from a file, or as flags of vLLM."""

@@ -1,4 +1,4 @@
-"""`--config FILE`: the options of a command as a TOML file, by the names of its flags or of the configuration's fields.
+"""`--config FILE`: options of a command in TOML, named as its flags or as fields of the configuration.
 
 ::
 
@@ -9,7 +9,7 @@
     [lora-modules]
     sql = "/adapters/sql-v2"
 
-The command line wins over the environment, the environment over the file, the file over the defaults.
+Precedence: the command line, then the environment, the file, the defaults.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def read_config_file(
 
     Args:
         path: The file.
-        options: Names that are known, with underscores.
-        lists: Those of them that can be given several times.
-        flags: Those of them that come from fields, which may be named by these.
+        options: Known options, with underscores.
+        lists: Options that can be given several times.
+        flags: Options from fields, whose field names are accepted as well.
 
     Returns:
         Values by option name, with underscores.
 
     Raises:
-        ConfigError: It cannot be read, is not TOML, or has a key or a kind of value that no option takes.
+        ConfigError: The file cannot be read, is not TOML, or has an unknown key or a value of a wrong type.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Options of a command, made from the fields of dataclasses (``options.py``): nothing is written down twice.
+"""Options of a command, made from the fields of dataclasses (``options.py``).
 
-A field in a panel is a flag: ``step_target_s`` is ``--step-target``, a switch that is on (``prefix_caching``) is turned
-off by ``--no-prefix-caching``, a size in bytes is read from ``2GiB``, a table from ``KEY=VALUE``. A command says which
-fields it takes and gets what was chosen as one argument::
+A field with a panel is a flag: ``step_target_s`` is ``--step-target``, a switch with default true (``prefix_caching``)
+is ``--no-prefix-caching``, a size in bytes is read from ``2GiB``, a table from ``KEY=VALUE``. A command names its
+fields and receives their values as one argument::
 
     FLAGS = flags_of(ModelConfig, MemoryConfig)
 
@@ -42,19 +42,19 @@ PLUGINS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "router": ROUTERS,
     "step_composition": STEP_COMPOSITIONS,
 }
-"""All that can be chosen by name, by kind; ``KIND_options`` is the field for its options."""
+"""Plug-ins by kind and name; the field ``KIND_options`` has the options of a plug-in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A field as a command writes it.
+    """A field as an option of a command.
 
     Args:
         owner: The dataclass.
         field: Its field.
-        known: Its meaning and limits.
+        known: Meaning and limits of the field.
         hint: Its type, without ``None``.
-        may_be_unset: Whether the command has no default of its own, and an option that is not given changes nothing.
+        may_be_unset: Whether the option has no default, and changes nothing if it is not given.
     """
 
     owner: type
@@ -65,7 +65,7 @@ class Flag:
 
     @property
     def spelled(self) -> str:
-        """How it is written, without the part that turns it off."""
+        """The flag on the command line, without a negative form."""
         if self.known.flag is not None:
             return self.known.flag
         plain = self.field.name.removesuffix("_s").replace("_", "-")
@@ -73,27 +73,27 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """The command's parameter, and the key of a configuration file."""
+        """The parameter of the command, and the key in a configuration file."""
         return self.spelled.removeprefix("--").replace("-", "_")
 
     @property
     def turns_off(self) -> bool:
-        """Whether it is a switch that is on without it."""
+        """Whether the flag switches the field off."""
         return self.hint is bool and self.field.default is True
 
     @property
     def is_table(self) -> bool:
-        """Whether it collects ``KEY=VALUE``."""
+        """Whether the value is a table, given as ``KEY=VALUE``."""
         return typing.get_origin(self.hint) is Mapping
 
     @property
     def is_list(self) -> bool:
-        """Whether it can be given several times."""
+        """Whether the flag can be given several times."""
         return self.is_table or typing.get_origin(self.hint) is tuple
 
     @property
     def metavar(self) -> str | None:
-        """The place of its value in the help; ``None`` where its type says enough."""
+        """The placeholder of the value in the help; ``None`` for that of its type."""
         names = self.known.choices or sorted(PLUGINS.get(self.known.plugin or "", ()))
         unit = self.known.unit
         of_unit = {"bytes": "SIZE", "s": "SECONDS"}.get(unit, unit.upper()) if unit is not None else None
@@ -101,14 +101,14 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """Its line in the help."""
+        """The text in the help."""
         if self.turns_off and self.known.without is not None:
             return self.known.without
-        own = " Or one of your own, as module:Name or file.py:Name." if self.known.plugin else ""
+        own = " Or your own, as module:Name or file.py:Name." if self.known.plugin else ""
         return self.known.help + own
 
     def parameter(self) -> inspect.Parameter:
-        """Return the parameter that typer makes an option from."""
+        """Return the parameter from which typer makes an option."""
         hint = list[str] if self.is_list else str if self.known.unit == "bytes" else self.hint
         default = None if self.may_be_unset or self.is_list else self._default()
         spelled = self.spelled
@@ -135,11 +135,7 @@ class Flag:
         return _as_size(default) if self.known.unit == "bytes" else default
 
     def read(self, value: Any) -> Any:
-        """Return the field's value from the command's.
-
-        Raises:
-            ConfigError: It is no size, or no ``KEY=VALUE``.
-        """
+        """Return the field's value of an option; ``ConfigError`` for a wrong size or ``KEY=VALUE``."""
         if self.is_table:
             return dict(parse_setting(self.spelled, text) for text in value or ())
         if self.is_list:
@@ -156,13 +152,13 @@ def flags_of(
     panel: str | None = None,
     may_be_unset: bool = False,
 ) -> tuple[Flag, ...]:
-    """Return the fields of dataclasses that a command takes, in their order; of two of one name, the first.
+    """Return the flags of dataclasses, in the order of their fields; of two with one name, the first.
 
     Args:
         owners: The dataclasses.
-        only: Names of fields; all that stand in a panel when empty.
-        spelled: Flags that this command writes in its own way, by field.
-        panel: The panel of them all, in place of their own.
+        only: Names of fields; empty for all with a panel.
+        spelled: Other names of flags in this command, by field.
+        panel: One panel for all, in place of their own.
         may_be_unset: Whether an option that is not given changes nothing.
     """
     flags: dict[str, Flag] = {}
@@ -181,17 +177,13 @@ def flags_of(
 
 
 class Chosen:
-    """The options chosen on a command line, by field.
-
-    Args:
-        values: The values of fields, as the dataclasses take them.
-    """
+    """The values of options on a command line, by field."""
 
     def __init__(self, values: Mapping[Flag, Any]) -> None:
         self._values = values
 
     def of(self, owner: type) -> dict[str, Any]:
-        """Return the fields of a dataclass; a field of options includes those that have flags of their own."""
+        """Return the fields of a dataclass; a field of plug-in options includes those with their own flags."""
         values = {flag.field.name: value for flag, value in self._values.items() if flag.owner is owner}
         for kind in PLUGINS:
             if (name := f"{kind}_options") in values:
@@ -207,22 +199,14 @@ class Chosen:
         }
 
     def make(self, owner: type[T], **more: Any) -> T:
-        """Make a dataclass of what was chosen.
-
-        Args:
-            owner: The dataclass.
-            more: Fields that are no options, or that the command settles itself.
-
-        Raises:
-            ConfigError: A value is wrong.
-        """
+        """Return a dataclass of the values, with ``more`` fields; ``ConfigError`` for a wrong value."""
         return owner(**{**self.of(owner), **more})
 
     def settings(self, places: Mapping[type, str]) -> dict[str, Any]:
-        """Return the options that were given, by the dotted key of a scenario.
+        """Return the values that were given, by dotted key in a scenario.
 
         Args:
-            places: Where each dataclass stands, as ``setup.scheduler.``.
+            places: Prefix of each dataclass in a scenario, as ``setup.scheduler.``.
         """
         given: dict[str, Any] = {}
         for flag, value in self._values.items():
@@ -245,11 +229,11 @@ class Chosen:
 def with_flags(
     flags: Sequence[Flag], *, panels: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options that flags stand for; its argument ``chosen`` says what was chosen.
+    """Add options to a command, which receives their values as its argument ``chosen``.
 
     Args:
         flags: From ``flags_of``.
-        panels: Order of the help's panels; by default as they first appear.
+        panels: Order of panels in the help; by default that of their first option.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -274,8 +258,8 @@ def with_flags(
 
 
 def _panel(parameter: inspect.Parameter) -> str:
-    said: Iterable[Any] = (parameter.default, *getattr(parameter.annotation, "__metadata__", ()))
-    return next((one.rich_help_panel or "" for one in said if hasattr(one, "rich_help_panel")), "")
+    options: Iterable[Any] = (parameter.default, *getattr(parameter.annotation, "__metadata__", ()))
+    return next((one.rich_help_panel or "" for one in options if hasattr(one, "rich_help_panel")), "")
 
 
 def _without_none(hint: Any) -> Any:

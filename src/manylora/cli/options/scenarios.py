@@ -1,4 +1,4 @@
-"""A scenario as commands take it: a file or a synthetic service, changed by options and by `--set`."""
+"""The scenario of a command: a file or a synthetic service, changed by options and by `--set`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SYNTHETIC: dict[str, Any] = {
     "setup": {"model": "llama-3-8b", "adapters": {"host_bytes": 64_000_000_000}},
     "slo": {"ttft_s": 5.0},
 }
-"""The scenario without a file: lengths as in the Azure conversation trace, a hundred adapters, one A40."""
+"""The default scenario: lengths as in the Azure conversation trace, a hundred adapters, one A40."""
 
 PLACES: dict[type, str] = {
     Scenario: "",
@@ -39,22 +39,18 @@ PLACES: dict[type, str] = {
     SchedulerConfig: "setup.scheduler.",
     AdapterConfig: "setup.adapters.",
 }
-"""Where the fields of each dataclass stand in a scenario."""
+"""Prefix of the fields of each dataclass in a scenario."""
 
-TRACES: Any = typer.Option(metavar="DIR", help="Folder of the traces that the scenario names.")
+TRACES: Any = typer.Option(metavar="DIR", help="Folder of the scenario's traces.")
 SETS: Any = typer.Option(
     "--set",
     metavar="KEY=VALUE",
-    help="Anything a scenario can say, such as workload.lengths.scale=0.5. Repeatable.",
+    help="Any setting of a scenario, such as workload.lengths.scale=0.5. Repeatable.",
 )
 
 
 def scenario_table(file: Path | None) -> dict[str, Any]:
-    """Return the table of a file; the synthetic service without one.
-
-    Raises:
-        ConfigError: It cannot be read, or is no TOML.
-    """
+    """Return the table of a file, or the synthetic service; ``ConfigError`` if the file is not TOML."""
     return read_table(file) if file is not None else dict(SYNTHETIC)
 
 
@@ -63,11 +59,11 @@ def change(table: Mapping[str, Any], given: Mapping[str, Any], sets: Iterable[st
 
     Args:
         table: The scenario.
-        given: Values by dotted key; ``None`` where an option was not given.
-        sets: From `--set`, which has the last word.
+        given: Values by dotted key; ``None`` for an option that was not given.
+        sets: From `--set`, which takes precedence.
 
     Raises:
-        ConfigError: A setting is not understood.
+        ConfigError: A setting is invalid.
     """
     changed = dict(table)
     settings = {key: value for key, value in given.items() if value is not None}
@@ -77,5 +73,5 @@ def change(table: Mapping[str, Any], given: Mapping[str, Any], sets: Iterable[st
 
 
 def folders_of(file: Path | None, traces: Path | None) -> tuple[Path, ...]:
-    """Return where a scenario's files are looked for: beside it, then among the traces."""
+    """Return the search path of a scenario's files: its own folder, then that of traces."""
     return tuple(([file.parent] if file is not None else []) + ([traces] if traces is not None else []))

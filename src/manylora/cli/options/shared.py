@@ -1,4 +1,4 @@
-"""Options that several commands share and that are no field of the configuration: the model, adapters, scenarios."""
+"""Options of several commands that are not fields of the configuration: the model and adapters."""
 
 from __future__ import annotations
 
@@ -10,27 +10,13 @@ import typer
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.errors import ConfigError
 
-__all__ = [
-    "DEMO",
-    "LoraDirs",
-    "LoraModules",
-    "ModelArgument",
-    "panel",
-    "resolve_model",
-]
+__all__ = ["DEMO", "LoraDirs", "LoraModules", "ModelArgument", "panel", "resolve_model"]
 
 DEMO = "demo"
 
 
 def panel(name: str, help: str, *flags: str, **settings: Any) -> Any:
-    """Return an option that stands in a panel of its command's help.
-
-    Args:
-        name: The panel's.
-        help: What the option does.
-        flags: How it is written, where that does not follow from its parameter's name.
-        settings: As ``typer.Option`` takes them.
-    """
+    """Return an option in a panel of the help; ``flags`` and ``settings`` as of ``typer.Option``."""
     return typer.Option(*flags, help=help, rich_help_panel=name, **settings)
 
 
@@ -62,18 +48,13 @@ LoraDirs = Annotated[
 def resolve_model(
     model: str, served_model_name: str | None, adapters: dict[str, str]
 ) -> tuple[str, str | None, dict[str, str]]:
-    """Put the demo model's folder, name and adapters in place of `demo`; anything else stays as it is.
-
-    Args:
-        model: As typed.
-        served_model_name: As typed.
-        adapters: Paths by name, as typed; the demo brings its own when there are none.
+    """Replace `demo` by the demo model's folder, name and, without ``adapters``, its adapters.
 
     Returns:
-        The checkpoint, its name in the API, and paths by name.
+        The checkpoint, its name in the API, and adapters' paths by name.
 
     Raises:
-        ConfigError: It is a path, and nothing is there.
+        ConfigError: The model is a path that does not exist.
     """
     if model != DEMO:
         is_path = model.startswith(("/", "./", "../", "~"))

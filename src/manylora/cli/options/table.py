@@ -1,4 +1,4 @@
-"""The tables of ``docs/options.md``, which `python -m manylora.cli.options.table docs/options.md` writes anew."""
+"""Generate ``docs/options.md``: `python -m manylora.cli.options.table docs/options.md`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PLUGIN_PLACES = {
 
 
 def options_page() -> str:
-    """Return the page, whole."""
+    """Return the page as Markdown."""
     parts = [_HEAD]
     for title, owner, place in _SECTIONS:
         parts += [f"## {title}\n", f"{place}\n" if place else "", _table(owner)]

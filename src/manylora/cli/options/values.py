@@ -1,4 +1,4 @@
-"""Values as people write them on a command line: sizes, addresses, adapters by name, folders of adapters."""
+"""Values on a command line: sizes, addresses, adapters by name, folders of adapters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Read a size in bytes: `2GiB`, `512MiB`, `1.5GB`, `4g` (as `4GiB`) or plain bytes.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """Return the bytes of `2GiB`, `512MiB`, `1.5GB`, `4g` (as `4GiB`) or a number; ``ConfigError`` otherwise."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise ConfigError(f"Got a size of {text!r}, expected something like 2GiB, 512MiB or a number of bytes")
@@ -40,11 +36,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_setting(flag: str, text: str) -> tuple[str, str]:
-    """Read `KEY=VALUE`.
-
-    Raises:
-        ConfigError: There is no `=`.
-    """
+    """Return the parts of `KEY=VALUE`; ``ConfigError`` without a key or `=`."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"Got {flag} {text!r}, expected KEY=VALUE")
@@ -52,11 +44,7 @@ def parse_setting(flag: str, text: str) -> tuple[str, str]:
 
 
 def parse_address(url: str) -> str:
-    """Return a server's address without a slash at its end; `host:port` will do, and clients' `/v1` does no harm.
-
-    Raises:
-        ConfigError: That is no address.
-    """
+    """Return the base URL of a server from a URL, `host:port`, or either with `/v1`; ``ConfigError`` otherwise."""
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
@@ -69,11 +57,7 @@ def parse_address(url: str) -> str:
 
 
 def parse_adapter(text: str) -> tuple[str, str]:
-    """Read `name=path`, or the JSON object that vLLM's `--lora-modules` takes.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Return name and path of `name=path` or of the JSON of vLLM's `--lora-modules`; ``ConfigError`` otherwise."""
     if text.lstrip().startswith("{"):
         try:
             fields = json.loads(text)
@@ -91,7 +75,7 @@ def parse_adapter(text: str) -> tuple[str, str]:
 
 
 def adapters_below(folder: str) -> dict[str, str]:
-    """Find the adapters directly below a folder: every folder with an `adapter_config.json`, named after itself.
+    """Return the adapters directly below a folder, named after their folders, which have an `adapter_config.json`.
 
     Raises:
         ConfigError: There is no such folder, or it is an adapter itself.
@@ -108,11 +92,7 @@ def adapters_below(folder: str) -> dict[str, str]:
 
 
 def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
-    """Merge `--lora-modules` and the contents of every `--lora-dir` into paths by name.
-
-    Raises:
-        ConfigError: One name stands for two paths.
-    """
+    """Return paths by name of `--lora-modules` and of every `--lora-dir`; ``ConfigError`` for a name with two paths."""
     adapters: dict[str, str] = {}
     found = [parse_adapter(text) for text in modules]
     for folder in folders:
@@ -127,12 +107,12 @@ def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str
 def repeat_option(
     args: Iterable[str], names: Collection[str], is_value: Callable[[str], bool] = lambda arg: not arg.startswith("-")
 ) -> list[str]:
-    """Let an option be given once before several values: it is repeated before each of them.
+    """Repeat an option that was given once before several values.
 
     Args:
         args: A command line.
-        names: The options that take several values.
-        is_value: Tells their values from other arguments.
+        names: Options that accept several values.
+        is_value: Whether an argument is such a value.
     """
     spread: list[str] = []
     option: str | None = None

@@ -1,7 +1,7 @@
-"""Flags of `vllm serve` that mean nothing here: accepted with a word of why, or refused where ignoring would mislead.
+"""Flags of `vllm serve` that manylora does not have: ignored with a remark, or refused.
 
-People come with a command line that works. One that asks for something manylora always does, or has no need of,
-should just start; one that asks for something it does not do must not start as if it did.
+A flag is ignored if manylora always does what it asks for, or does not need it. A flag for an unsupported feature is an
+error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class VllmFlag:
     """One flag.
 
     Args:
-        why: What to tell people, after the flag's name.
-        has_value: Whether a value follows it.
-        fine: The values that can be ignored in good faith; ``None`` is any.
+        why: The reason, for the remark or the error.
+        has_value: Whether the flag has a value.
+        fine: Values that can be ignored; ``None`` for all.
     """
 
     why: str
@@ -38,12 +38,12 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     "--lora-dtype": VllmFlag(why="--adapter-dtype chooses", has_value=True, fine=("auto",)),
     "--fully-sharded-loras": VllmFlag(why=_ONE_DEVICE),
     "--enable-prefix-caching": VllmFlag(why="it is on unless --no-prefix-caching is given"),
-    "--enable-chunked-prefill": VllmFlag(why="it is on unless --step-composition says otherwise"),
+    "--enable-chunked-prefill": VllmFlag(why="it is on unless --step-composition turns it off"),
     "--tensor-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--pipeline-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--data-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
     "--kv-cache-dtype": VllmFlag(why="KV is kept in the type of the base", has_value=True, fine=("auto",)),
-    "--enforce-eager": VllmFlag(why="what cannot be captured runs eagerly by itself"),
+    "--enforce-eager": VllmFlag(why="steps that cannot be captured run eagerly"),
     "--swap-space": VllmFlag(why="pre-empted requests are computed again, not swapped", has_value=True),
     "--disable-log-requests": VllmFlag(why="requests are never logged"),
     "--disable-log-stats": VllmFlag(why="figures are at /metrics, not in the log"),
@@ -58,13 +58,13 @@ _TRANSLATED = {
 
 
 def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take vLLM's flags out of a command line.
+    """Remove vLLM's flags from a command line.
 
     Returns:
-        The arguments that are ours, and a remark for every flag taken out.
+        The other arguments, and a remark for every removed flag.
 
     Raises:
-        ConfigError: A flag asks for what manylora does not do.
+        ConfigError: A flag is for an unsupported feature.
     """
     ours: list[str] = []
     remarks: list[str] = []
@@ -91,9 +91,9 @@ def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def spread_lists(args: Sequence[str]) -> list[str]:
-    """Let one `--lora-modules` take several adapters, as vLLM's does: `--lora-modules a=x b=y`.
+    """Accept several adapters after one `--lora-modules`, as vLLM does: `--lora-modules a=x b=y`.
 
-    Only what looks like an adapter (`name=path` or a JSON object) is taken, so that a model after it stays the model.
+    Only `name=path` and JSON objects count as adapters, so that a model may follow.
     """
     return repeat_option(args, ("--lora-modules",), _looks_like_adapter)
 

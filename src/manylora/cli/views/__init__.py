@@ -1,1 +1,1 @@
-"""What commands print: tables, reports and live screens, and where these get their figures."""
+"""Output of commands: tables, reports and live screens, and the sources of their figures."""

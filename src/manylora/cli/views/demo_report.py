@@ -1,4 +1,4 @@
-"""What the demo prints: answers with a mark, adapters and where they are, and how to go on."""
+"""Output of the demo: answers with a mark, adapters with their tiers, and how to call the server."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ __all__ = ["Answer", "print_adapters", "print_answers", "print_how_to"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one model said to one prompt.
-
-    Args:
-        model: The adapter, or the base.
-        prompt: What was asked.
-        text: What came back.
-        num_tokens: Tokens generated.
-    """
+    """The answer of an adapter, or of the base, to a prompt."""
 
     model: str
     prompt: str
@@ -34,12 +27,11 @@ class Answer:
 
 
 def print_answers(answers: Sequence[Answer], *, base: str, prompts: Sequence[str]) -> int:
-    """Print adapters by prompts, each answer with a mark of right or wrong; the base has nothing to be right about.
+    """Print a table of adapters by prompts with right or wrong answers; return the number of wrong ones.
 
-    Returns:
-        How many answers of adapters are wrong.
+    Answers of the base are not checked.
     """
-    said = {(answer.model, answer.prompt): answer.text for answer in answers}
+    texts = {(answer.model, answer.prompt): answer.text for answer in answers}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("adapter", style="cyan", no_wrap=True)
     for prompt in prompts:
@@ -48,7 +40,7 @@ def print_answers(answers: Sequence[Answer], *, base: str, prompts: Sequence[str
     for model in dict.fromkeys(answer.model for answer in answers):
         cells = []
         for prompt in prompts:
-            text = said[model, prompt]
+            text = texts[model, prompt]
             if model == base:
                 cells.append(Text(f"  {text}", style="dim"))
             elif check(model, prompt, text):
@@ -62,13 +54,13 @@ def print_answers(answers: Sequence[Answer], *, base: str, prompts: Sequence[str
 
 
 def print_adapters(adapters: Sequence[Mapping[str, Any]]) -> None:
-    """Print where every adapter is and what it takes, as `GET /adapters` tells it."""
+    """Print tier and size of every adapter, from `GET /adapters`."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("adapter", style="cyan", no_wrap=True)
     table.add_column("tier")
     for title in ("rank", "modules", "KiB", "pages", "requests"):
         table.add_column(title, justify="right")
-    table.add_column("what it does", style="dim")
+    table.add_column("task", style="dim")
     for adapter in sorted(adapters, key=lambda adapter: str(adapter["name"])):
         task = TASKS.get(adapter["name"])
         table.add_row(
@@ -85,10 +77,10 @@ def print_adapters(adapters: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_how_to(url: str, *, adapter: str, prompt: str) -> None:
-    """Print how to talk to the server that is still running."""
+    """Print commands that call the running server."""
     body = f'{{"model": "{adapter}", "messages": [{{"role": "user", "content": "{prompt}"}}], "temperature": 0}}'
     lines = [
-        "The server is still running. Talk to it:",
+        "The server is still running. Call it:",
         "",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
         f"    -d '{body}'",

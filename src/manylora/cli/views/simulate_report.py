@@ -1,4 +1,4 @@
-"""What `manylora simulate` says: tables for a terminal, and files to keep."""
+"""The report of `manylora simulate`: tables on the terminal, and files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Report:
     """One simulation.
 
     Args:
-        scenario: What was simulated.
-        table: The same as TOML has it, options included.
-        workload: Who asked.
-        config: What it ran on.
-        run: What came of it.
-        summary: In figures.
-        wall_s: Seconds it took to simulate.
+        scenario: The scenario.
+        table: The scenario as a TOML table, with options.
+        workload: Requests and adapters.
+        config: Configuration of the simulation.
+        run: The result.
+        summary: Its figures.
+        wall_s: Duration of the simulation in seconds.
     """
 
     scenario: Scenario
@@ -46,17 +46,17 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print it."""
+    """Print the report."""
     console.print(_headline(report), soft_wrap=True)
     for table in _tables(report):
         console.print(table.rich())
 
 
 def write_report(report: Report, folder: Path) -> Iterator[Path]:
-    """Write it into a folder; yield each path that was written.
+    """Write the report to a folder; yield the path of each file.
 
-    `results.json` has the scenario, the summary and every replica's counters; `requests.jsonl` a line for each request;
-    `table.md` the tables. Pictures are drawn where matplotlib is installed.
+    `results.json` has the scenario, the summary and the counters of replicas; `requests.jsonl` a line per request;
+    `table.md` the tables. Plots need matplotlib.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {
@@ -92,14 +92,14 @@ def write_report(report: Report, folder: Path) -> Iterator[Path]:
 def _headline(report: Report) -> str:
     setup = report.scenario.setup
     devices = f"{setup.tensor_parallel} of {setup.hardware}" if setup.tensor_parallel > 1 else setup.hardware
-    where = f"as {setup.profile} has it" if setup.profile else f"on {devices}"
+    where = f"by profile {setup.profile}" if setup.profile else f"on {devices}"
     replicas = f", {setup.num_replicas} replicas behind {setup.router}" if setup.num_replicas > 1 else ""
     pool_gib = report.config.num_pages * report.config.base.page.num_bytes / GIB
     num_requests, num_adapters = len(report.workload.requests), len(report.workload.adapters)
     return (
         f"{report.config.base.name} {where}{replicas}: {num_requests:,} requests at {report.workload.rate:.3g}/s "
         f"over {num_adapters:,} adapters, policy {setup.scheduler.policy}, eviction {setup.adapters.eviction}, "
-        f"a pool of {pool_gib:.1f} GiB. {report.run.duration_s:,.0f} s of virtual time took {report.wall_s:.1f} s."
+        f"{pool_gib:.1f} GiB of pages. {report.run.duration_s:,.0f} s of virtual time took {report.wall_s:.1f} s."
     )
 
 
@@ -111,7 +111,7 @@ def _tables(report: Report) -> list[FigureTable]:
 
 
 def _replicas(report: Report) -> FigureTable:
-    """Return what each replica did: the engine's side of it."""
+    """Return the engine's figures of each replica."""
     rows = []
     for replica, (stats, timeline) in enumerate(zip(report.run.stats, report.run.timelines, strict=True)):
         device = timeline.loads[Tier.DEVICE]

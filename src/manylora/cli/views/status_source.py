@@ -1,4 +1,4 @@
-"""Asks a server how it is, and tells what a person can do about the answers that are none."""
+"""Fetch the status of a server, with messages for the cases without an answer."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ MAX_MESSAGE = 300
 
 
 class Away(ManyloraError):
-    """The server does not answer just now; asking again may help."""
+    """The server does not answer now, but may answer later."""
 
     status = 503
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the key is for the server that was named."""
+    """Follows no redirect, which would send the key to another server."""
 
     def redirect_request(self, *_args: object) -> None:
         return None
 
 
 class StatusSource:
-    """One server's ``GET /status``.
+    """``GET /status`` of one server.
 
     Args:
-        url: Its address; ``host:port`` will do, and the ``/v1`` that clients are given does no harm.
-        key: What it wants to know before it tells, if anything.
+        url: Its address, as ``parse_address`` accepts it.
+        key: API key, if the server needs one.
 
     Raises:
-        ConfigError: That is no address.
+        ConfigError: The address is invalid.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -52,14 +52,11 @@ class StatusSource:
         self._has_answered = False
 
     def fetch(self, num_adapters: int) -> StatusReport:
-        """Ask.
-
-        Args:
-            num_adapters: Most adapters to hear of.
+        """Return the report with at most ``num_adapters`` adapters.
 
         Raises:
-            Away: There is no answer now.
-            ConfigError: The answer will not change: a wrong address or a wrong key.
+            Away: The server does not answer now.
+            ConfigError: A permanent error: a wrong address or a wrong key.
         """
         request = urllib.request.Request(f"{self.url}/status?adapters={num_adapters}", headers=self._headers)
         try:
@@ -82,10 +79,10 @@ class StatusSource:
         with error:
             message = _message(error.read(MAX_BYTES))
         if error.code in (401, 403):
-            return ConfigError(f"{self.url} does not let us in (HTTP {error.code}). {message}".rstrip())
+            return ConfigError(f"{self.url} refuses the key (HTTP {error.code}). {message}".rstrip())
         if error.code >= 500 or error.code == 429:
-            return Away(f"{self.url} says HTTP {error.code}. {message}".rstrip())
-        return ConfigError(f"{self.url} is no manylora server, or an older one: HTTP {error.code} for /status")
+            return Away(f"{self.url} answers HTTP {error.code}. {message}".rstrip())
+        return ConfigError(f"{self.url} is not a manylora server, or an older one: HTTP {error.code} for /status")
 
     def _no_answer(self, reason: object) -> ManyloraError:
         if isinstance(reason, ssl.SSLError) or (isinstance(reason, socket.gaierror) and not self._has_answered):
@@ -94,7 +91,7 @@ class StatusSource:
 
 
 def _message(body: bytes) -> str:
-    """Return what an error says, fit to be printed; nothing if it is not one of ours."""
+    """Return the printable message of an error body; empty for another body."""
     try:
         message = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.MsgspecError, LookupError, TypeError):

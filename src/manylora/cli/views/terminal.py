@@ -1,39 +1,46 @@
-"""What every command says to a person: answers on standard output, everything else on standard error."""
+"""Output of commands: results on standard output, remarks and errors on standard error."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import NoReturn
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-__all__ = ["fail", "is_interactive", "note", "notes", "out"]
+__all__ = ["fail", "is_interactive", "note", "notes", "out", "progress_bar"]
 
 PLAIN_WIDTH = 120
-"""Columns where there is no terminal to ask: a log, a pipe, a file."""
+"""Columns without a terminal: a log, a pipe, a file."""
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
 notes = Console(stderr=True, highlight=False)
 
 
 def note(message: str) -> None:
-    """Print a remark that is no part of the answer."""
+    """Print a remark on standard error."""
     notes.print(Text(message, style="dim"), soft_wrap=True)
 
 
 def fail(message: str, *, code: int) -> NoReturn:
-    """Print one line that says what is wrong, and leave.
-
-    Args:
-        message: The cause, with the value and the place.
-        code: Exit code of the process.
-    """
+    """Print an error on one line, and exit with ``code``."""
     notes.print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)
     sys.exit(code)
 
 
+@contextmanager
+def progress_bar(label: str, total: float) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on a terminal; yield a function with the arguments of ``rich.Progress.update``."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
+        yield partial(progress.update, progress.add_task(label, total=total))
+
+
 def is_interactive() -> bool:
-    """Whether a person sits at both ends: standard input and standard output are terminals."""
+    """Whether standard input and standard output are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,7 +1,4 @@
-"""One frame of `manylora top`: a report, and what changed since an earlier one, as something rich can print.
-
-Everything here is a function of its arguments, so that a frame can be looked at in a test.
-"""
+"""One frame of `manylora top` for rich: a report, and rates since an earlier one. Functions without side effects."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ STATE_STYLES = {"serving": "bold green", "active": "green", "loading": "yellow",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What happened per second between two reports."""
+    """Rates per second between two reports."""
 
     tokens: float
     steps: float
@@ -38,7 +35,7 @@ class Rates:
 
 
 def rates_between(older: StatusReport, newer: StatusReport) -> Rates | None:
-    """Return the rates between two reports, ``None`` where they cannot be known: no engine, or another one."""
+    """Return the rates between two reports; ``None`` without an engine, or across a restart."""
     before, after, elapsed_s = older.engine, newer.engine, newer.time - older.time
     is_same = (older.started_at, older.num_restarts) == (newer.started_at, newer.num_restarts)
     if before is None or after is None or not is_same or elapsed_s <= 0:
@@ -64,10 +61,10 @@ def frame(
 
     Args:
         report: The last report; ``None`` before the first.
-        rates: What happened lately.
-        url: The server.
+        rates: Recent rates.
+        url: Address of the server.
         num_rows: Most adapters to show.
-        problem: Why the report is not fresh, if it is not.
+        problem: The reason why the report is old, if it is.
     """
     parts: list[RenderableType] = []
     if problem is not None:
@@ -76,7 +73,7 @@ def frame(
         return Group(*parts)
     parts.append(_headline(report, url))
     if report.engine is None:
-        parts.append(Text("There is no engine to ask just now.", "yellow"))
+        parts.append(Text("No engine serves now.", "yellow"))
         return Group(*parts)
     parts += [_memory(report.engine, report.page_bytes), _activity(report, report.engine, rates), _latencies(report)]
     if _has_limits(report.engine.queues):
@@ -163,7 +160,7 @@ def _latencies(report: StatusReport) -> Table:
 
 
 def _has_limits(queues: Sequence[QueueStatus]) -> bool:
-    """Whether there is more to see than one line that all wait in."""
+    """Whether there are several queues, or limits on one."""
     return len(queues) > 1 or any(queue.below is not None or queue.quota_tokens is not None for queue in queues)
 
 
@@ -222,7 +219,7 @@ def _p99s(latency: Latency) -> tuple[str, str]:
 
 
 def _shares(parts: Sequence[int], width: int) -> list[int]:
-    """Divide ``width`` cells in proportion to ``parts``, none of them lost: the largest remainders round up."""
+    """Divide ``width`` cells in proportion to ``parts``; the largest remainders round up."""
     total = sum(parts)
     exact = [part * width / total for part in parts]
     cells = [floor(share) for share in exact]
@@ -246,7 +243,7 @@ def _seconds(value_s: float) -> str:
 
 
 def _span(seconds: float) -> str:
-    """Write how long something has been, in its two largest units."""
+    """Return a duration in its two largest units."""
     left = max(0, int(seconds))
     days, hours, minutes = left // 86400, left // 3600 % 24, left // 60 % 60
     if days:

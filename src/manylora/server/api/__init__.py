@@ -1,1 +1,1 @@
-"""The HTTP routes: one file per resource, and the bodies, parameters and errors that they share."""
+"""The HTTP routes: one file per resource, and the bodies and answers that they share."""

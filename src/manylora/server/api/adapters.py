@@ -1,7 +1,7 @@
-"""Adapters at run time: list, load, replace, pin, warm, unload; vLLM's request shapes, texts and codes.
+"""Adapters at run time: list, load, replace, pin, warm, unload, with vLLM's bodies, texts and status codes.
 
-``lora_path`` comes from a caller and is hostile until proven otherwise: it must lie, links resolved, in one of the
-directories the server was started with. With none there is no run-time loading by path at all.
+``lora_path`` is not trusted: with its links resolved it must be in one of the directories that the server was started
+with. Without such a directory there is no loading at run time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from starlette.routing import Route
 from manylora.adapters.sources import check_name, resolve_path
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, AdapterExists, AdapterForbidden, AdapterNotFound, RequestError
-from manylora.server.api.context import Context, context_of
+from manylora.hosting.fleet_adapters import FleetAdapters
 from manylora.server.api.models import json_response
-from manylora.server.api.schemas import read_body
+from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.errors import HttpError
 
 __all__ = ["admin_routes"]
@@ -48,8 +48,19 @@ class SageMakerBody(msgspec.Struct, kw_only=True):
     src: str | None = None
 
 
+def _admin_context(request: Request) -> Context:
+    """Return the server's parts; raises ``HttpError`` unless the request may use the admin routes."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    return context
+
+
 def _invalid(message: str, param: str) -> HttpError:
     return HttpError(400, message, param=param, kind="InvalidUserInput")
+
+
+def _unknown(name: str, param: str = "name") -> HttpError:
+    return HttpError(404, f"The lora adapter '{name[:200]}' cannot be found.", param=param)
 
 
 async def _load(
@@ -79,7 +90,7 @@ async def _load(
     except (AdapterNotFound, AdapterForbidden) as error:
         raise HttpError(error.status, str(error), param=path_field) from None
     except AdapterError as error:
-        # Not the caller's 400: vLLM answers 500 to an illegal adapter, and its clients' tests expect that.
+        # vLLM answers 500 to an invalid adapter, and tests of its clients expect that.
         raise HttpError(500, str(error), param=path_field) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -88,15 +99,14 @@ async def _unload(context: Context, name: str, field: str) -> Response:
     try:
         await context.fleet.adapters.unload(name)
     except AdapterNotFound:
-        raise HttpError(404, f"The lora adapter '{name}' cannot be found.", param=field) from None
+        raise _unknown(name, field) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 async def load_lora_adapter(request: Request) -> Response:
     """``POST /v1/load_lora_adapter``."""
-    context = context_of(request)
-    context.gate.check_admin(request)
-    body = await read_body(request, LoadBody, max_bytes=context.config.max_body_bytes)
+    context = _admin_context(request)
+    body = await read_body(request, LoadBody)
     if not body.lora_name or not body.lora_path:
         raise _invalid(
             "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
@@ -113,28 +123,25 @@ async def load_lora_adapter(request: Request) -> Response:
 
 async def unload_lora_adapter(request: Request) -> Response:
     """``POST /v1/unload_lora_adapter``."""
-    context = context_of(request)
-    context.gate.check_admin(request)
-    body = await read_body(request, UnloadBody, max_bytes=context.config.max_body_bytes)
+    context = _admin_context(request)
+    body = await read_body(request, UnloadBody)
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
     return await _unload(context, body.lora_name, "lora_name")
 
 
 async def create_adapter(request: Request) -> Response:
-    """``POST /adapters``: SageMaker's name for loading."""
-    context = context_of(request)
-    context.gate.check_admin(request)
-    body = await read_body(request, SageMakerBody, max_bytes=context.config.max_body_bytes)
+    """``POST /adapters``: load, as SageMaker names it."""
+    context = _admin_context(request)
+    body = await read_body(request, SageMakerBody)
     if not body.name or not body.src:
         raise _invalid("Both 'name' and 'src' must be provided.", "src" if body.name else "name")
     return await _load(context, body.name, body.src, in_place=False, name_field="name", path_field="src")
 
 
 async def delete_adapter(request: Request) -> Response:
-    """``DELETE /adapters/{name}``: SageMaker's name for unloading."""
-    context = context_of(request)
-    context.gate.check_admin(request)
+    """``DELETE /adapters/{name}``: unload, as SageMaker names it."""
+    context = _admin_context(request)
     return await _unload(context, request.path_params["name"], "name")
 
 
@@ -165,9 +172,8 @@ def _status_json(status: AdapterStatus) -> dict[str, Any]:
 
 
 async def list_adapters(request: Request) -> Response:
-    """``GET /adapters``: every adapter by name, where it is and how much it is used."""
-    context = context_of(request)
-    context.gate.check_admin(request)
+    """``GET /adapters``: all adapters by name, with tier and use."""
+    context = _admin_context(request)
     _, statuses = await context.fleet.snapshot()
     by_name = sorted(statuses, key=lambda status: status.name)
     return json_response({"object": "list", "data": [_status_json(status) for status in by_name]})
@@ -175,30 +181,30 @@ async def list_adapters(request: Request) -> Response:
 
 async def get_adapter(request: Request) -> Response:
     """``GET /adapters/{name}``."""
-    context = context_of(request)
-    context.gate.check_admin(request)
+    context = _admin_context(request)
     name = request.path_params["name"]
     _, statuses = await context.fleet.snapshot()
     for status in statuses:
         if status.name == name:
             return json_response(_status_json(status))
-    raise HttpError(404, f"The lora adapter '{name[:200]}' cannot be found.", param="name")
+    raise _unknown(name)
 
 
-def _action(act: Callable[[Context, str], Awaitable[AdapterStatus]]) -> Callable[[Request], Awaitable[Response]]:
+def _action(verb: str, act: Callable[[FleetAdapters, str], Awaitable[AdapterStatus]]) -> Route:
+    """Return the route ``POST /adapters/{name}/verb``."""
+
     async def route(request: Request) -> Response:
-        context = context_of(request)
-        context.gate.check_admin(request)
+        context = _admin_context(request)
         name = request.path_params["name"]
         try:
-            status = await act(context, name)
+            status = await act(context.fleet.adapters, name)
         except AdapterNotFound:
-            raise HttpError(404, f"The lora adapter '{name[:200]}' cannot be found.", param="name") from None
+            raise _unknown(name) from None
         except AdapterError as error:
             raise RequestError(str(error), param="name") from None
         return json_response(_status_json(status))
 
-    return route
+    return Route(f"/adapters/{{name:path}}/{verb}", route, methods=["POST"])
 
 
 admin_routes = [
@@ -206,21 +212,9 @@ admin_routes = [
     Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
     Route("/adapters", list_adapters, methods=["GET"]),
     Route("/adapters", create_adapter, methods=["POST"]),
-    Route(
-        "/adapters/{name:path}/pin",
-        _action(lambda context, name: context.fleet.adapters.pin(name, True)),
-        methods=["POST"],
-    ),
-    Route(
-        "/adapters/{name:path}/unpin",
-        _action(lambda context, name: context.fleet.adapters.pin(name, False)),
-        methods=["POST"],
-    ),
-    Route(
-        "/adapters/{name:path}/warm",
-        _action(lambda context, name: context.fleet.adapters.warm(name)),
-        methods=["POST"],
-    ),
+    _action("pin", lambda adapters, name: adapters.pin(name, True)),
+    _action("unpin", lambda adapters, name: adapters.pin(name, False)),
+    _action("warm", lambda adapters, name: adapters.warm(name)),
     Route("/adapters/{name:path}", get_adapter, methods=["GET"]),
     Route("/adapters/{name:path}", delete_adapter, methods=["DELETE"]),
 ]

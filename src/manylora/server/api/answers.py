@@ -1,8 +1,8 @@
-"""One HTTP request's answers, from the engine's tokens to pieces of text.
+"""The answers to one HTTP request, from the engine's tokens to pieces of text.
 
-A request of several prompts and ``n`` answers each becomes as many engine requests, submitted together: all are
-accepted or none. Their outputs arrive on one stream; all that came since the last look is taken at once, so that a
-busy server sends larger pieces and not more of them. Stop strings end an answer here, and the engine is told.
+An HTTP request of several prompts with ``n`` answers each becomes as many engine requests, submitted together: all are
+accepted or none. Their outputs arrive on one stream. Outputs that arrived together become one piece per answer, so a
+busy server sends larger pieces and not more of them. Stop strings end an answer here, which cancels its engine request.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ __all__ = ["Answers", "ClientGone", "Piece"]
 
 
 class ClientGone(ManyloraError):
-    """The client left; there is no one to answer."""
+    """The client disconnected."""
 
     status = 499
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """The news of one answer.
+    """New text of one answer.
 
     Args:
-        index: Which answer: prompts in order, ``n`` answers each.
+        index: Number of the answer: prompts in order, ``n`` answers each.
         text: New text.
-        logprobs: Of its tokens, when asked for.
+        logprobs: Log-probabilities of its tokens, if requested.
         finish_reason: ``stop`` or ``length`` on the last piece.
-        stop_reason: The stop string or token that ended it, if one did.
+        stop_reason: The stop string or token that ended the answer, if any.
     """
 
     index: int
@@ -63,8 +63,8 @@ class Answers:
 
     Args:
         fleet: The engines.
-        tokenizer: The base model's.
-        requests: Prompts in order, ``num_answers`` in a row for each.
+        tokenizer: The base model's tokenizer.
+        requests: Prompts in order, ``num_answers`` requests for each.
         num_answers: Answers per prompt.
     """
 
@@ -81,32 +81,32 @@ class Answers:
         self.adapter: AdapterKey | None = None
 
     async def start(self) -> None:
-        """Submit the requests; returns once the engine has accepted them.
+        """Submit the requests; return once the engine has accepted them.
 
         Raises:
-            RequestError: One of them is wrong.
-            CapacityError: No room now.
-            EngineDead: The engine is gone.
+            RequestError: A request is invalid.
+            CapacityError: The queue is full.
+            EngineDead: The engine died.
         """
         self._stream = await self._fleet.submit(self._requests)
 
     async def deliver(self, consume: Callable[[list[Piece]], Flush | None]) -> None:
-        """Hand pieces to ``consume`` as they arrive, until every answer has finished.
+        """Deliver pieces to ``consume`` as they arrive, until every answer has finished.
 
         Args:
-            consume: Called on the event loop but not in this task; returns the work that is left before it can take
-                more, if there is any. Its errors are raised here.
+            consume: Called on the event loop but not in this task; returns the work, if any, that must be awaited
+                before more pieces are delivered. Its errors are raised here.
 
         Raises:
-            EngineDead: The engine is gone.
-            ClientGone: The client left.
-            ManyloraError: The engine gave one of the requests up; the others are cancelled.
+            EngineDead: The engine died.
+            ClientGone: The client disconnected.
+            ManyloraError: The engine aborted one of the requests; the others are cancelled.
         """
         assert self._stream is not None, "start first"
         stream = self._stream
 
         def consume_outputs(outputs: Sequence[Output]) -> Flush | None:
-            pieces = self._take(outputs)
+            pieces = self._pieces_of(outputs)
             if not self._num_unfinished:
                 stream.close()
             return consume(pieces)
@@ -115,14 +115,14 @@ class Answers:
 
     @contextlib.asynccontextmanager
     async def while_connected(self, receive: Receive) -> AsyncIterator[None]:
-        """Watch for the client leaving while inside, and cancel unfinished requests on the way out."""
+        """Watch for a disconnect while inside; cancel unfinished requests on exit."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
             self._cancel_unfinished()
             if self._stream is not None:
-                self._stream.fail(ClientGone("the client left"))
+                self._stream.fail(ClientGone("the client disconnected"))
 
         with self._fleet.in_flight():
             watcher = asyncio.create_task(watch())
@@ -133,7 +133,7 @@ class Answers:
                 self._cancel_unfinished()
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far as OpenAI's usage object; a prompt with several answers counts once."""
+        """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once."""
         answers = list(self._answers.values())
         num_prompt = sum(len(request.prompt) for request in self._requests[:: self._num_answers])
         num_generated = sum(answer.num_tokens for answer in answers)
@@ -148,9 +148,9 @@ class Answers:
     def _cancel_unfinished(self) -> None:
         self._fleet.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
 
-    def _take(self, outputs: Sequence[Output]) -> list[Piece]:
-        """Turn outputs into pieces, one per answer however many steps they come from."""
-        if len(outputs) == 1:  # one answer, one step: nearly always
+    def _pieces_of(self, outputs: Sequence[Output]) -> list[Piece]:
+        """Turn outputs, possibly of several steps, into one piece per answer."""
+        if len(outputs) == 1:  # the usual case
             piece = self._advance(outputs[0], outputs[0].tokens)
             return [] if piece is None else [piece]
         arrived: dict[str, list[SampledToken]] = {}
@@ -162,12 +162,12 @@ class Answers:
         return [piece for piece in pieces if piece is not None]
 
     def _advance(self, output: Output, tokens: Sequence[SampledToken]) -> Piece | None:
-        """Turn tokens into text; ``output`` is the last one they came with. ``None``: the answer was over already."""
+        """Turn tokens into text; ``output`` is the last of their outputs. ``None`` if the answer is over already."""
         answer = self._answers[output.request_id]
         if answer.is_finished:
             return None
         if output.finish is FinishReason.ERROR:
-            raise ManyloraError(output.error or "The engine gave this request up without a reason.")
+            raise ManyloraError(output.error or "The engine aborted this request without a reason.")
         if output.finish is FinishReason.CANCELLED:
             raise EngineDead("The engine cancelled this request.")
         self.adapter = output.adapter

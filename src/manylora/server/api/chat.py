@@ -13,21 +13,16 @@ from starlette.routing import Route
 
 from manylora.errors import RequestError
 from manylora.server.api.answers import Piece
-from manylora.server.api.context import context_of
+from manylora.server.api.request import context_of, read_body
 from manylora.server.api.respond import LEAST_LOGPROB, LONG_TEXT, NOTHING_ELSE, respond
-from manylora.server.api.sampling import sampling_params
-from manylora.server.api.schemas import ChatBody, Message, read_body
+from manylora.server.api.schemas import ChatBody, Message, sampling_params
 from manylora.text import TokenLogprob
 
 __all__ = ["chat_routes", "flatten"]
 
 
 class ChatFormat:
-    """How chat completions look.
-
-    Args:
-        has_logprobs: Whether log-probabilities were asked for.
-    """
+    """JSON of chat completions, with log-probabilities if ``has_logprobs``."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -37,7 +32,7 @@ class ChatFormat:
         self._is_begun: set[int] = set()
 
     def chunk(self, piece: Piece) -> bytes | None:
-        """Return a chunk's choice; an answer's first carries the role."""
+        """Return the choice of a chunk; the first of an answer has the role."""
         delta: dict[str, str] = {}
         if piece.index not in self._is_begun:
             self._is_begun.add(piece.index)
@@ -51,7 +46,7 @@ class ChatFormat:
         return msgspec.json.encode(self._choice(piece, piece.logprobs, "delta", delta))
 
     def choice(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Return a whole answer's choice."""
+        """Return the choice of a whole answer."""
         message = {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
         logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
         return self._choice(pieces[-1], logprobs, "message", message)
@@ -79,10 +74,10 @@ def _logprob(token: TokenLogprob) -> dict[str, Any]:
 
 
 def flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them: a role and one text.
+    """Return messages for a chat template: a role and one text each.
 
     Raises:
-        RequestError: Something that is no text, or that belongs to tool calling.
+        RequestError: A part is not text, or belongs to tool calling.
     """
     flat: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
@@ -120,10 +115,10 @@ def _num_logprobs(body: ChatBody) -> int | None:
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """Answer a conversation."""
+    """``POST /v1/chat/completions``."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    body = await read_body(request, ChatBody, max_bytes=context.config.max_body_bytes)
+    body = await read_body(request, ChatBody)
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
     sampling = sampling_params(

@@ -12,10 +12,9 @@ from starlette.routing import Route
 
 from manylora.errors import RequestError
 from manylora.server.api.answers import Piece
-from manylora.server.api.context import Context, context_of
+from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.api.respond import LEAST_LOGPROB, LONG_TEXT, NOTHING_ELSE, respond
-from manylora.server.api.sampling import check_token_ids, sampling_params
-from manylora.server.api.schemas import CompletionBody, read_body
+from manylora.server.api.schemas import CompletionBody, check_token_ids, sampling_params
 from manylora.text import TokenLogprob
 
 __all__ = ["completion_routes"]
@@ -26,11 +25,11 @@ encode = msgspec.json.encode
 
 
 class CompletionFormat:
-    """How completions look.
+    """JSON of completions.
 
     Args:
-        echoes: Text of the prompt of each answer, to put before it; empty strings for none.
-        has_logprobs: Whether log-probabilities were asked for.
+        echoes: Text to put before each answer: its prompt, or nothing.
+        has_logprobs: Whether log-probabilities were requested.
     """
 
     object = "text_completion"
@@ -42,7 +41,7 @@ class CompletionFormat:
         self._is_begun: set[int] = set()
 
     def chunk(self, piece: Piece) -> bytes | None:
-        """Return a chunk's choice."""
+        """Return the choice of a chunk."""
         if not (piece.text or piece.logprobs or piece.finish_reason):
             return None
         if piece.index in self._is_begun and piece.finish_reason is None and not self._has_logprobs:
@@ -50,7 +49,7 @@ class CompletionFormat:
         return encode(self._choice(piece, piece.logprobs, self._begin(piece) + piece.text))
 
     def choice(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Return a whole answer's choice."""
+        """Return the choice of a whole answer."""
         text = "".join(self._begin(piece) + piece.text for piece in pieces)
         logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
         return self._choice(pieces[-1], logprobs, text)
@@ -72,7 +71,7 @@ class CompletionFormat:
 
 
 def _token_name(token: TokenLogprob) -> str:
-    """Return a token as OpenAI names it: its text, or its bytes where they are no text by themselves."""
+    """Return a token as OpenAI names it: its text, or its bytes if they are not valid UTF-8."""
     try:
         return token.raw.decode()
     except UnicodeDecodeError:
@@ -94,7 +93,7 @@ async def _prompts(context: Context, body: CompletionBody) -> list[tuple[int, ..
     """Return the token ids of every prompt.
 
     Raises:
-        RequestError: There is none, they are mixed, or a number is no token.
+        RequestError: There is no prompt, prompts are of different kinds, or a token id is out of range.
     """
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -133,10 +132,10 @@ def _echoes(context: Context, body: CompletionBody, prompts: list[tuple[int, ...
 
 
 async def create_completion(request: Request) -> Response:
-    """Complete prompts."""
+    """``POST /v1/completions``."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    body = await read_body(request, CompletionBody, max_bytes=context.config.max_body_bytes)
+    body = await read_body(request, CompletionBody)
     sampling = sampling_params(
         body,
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,

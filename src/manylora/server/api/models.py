@@ -1,4 +1,4 @@
-"""Routes about the models that are served and their state: models, tokens, health, version, metrics."""
+"""Routes about the served models and the server: models, tokens, health, version, metrics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from starlette.routing import Route
 from manylora.errors import ManyloraError, ModelNotFound, RequestError
 from manylora.hosting.adapter_book import LoadedAdapter
 from manylora.server.api.chat import flatten
-from manylora.server.api.context import Context, context_of
-from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, read_body
+from manylora.server.api.request import Context, context_of, read_body
+from manylora.server.api.schemas import DetokenizeBody, TokenizeBody
 
 __all__ = ["json_response", "model_routes"]
 
@@ -25,29 +25,16 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def _base_card(context: Context) -> dict[str, Any]:
-    fleet = context.fleet
-    return {
-        "id": fleet.served_name,
-        "object": "model",
-        "created": context.started_at,
-        "owned_by": "manylora",
-        "root": context.engine_config.model.model,
-        "parent": None,
-        "max_model_len": fleet.info.max_model_len,
-    }
-
-
-def _adapter_card(context: Context, name: str, adapter: LoadedAdapter) -> dict[str, Any]:
-    fleet = context.fleet
+def _card(context: Context, name: str, adapter: LoadedAdapter | None = None) -> dict[str, Any]:
+    """Return the entry of an adapter, or of the base, in the list of models."""
     return {
         "id": name,
         "object": "model",
-        "created": adapter.loaded_at,
+        "created": context.started_at if adapter is None else adapter.loaded_at,
         "owned_by": "manylora",
-        "root": adapter.path,
-        "parent": fleet.served_name,
-        "max_model_len": fleet.info.max_model_len,
+        "root": context.engine_config.model.model if adapter is None else adapter.path,
+        "parent": None if adapter is None else context.fleet.served_name,
+        "max_model_len": context.fleet.info.max_model_len,
     }
 
 
@@ -56,8 +43,9 @@ async def list_models(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_inference(request)
     context.fleet.check_serving()
-    cards = [_base_card(context)]
-    cards += [_adapter_card(context, name, adapter) for name, adapter in sorted(context.fleet.adapters.loaded.items())]
+    loaded = context.fleet.adapters.loaded
+    cards = [_card(context, context.fleet.served_name)]
+    cards += [_card(context, name, loaded[name]) for name in sorted(loaded)]
     return json_response({"object": "list", "data": cards})
 
 
@@ -68,17 +56,17 @@ async def get_model(request: Request) -> Response:
     context.fleet.check_serving()
     name = request.path_params["name"]
     if name == context.fleet.served_name:
-        return json_response(_base_card(context))
+        return json_response(_card(context, name))
     if name in context.fleet.adapters.loaded:
-        return json_response(_adapter_card(context, name, context.fleet.adapters.loaded[name]))
+        return json_response(_card(context, name, context.fleet.adapters.loaded[name]))
     raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
 
 async def tokenize(request: Request) -> Response:
-    """``POST /tokenize``: how many tokens a prompt or a conversation has, and which."""
+    """``POST /tokenize``: the tokens of a prompt or a conversation."""
     context = context_of(request)
     context.gate.check_inference(request)
-    body = await read_body(request, TokenizeBody, max_bytes=context.config.max_body_bytes)
+    body = await read_body(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Expected exactly one of prompt and messages", param="prompt")
     tokenizer = context.tokenizer
@@ -100,7 +88,7 @@ async def detokenize(request: Request) -> Response:
     """``POST /detokenize``: the text of tokens."""
     context = context_of(request)
     context.gate.check_inference(request)
-    body = await read_body(request, DetokenizeBody, max_bytes=context.config.max_body_bytes)
+    body = await read_body(request, DetokenizeBody)
     vocab_size = context.tokenizer.vocab_size
     for token in body.tokens:
         if not 0 <= token < vocab_size:
@@ -109,7 +97,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """``GET /health``, ``/ping``: 200 only when a request would be taken now."""
+    """``GET /health``, ``/ping``: 200 only while requests are accepted."""
     fleet = context_of(request).fleet
     fleet.check_serving()
     return json_response({"status": fleet.state.value})
@@ -121,11 +109,11 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """``GET /metrics``: Prometheus text, with whatever the engine says just now."""
+    """``GET /metrics``: Prometheus text."""
     context = context_of(request)
     try:
         stats, statuses = await context.fleet.snapshot()
-    except ManyloraError:  # no engine: only the API process's own figures
+    except ManyloraError:  # no engine serves: metrics of the API process alone
         text = context.metrics.render(context.fleet, None, ())
     else:
         text = context.metrics.render(context.fleet, stats, statuses)

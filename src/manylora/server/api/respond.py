@@ -1,7 +1,7 @@
-"""From a checked body to an answer on its way: what completions and chat completions share.
+"""The responses of completions and chat completions, from checked bodies.
 
-Answers are sent whole, or as server-sent events. The part that every chunk of a stream repeats is encoded once per
-stream; a chunk is a few concatenations around one encoded string.
+Answers are sent whole, or as server-sent events. The fields that every chunk of a stream repeats are encoded once; a
+chunk is a few concatenations around one encoded string.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manylora.errors import ManyloraError, ModelNotFound, RequestError
 from manylora.execution.sampling.grammar import check_schema
 from manylora.hosting.client import Flush
 from manylora.server.api.answers import Answers, ClientGone, Piece
-from manylora.server.api.context import Context
+from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
@@ -30,36 +30,36 @@ from manylora.types import Request, SamplingParams
 __all__ = ["LEAST_LOGPROB", "LONG_TEXT", "NOTHING_ELSE", "AnswerFormat", "respond"]
 
 LONG_TEXT = 20_000
-"""Characters beyond which text is tokenized on a thread: a millisecond or more that others would wait for."""
+"""Characters beyond which text is tokenized on a thread: it takes a millisecond or more."""
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies must not gather events
+    (b"x-accel-buffering", b"no"),  # nginx must not buffer events
 ]
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say; vLLM's number."""
+"""vLLM's number for minus infinity, which JSON does not have."""
 
 NOTHING_ELSE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
-"""How a chunk's choice ends when it brings text alone, as nearly all do: those need no encoder."""
+"""The end of a choice that has text alone, as nearly all do: such a chunk needs no JSON encoder."""
 
 encode = msgspec.json.encode
 
 
 class AnswerFormat(Protocol):
-    """How completions, or chat completions, look."""
+    """The JSON of completions, or of chat completions."""
 
     object: str
     chunk_object: str
 
     def chunk(self, piece: Piece) -> bytes | None:
-        """Return the chunk's choice as JSON; ``None`` where there is nothing to say."""
+        """Return the choice of a chunk as JSON; ``None`` for no chunk."""
         ...
 
     def choice(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Return a whole answer's choice."""
+        """Return the choice of a whole answer."""
         ...
 
 
@@ -73,11 +73,11 @@ async def respond(
     tenant: str,
     id_prefix: str,
 ) -> Response:
-    """Submit the prompts and return the response that will carry the answers.
+    """Submit the prompts and return the response, which sends the answers.
 
     Raises:
-        RequestError: The engine refuses one of them.
-        CapacityError: No room, or no engine.
+        RequestError: The engine refuses a request.
+        CapacityError: The queue is full, or no engine serves.
     """
     num_answers = body.n or 1
     most = context.engine_config.scheduler.max_waiting
@@ -86,7 +86,7 @@ async def respond(
             f"Got {len(prompts)} prompts with n = {num_answers}, expected at most {most} answers in one request",
             param="prompt" if len(prompts) > 1 else "n",
         )
-    if not body.model:  # the engine would take it for the base
+    if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
     if sampling.json_schema is not None:
         await _check_schema(sampling.json_schema)
@@ -120,14 +120,14 @@ async def _check_schema(schema: str) -> None:
 
 
 def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Give each of ``n`` answers a seed of its own, or they would all be the same."""
+    """Give each of ``n`` answers its own seed; with one seed all would be equal."""
     if sampling.seed is None or choice == 0:
         return sampling
     return replace(sampling, seed=(sampling.seed + choice) % 2**63)
 
 
 class _Envelope:
-    """The fields around the choices; made when the first output tells which adapter version answers."""
+    """The fields around the choices; created with the first output, which names the adapter's version."""
 
     def __init__(self, head: dict[str, Any], answers: Answers, fingerprint: str) -> None:
         if answers.adapter is not None:
@@ -137,14 +137,14 @@ class _Envelope:
 
 
 class _EventStream(Response):
-    """An answer as server-sent events; an ASGI application in itself.
+    """Answers as server-sent events: an ASGI application, which Starlette calls as a response.
 
     Args:
-        answers: Started.
-        form: How the chunks look.
-        head: The fields every chunk begins with.
-        fingerprint: Of the server's configuration.
-        options: The client's ``stream_options``.
+        answers: Started answers.
+        form: Formats the chunks.
+        head: The first fields of every chunk.
+        fingerprint: Digest of the server's configuration.
+        options: ``stream_options`` of the request.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _EventStream(Response):
         self._usage_everywhere = self._include_usage and options is not None and bool(options.continuous_usage_stats)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until every answer has finished, the engine fails, or the client leaves."""
+        """Send events until every answer has finished, the engine fails, or the client disconnects."""
         async with self._answers.while_connected(receive):
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             try:
@@ -172,7 +172,7 @@ class _EventStream(Response):
             except ClientGone:
                 return
             except ManyloraError as error:
-                # The status is long gone: say it in an event, as vLLM does and the openai client expects.
+                # The status was sent: the error is an event, as in vLLM and as the openai client expects.
                 await _send_body(send, b"data: " + encode(error_body(error)) + b"\n\n" + DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -188,7 +188,7 @@ class _EventStream(Response):
             if self._usage_everywhere:
                 suffix = b'],"usage":' + encode(answers.usage()) + b"}\n\n"
             body = b""
-            for piece in pieces:  # nearly always one
+            for piece in pieces:  # usually one
                 chunk = form.chunk(piece)
                 if chunk is not None:
                     body += envelope.prefix + chunk + suffix
@@ -207,23 +207,9 @@ async def _send_body(send: Send, body: bytes) -> None:
 
 
 class _Whole(Response):
-    """A whole answer in one response; an ASGI application in itself.
+    """Whole answers in one response; arguments as of ``_EventStream``."""
 
-    Args:
-        answers: Started.
-        form: How the choices look.
-        head: The fields the response begins with.
-        fingerprint: Of the server's configuration.
-    """
-
-    def __init__(
-        self,
-        answers: Answers,
-        form: AnswerFormat,
-        *,
-        head: dict[str, Any],
-        fingerprint: str,
-    ) -> None:
+    def __init__(self, answers: Answers, form: AnswerFormat, *, head: dict[str, Any], fingerprint: str) -> None:
         self._answers = answers
         self._form = form
         self._head = {**head, "object": form.object}

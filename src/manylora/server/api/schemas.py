@@ -1,124 +1,55 @@
-"""Request bodies as OpenAI and vLLM write them, read and checked strictly.
-
-Only ``application/json`` is taken: it is what clients send, and it is what a web page of another site cannot send
-without asking first.
-
-Three kinds of fields: those we carry out; those that change nothing in the answer (``metadata``, ``store`` ...),
-taken silently; and those that would change the answer and that we cannot carry out, refused by name, because a
-wrong answer is worse than none. Anything else is ignored and logged once, as vLLM does.
-"""
+"""Request bodies as OpenAI and vLLM define them, and the sampling parameters that they ask for."""
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
 
 from manylora.errors import RequestError
-from manylora.server.errors import HttpError
+from manylora.types import SamplingParams
 
 __all__ = [
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
     "Message",
-    "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
     "TokenizeBody",
-    "parse",
-    "read_body",
+    "check_token_ids",
+    "sampling_params",
 ]
 
-logger = logging.getLogger(__name__)
-
 MAX_CHOICES = 128
+JSON_OBJECT = '{"type":"object"}'
 
-HARMLESS = frozenset(
-    {
-        "add_special_tokens",
-        "function_call",
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "spaces_between_special_tokens",
-        "store",
-        "stream_interval",
-        "tool_choice",
-    }
-)
-
-REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
-    [
-        "allowed_token_ids",
-        "audio",
-        "bad_words",
-        "chat_template",
-        "continue_final_message",
-        "documents",
-        "functions",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "kv_transfer_params",
-        "logits_processors",
-        "lora_path",
-        "lora_request",
-        "mm_processor_kwargs",
-        "prompt_embeds",
-        "prompt_logprobs",
-        "reasoning_effort",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "structured_outputs",
-        "suffix",
-        "thinking_token_budget",
-        "tools",
-        "truncate_prompt_tokens",
-        "typical_p",
-        "use_beam_search",
-        "verbosity",
-        "vllm_xargs",
-        "web_search_options",
-    ],
-    (None, False, 0, "", [], {}),
-) | {"length_penalty": (None, 1.0), "modalities": (None, ["text"])}
-"""Fields that would change the answer, with the values under which they would not."""
+Value = TypeVar("Value")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """How to stream."""
+    """OpenAI's ``stream_options``."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
-    """OpenAI's wrapping of a schema."""
+    """``response_format.json_schema``."""
 
     schema: dict[str, Any] | bool
     name: str | None = None
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """The form that the answer must have."""
+    """OpenAI's ``response_format``."""
 
     type: str
     json_schema: JsonSchema | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What completions and chat completions share."""
+    """Fields of completions and of chat completions."""
 
     model: str
     max_tokens: int | None = None
@@ -195,80 +126,84 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-Body = TypeVar("Body", bound=msgspec.Struct)
+def sampling_params(
+    body: SamplingFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
+) -> SamplingParams:
+    """Return the sampling parameters of a request, with the defaults of OpenAI's API.
 
-_PATH = re.compile(r" - at `\$\.?([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
-_reported: set[str] = set()
-
-
-async def read_body(request: Request, body: type[Body], *, max_bytes: int) -> Body:
-    """Read and check the body of a request.
-
-    Raises:
-        HttpError: 415, another media type; 413, too large; 400, the client left in the middle.
-        RequestError: As ``parse``.
-    """
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise HttpError(415, f"Got the media type {media_type[:100]!r}, expected application/json")
-    declared = request.headers.get("content-length", "")
-    num_bytes = int(declared) if declared.isdigit() else 0
-    parts: list[bytes] = []
-    if num_bytes <= max_bytes:
-        num_bytes = 0
-        try:
-            async for part in request.stream():
-                num_bytes += len(part)
-                if num_bytes > max_bytes:
-                    break
-                parts.append(part)
-        except ClientDisconnect:
-            raise HttpError(400, "The body ended early") from None
-    if num_bytes > max_bytes:
-        raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
-    return parse(b"".join(parts), body)
-
-
-def parse(data: bytes, body: type[Body]) -> Body:
-    """Read a JSON request body.
+    Args:
+        body: The request.
+        max_tokens: Most tokens to generate; ``None`` for as many as fit.
+        logprobs: Number of alternatives to report; ``None`` for no log-probabilities.
+        vocab_size: Token ids are below this.
 
     Raises:
-        RequestError: Not JSON, not an object, a wrong type or value, or a field we cannot honour; names the field.
+        RequestError: A value is out of range, or two fields contradict each other.
     """
-    try:
-        values = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise RequestError("The body is nested too deeply") from None
-    if not isinstance(values, dict):
-        raise RequestError(f"Got a {type(values).__name__} as the body, expected a JSON object")
-    if issubclass(body, SamplingFields):
-        _check_fields(values, body)
-    try:
-        return msgspec.convert(values, body)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        missing = _MISSING.search(message)
-        at = _PATH.search(message)
-        path = at.group(1) if at else ""
-        param = f"{path}.{missing.group(1)}".lstrip(".") if missing else path
+    if body.best_of not in (None, body.n or 1):
         raise RequestError(
-            f"Got a wrong value for {param}: {_PATH.sub('', message)}" if param else message, param=param or None
-        ) from None
-    except RecursionError:
-        raise RequestError("The body is nested too deeply") from None
+            f"Got best_of = {body.best_of} and n = {body.n or 1}, expected both the same: "
+            "ranking more answers than are returned is not supported",
+            param="best_of",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream = true", param="stream_options")
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=_or(body.min_tokens, 0),
+        temperature=_or(body.temperature, 1.0),
+        top_p=_or(body.top_p, 1.0),
+        top_k=0 if body.top_k == -1 else _or(body.top_k, 0),  # -1 is vLLM's value for all
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        seed=body.seed,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        skip_special_tokens=_or(body.skip_special_tokens, True),
+        json_schema=_json_schema(body.response_format),
+        logit_bias=_logit_bias(body.logit_bias, vocab_size),
+    )
 
 
-def _check_fields(values: dict[str, Any], body: type[msgspec.Struct]) -> None:
-    known = body.__struct_fields__
-    for name, value in values.items():
-        if name in known or name in HARMLESS:
-            continue
-        if name in REFUSED:
-            if value not in REFUSED[name]:
-                raise RequestError(f"{name} is not supported by this server", param=name)
-        elif name not in _reported and len(_reported) < 100:
-            _reported.add(name)
-            logger.warning("unknown_field_ignored name=%.100r", name)
+def _or(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
+def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+    """Raise ``RequestError``, which names the field, for a token id outside the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"Got the token id {token_id} in {param}, expected 0 to {vocab_size - 1}", param=param)
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for token, value in (bias or {}).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise RequestError(f"Got the key {token[:50]!r} in logit_bias, expected token ids", param="logit_bias")
+        pairs.append((int(token), value))
+    check_token_ids(tuple(token for token, _ in pairs), vocab_size, "logit_bias")
+    return tuple(pairs)
+
+
+def _json_schema(form: ResponseFormat | None) -> str | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return JSON_OBJECT
+    if form.type != "json_schema":
+        raise RequestError(
+            f"Got response_format.type = {form.type[:50]!r}, expected one of text, json_object, json_schema",
+            param="response_format",
+        )
+    if form.json_schema is None:
+        raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
+    return msgspec.json.encode(form.json_schema.schema).decode()

@@ -1,7 +1,7 @@
-"""``GET /status``: the engine and the last minute in one call, for ``manylora top`` and dashboards.
+"""``GET /status``: the engines and the last minute in one call, for ``manylora top`` and dashboards.
 
-It names adapters and shows how they are used, so it is behind the admin's gate. Its cost to the engine does not grow
-with the number of adapters shown beyond the caller's limit, because a live view asks every second.
+The report names adapters and their use, so it needs the admin key. The caller limits the number of adapters, so that a
+live view that asks every second costs the engine little.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import ManyloraError, RequestError
-from manylora.server.api.context import Context, context_of
 from manylora.server.api.models import json_response
+from manylora.server.api.request import Context, context_of
 from manylora.server.metrics.status_report import StatusReport, adapter_row
 
 __all__ = ["status_routes"]
 
 NUM_ADAPTERS = 100
-"""Adapters in a report when the caller does not say how many."""
+"""Default number of adapters in a report."""
 
 
 async def status(request: Request) -> Response:
-    """``GET /status?adapters=100``; answers in every state, with ``engine`` null while there is none to ask."""
+    """``GET /status?adapters=100``; answers in every state, with ``engine`` null while no engine serves."""
     context = context_of(request)
     context.gate.check_admin(request)
     num_adapters = _num_adapters(request.query_params.get("adapters"))
     report = _report(context)
     try:
         stats, statuses = await context.fleet.snapshot(num_adapters)
-    except ManyloraError:  # no engine: only the API process's own figures
+    except ManyloraError:  # no engine serves: the report of the API process alone
         return json_response(report)
     now = context.monotonic_s()
     report = msgspec.structs.replace(
@@ -40,14 +40,14 @@ async def status(request: Request) -> Response:
         time=context.epoch_s(),
         page_bytes=context.fleet.info.page_bytes,
         engine=stats,
-        adapters=tuple(adapter_row(one, context.latency.of_adapter(one.name, now)) for one in statuses),
+        adapters=tuple(adapter_row(one, context.metrics.latency.of_adapter(one.name, now)) for one in statuses),
     )
     return json_response(report)
 
 
 def _report(context: Context) -> StatusReport:
-    """Return the part of the report that needs no engine."""
-    fleet, latency, now = context.fleet, context.latency, context.monotonic_s()
+    """Return the report of the API process, without the engines."""
+    fleet, latency, now = context.fleet, context.metrics.latency, context.monotonic_s()
     return StatusReport(
         state=fleet.state.value,
         model=fleet.served_name,

@@ -1,1 +1,1 @@
-"""Figures of a running server: Prometheus metrics, the last minute for people, and the status report."""
+"""Metrics of a running server: Prometheus, latency of the last minute, and the status report."""

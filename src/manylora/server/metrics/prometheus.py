@@ -1,18 +1,18 @@
 """Prometheus metrics: vLLM's names where routers and dashboards scrape them, ``manylora_*`` beside them.
 
-Durations are histograms fed with the engine's observations; everything else is read from one snapshot of the engine
-at the moment of the scrape, so that nothing is counted twice and an adapter that is gone vanishes with its labels.
-Counters of the engine start again at zero when it is restarted, as Prometheus expects of a restarted process.
+Durations are histograms, fed with the engines' observations. All other metrics are read from one snapshot at the
+moment of the scrape (``scrape.py``). Everything here belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from bisect import bisect_left
+from collections import Counter as CountOf
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from manylora.config import EngineConfig
@@ -20,15 +20,15 @@ from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.hosting.engine_keeper import State
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.protocol import Observations
-from manylora.server.metrics.by_adapter import FIRST_TOKEN_S, REQUEST_S, TOKEN_S, AdapterMetrics
-from manylora.server.metrics.histograms import BatchHistogram
+from manylora.server.metrics.latency import LatencyWindow
+from manylora.server.metrics.scrape import LEVELS, snapshot_metrics
 from manylora.types import Tier
 
-__all__ = ["Metrics"]
+__all__ = ["BatchHistogram", "Metrics"]
 
-LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
-"""Tiers by the words routers look for; "gpu" is the device, whatever it is."""
-
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
@@ -40,15 +40,24 @@ class Metrics(Collector):
         config: The engine's configuration, for the values that are labels.
         has_adapter_histograms: Whether latencies are kept by adapter as well.
         served_name: The base model's name: the label ``model_name`` of everything under vLLM's names.
-        epoch_s: Tells the time for people, in seconds since the epoch.
+        epoch_s: Returns the time in seconds since the epoch.
+        monotonic_s: Returns a time in seconds that never steps back, for the latency window.
     """
 
     def __init__(
-        self, config: EngineConfig, *, has_adapter_histograms: bool, served_name: str, epoch_s: Callable[[], float]
+        self,
+        config: EngineConfig,
+        *,
+        has_adapter_histograms: bool,
+        served_name: str,
+        epoch_s: Callable[[], float],
+        monotonic_s: Callable[[], float],
     ) -> None:
+        self.latency = LatencyWindow()
         self._config = config
         self._served_name = served_name
         self._epoch_s = epoch_s
+        self._monotonic_s = monotonic_s
         self._fleet: Fleet | None = None
         self._stats: EngineStats | None = None
         self._statuses: Sequence[AdapterStatus] = ()
@@ -78,19 +87,19 @@ class Metrics(Collector):
         self._failed_loads = Counter(
             "manylora_adapter_load_failures", "Adapter loads that failed.", registry=self._registry
         )
-        self._by_adapter = AdapterMetrics(
+        self._by_adapter = _AdapterMetrics(
             self._registry, has_histograms=has_adapter_histograms, max_adapters=config.adapters.max_registered
         )
 
     def observe(self, observed: Observations) -> None:
-        """Take the engine's observations since its last message."""
+        """Add an engine's observations since its last message."""
         durations: tuple[tuple[BatchHistogram, Iterable[float]], ...] = (
             (self._queue, observed.queue_s),
             (self._ttft, chain.from_iterable(observed.ttft_s.values())),
             (self._inter_token, chain.from_iterable(observed.inter_token_s.values())),
         )
         for histogram, values in durations:
-            for value, count in Tally(values).items():  # those of one step are mostly equal
+            for value, count in CountOf(values).items():  # gaps within one step are mostly equal
                 histogram.add(value, count)
         for tier, values in ((Tier.DEVICE, observed.device_loads_s), (Tier.HOST, observed.host_loads_s)):
             loads = self._loads.labels(self._served_name, LEVELS[tier])
@@ -104,13 +113,14 @@ class Metrics(Collector):
         if observed.num_failed_loads:
             self._failed_loads.inc(observed.num_failed_loads)
         self._by_adapter.observe(observed)
+        self.latency.observe(observed, self._monotonic_s())
 
     def render(self, fleet: Fleet, stats: EngineStats | None, statuses: Sequence[AdapterStatus]) -> bytes:
         """Return the metrics as Prometheus text.
 
         Args:
             fleet: The engines.
-            stats: Their snapshot; ``None`` where there is no engine just now.
+            stats: Their snapshot; ``None`` while no engine serves.
             statuses: Their adapters.
         """
         self._fleet, self._stats, self._statuses = fleet, stats, statuses
@@ -128,119 +138,112 @@ class Metrics(Collector):
             "manylora_engine_restarts", "Engines started after the first.", value=self._fleet.num_restarts
         )
         if self._stats is not None:
-            yield from self._vllm_metrics(self._stats)
-            yield from self._own_metrics(self._stats)
-            yield from self._adapter_metrics()
+            yield from snapshot_metrics(
+                self._stats, self._statuses, self._config, served_name=self._served_name, now_s=self._epoch_s()
+            )
 
-    def _vllm_metrics(self, stats: EngineStats) -> Iterator[Metric]:
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([self._served_name], value)
-            return family
 
-        def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([self._served_name], value)
-            return family
+class _AdapterMetrics:
+    """Metrics with a label for the adapter, added as requests end, and dropped with the adapter.
 
-        yield gauge("vllm:num_requests_running", "Requests in the running batch.", stats.num_running)
-        yield gauge("vllm:num_requests_waiting", "Requests waiting.", stats.num_waiting)
-        yield gauge(
-            "vllm:kv_cache_usage_perc",
-            "Share of all pages that running requests hold.",
-            stats.num_kv_pages / stats.num_pages,
-        )
-        yield counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", stats.num_prompt_tokens)
-        yield counter("vllm:generation_tokens", "Tokens generated.", stats.num_generated_tokens)
-        yield counter("vllm:num_preemptions", "Requests that gave their pages back.", stats.num_preemptions)
-        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens)
-        yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_cached_tokens)
+    Tokens per adapter are always kept: two series each, enough to share costs by. Latency histograms are three times
+    some twenty series each, too many for a scrape of a thousand adapters, and so an option
+    (``ServerConfig.adapter_histograms``). Without it, ``GET /status`` has the last minute's percentiles.
 
-        config = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "The pool of pages.",
-            labels=["block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization"],
-        )
-        memory = self._config.memory
-        config.add_metric(
-            [
-                str(memory.block_size),
-                str(stats.num_pages),
-                str(memory.prefix_caching),
-                str(memory.gpu_memory_utilization),
-            ],
-            1.0,
-        )
-        yield config
+    Args:
+        registry: Shows the metrics.
+        has_histograms: Whether latencies are kept as well.
+        max_adapters: Most names at once; the oldest name makes room. ``keep_only`` runs at scrapes alone, and a server
+            may never be scraped.
+    """
 
-        yield gauge("vllm:num_gpu_loaded_lora_adapters", "Adapter versions on the device.", stats.num_resident)
-        yield gauge("vllm:num_cpu_loaded_lora_adapters", "Adapter versions in the host tier.", stats.num_host)
-        resident = sorted(status.name for status in self._statuses if status.tier is Tier.DEVICE)
-        most = self._config.scheduler.max_loras or max(1, stats.num_registered)
-        lora = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters on the device (running) and with requests waiting; the value is the time.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        lora.add_metric([str(most), ",".join(resident), ",".join(stats.waiting_adapters)], self._epoch_s())
-        yield lora
-        yield gauge("vllm:max_gpu_lora_adapters", "Most adapters in a step.", most)
+    def __init__(self, registry: CollectorRegistry, *, has_histograms: bool, max_adapters: int) -> None:
+        self._names: dict[str, None] = {}
+        self._max_adapters = max_adapters
 
-    def _own_metrics(self, stats: EngineStats) -> Iterator[Metric]:
-        pages = GaugeMetricFamily("manylora_pages", "Pages of the pool by owner.", labels=["owner"])
-        for owner, value in (
-            ("free", stats.num_free_pages),
-            ("kv", stats.num_kv_pages),
-            ("prefix", stats.num_prefix_pages),
-            ("adapter", stats.num_adapter_pages),
-        ):
-            pages.add_metric([owner], value)
-        yield pages
-        tiers = Tally(status.tier.value for status in self._statuses)
-        adapters = GaugeMetricFamily("manylora_adapters", "Registered adapters by highest tier.", labels=["tier"])
-        for tier in Tier:
-            adapters.add_metric([tier.value], tiers[tier.value])
-        yield adapters
-        for name, text, value in (
-            ("manylora_adapters_registered", "Registered adapter names.", stats.num_registered),
-            ("manylora_adapters_resident", "Adapter versions on the device.", stats.num_resident),
-            ("manylora_adapters_loading", "Adapter versions on their way to the device.", stats.num_loading),
-            ("manylora_adapters_active", "Adapter versions that running requests use.", stats.num_active),
-            ("manylora_host_adapters", "Adapter versions in the host tier.", stats.num_host),
-            ("manylora_host_bytes", "Bytes of the host tier in use.", stats.host_bytes),
-        ):
-            yield GaugeMetricFamily(name, text, value=value)
-        loads = CounterMetricFamily("manylora_adapter_loads", "Adapter loads completed.", labels=["tier"])
-        loads.add_metric([Tier.DEVICE.value], stats.num_loads)
-        loads.add_metric([Tier.HOST.value], stats.num_disk_loads)
-        yield loads
-        for name, text, value in (
-            ("manylora_adapter_prefetches", "Loads begun before a request's turn.", stats.num_prefetches),
-            ("manylora_adapter_evictions", "Adapters dropped from the device for room.", stats.num_evictions),
-            ("manylora_prefix_evictions", "Prefix pages dropped for room.", stats.num_prefix_evictions),
-            ("manylora_lora_requests", "Requests that asked for an adapter.", stats.num_adapter_requests),
-            ("manylora_lora_hits", "Those that found it on the device.", stats.num_adapter_hits),
-            ("manylora_steps", "Steps completed.", stats.num_steps),
-        ):
-            yield CounterMetricFamily(name, text, value=value)
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["adapter_name"], registry=registry)
 
-    def _adapter_metrics(self) -> Iterator[Metric]:
-        loaded = GaugeMetricFamily(
-            "vllm:lora_adapter_loaded",
-            "1 for every adapter in memory, by the highest level it is in.",
-            labels=["model_name", "adapter_name", "level", "pinned", "rank"],
-        )
-        requests = CounterMetricFamily("manylora_adapter_requests", "Requests by adapter.", labels=["adapter_name"])
-        hits = CounterMetricFamily(
-            "manylora_adapter_hits", "Requests that found their adapter on the device.", labels=["adapter_name"]
-        )
-        for status in self._statuses:
-            if status.tier in LEVELS:
-                pinned = str(status.is_pinned).lower()
-                rank = str(status.version.rank)
-                loaded.add_metric([self._served_name, status.name, LEVELS[status.tier], pinned, rank], 1.0)
-            requests.add_metric([status.name], status.num_requests)
-            hits.add_metric([status.name], status.num_hits)
-        yield loaded
-        yield requests
-        yield hits
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram | None:
+            if not has_histograms:
+                return None
+            return Histogram(name, text, ["adapter_name"], registry=registry, buckets=buckets)
+
+        self._prompt = counter("manylora_adapter_prompt_tokens", "Prompt tokens of ended requests, by adapter.")
+        self._generated = counter("manylora_adapter_generation_tokens", "Tokens generated for ended requests.")
+        self._ttft = histogram("manylora_adapter_time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_S)
+        self._inter_token = histogram("manylora_adapter_inter_token_latency_seconds", "Time between tokens.", TOKEN_S)
+        self._e2e = histogram("manylora_adapter_e2e_request_latency_seconds", "Arrival to the end.", REQUEST_S)
+
+    def observe(self, observed: Observations) -> None:
+        """Add an engine's observations since its last message."""
+        for request in observed.finished:
+            if request.adapter:
+                self._admit(request.adapter)
+                self._prompt.labels(request.adapter).inc(request.num_prompt_tokens)
+                self._generated.labels(request.adapter).inc(request.num_output_tokens)
+                if self._e2e is not None:
+                    self._e2e.labels(request.adapter).observe(request.e2e_s)
+        for histogram, by_adapter in ((self._ttft, observed.ttft_s), (self._inter_token, observed.inter_token_s)):
+            if histogram is None:
+                continue
+            for name, values in by_adapter.items():
+                if name:
+                    self._admit(name)
+                    child = histogram.labels(name)
+                    for value in values:
+                        child.observe(value)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Drop every other adapter."""
+        for name in [name for name in self._names if name not in names]:
+            self._forget(name)
+
+    def _admit(self, name: str) -> None:
+        if name not in self._names:
+            if len(self._names) >= self._max_adapters:
+                self._forget(next(iter(self._names)))
+            self._names[name] = None
+
+    def _forget(self, name: str) -> None:
+        del self._names[name]
+        for family in (self._prompt, self._generated, self._ttft, self._inter_token, self._e2e):
+            if family is not None:
+                family.remove(name)
+
+
+class BatchHistogram(Collector):
+    """A Prometheus histogram with fixed labels that adds many equal values at once.
+
+    Every token has its gap to the one before, and gaps of one step are often equal: counting equal values together
+    costs a tenth of one ``Histogram.observe`` for each.
+
+    Args:
+        name: Of the metric.
+        text: Its description.
+        labels: Its labels, by name.
+        registry: Shows it.
+        buckets: Upper edges, ascending, without infinity.
+    """
+
+    def __init__(
+        self, name: str, text: str, labels: Mapping[str, str], *, registry: CollectorRegistry, buckets: Sequence[float]
+    ) -> None:
+        self._name, self._text, self._labels = name, text, dict(labels)
+        self._edges = tuple(buckets)
+        self._counts = [0] * (len(self._edges) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Count a value ``count`` times."""
+        self._counts[bisect_left(self._edges, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram; prometheus-client calls this."""
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        edges = [*map(str, map(float, self._edges)), "+Inf"]
+        buckets = list(zip(edges, accumulate(self._counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=self._sum)
+        yield family

@@ -1,7 +1,6 @@
-"""What ``GET /status`` says, as types: the server encodes them, ``manylora top`` decodes them.
+"""Types of the answer to ``GET /status``: the server encodes them, ``manylora top`` decodes them.
 
-Names are those of ``EngineStats`` and of ``GET /adapters``. Fields are only ever added, and readers ignore those they
-do not know.
+Names are those of ``EngineStats`` and of ``GET /adapters``. Fields are only added, and readers ignore unknown ones.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ __all__ = ["AdapterRow", "Latency", "Percentiles", "StatusReport", "adapter_row"
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations of the window, in seconds, and how many there were."""
+    """Percentiles of durations in the window, in seconds, and their count."""
 
     count: int
     p50: float
@@ -23,13 +22,13 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency over the window; ``None`` where there was nothing to measure.
+    """Latency over the window; ``None`` without a measurement.
 
     Args:
         ttft_s: Arrival to first token.
         inter_token_s: Gaps between tokens.
         e2e_s: Arrival to the end.
-        queue_s: Arrival to admission; only in all, not by adapter.
+        queue_s: Arrival to admission; in total only, not by adapter.
     """
 
     ttft_s: Percentiles | None = None
@@ -39,7 +38,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter in short; ``GET /adapters/{name}`` has the rest."""
+    """The state of an adapter; ``GET /adapters/{name}`` has more."""
 
     name: str
     tier: str
@@ -58,22 +57,22 @@ class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a live view needs.
+    """The server's state for a live view.
 
     Args:
         state: ``starting``, ``serving``, ``restarting``, ``draining`` or ``stopped``.
         model: The base model's name.
         version: Of manylora.
-        time: When this was true, in seconds since the epoch: counters of two reports make rates.
-        started_at: When the server started, in seconds since the epoch.
-        num_restarts: Engines started after the first; counters begin again with each.
+        time: Time of the report, in seconds since the epoch; counters of two reports give rates.
+        started_at: Start of the server, in seconds since the epoch.
+        num_restarts: Engines started after the first; each starts its counters at zero.
         num_in_flight: HTTP requests being answered.
-        window_s: What latencies are taken over, in seconds.
+        window_s: Length of the latency window, in seconds.
         latency: Of all requests.
         base: Of requests to the base.
         page_bytes: Size of a page; ``None`` before the first engine is ready.
-        engine: Gauges and counters; ``None`` while there is no engine to ask.
-        adapters: By tier, the busy ones first, then those asked for most; at most as many as the caller wanted.
+        engine: Gauges and counters; ``None`` while no engine serves.
+        adapters: Highest tier first, then busy ones, then the most requested; as many as the caller asked for.
     """
 
     state: str
@@ -92,7 +91,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:
-    """Put an adapter's state and latency together."""
+    """Return an adapter's row."""
     return AdapterRow(
         name=status.name,
         tier=status.tier.value,

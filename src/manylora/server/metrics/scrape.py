@@ -1,0 +1,148 @@
+"""Prometheus metrics that are read from one snapshot of the engines at the moment of a scrape.
+
+So nothing is counted twice, and an adapter that is unloaded vanishes with its labels. An engine's counters start again
+at zero when it is restarted, as Prometheus expects of a restarted process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from manylora.config import EngineConfig
+from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.types import Tier
+
+__all__ = ["LEVELS", "snapshot_metrics"]
+
+LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
+"""Tiers by the words that routers look for; "gpu" is any device."""
+
+
+def snapshot_metrics(
+    stats: EngineStats, statuses: Sequence[AdapterStatus], config: EngineConfig, *, served_name: str, now_s: float
+) -> Iterator[Metric]:
+    """Yield the metrics of a snapshot.
+
+    Args:
+        stats: Gauges and counters.
+        statuses: Every adapter.
+        config: The engine's configuration, for the values that are labels.
+        served_name: The label ``model_name``.
+        now_s: The time in seconds since the epoch.
+    """
+    yield from _vllm_metrics(stats, statuses, config, served_name, now_s)
+    yield from _own_metrics(stats, statuses)
+    yield from _adapter_metrics(statuses, served_name)
+
+
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    samples: Iterable[tuple[Sequence[str], float]],
+) -> Metric:
+    """Return a metric with a sample for each of the given values of its labels."""
+    family = kind(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _vllm_metrics(
+    stats: EngineStats, statuses: Sequence[AdapterStatus], config: EngineConfig, served_name: str, now_s: float
+) -> Iterator[Metric]:
+    memory = config.memory
+    kv_share = stats.num_kv_pages / stats.num_pages
+    most = config.scheduler.max_loras or max(1, stats.num_registered)
+    for name, text, value in (
+        ("vllm:num_requests_running", "Requests in the running batch.", stats.num_running),
+        ("vllm:num_requests_waiting", "Requests waiting.", stats.num_waiting),
+        ("vllm:kv_cache_usage_perc", "Share of all pages that running requests hold.", kv_share),
+        ("vllm:num_gpu_loaded_lora_adapters", "Adapter versions on the device.", stats.num_resident),
+        ("vllm:num_cpu_loaded_lora_adapters", "Adapter versions in the host tier.", stats.num_host),
+        ("vllm:max_gpu_lora_adapters", "Most adapters in a step.", most),
+    ):
+        yield _family(GaugeMetricFamily, name, text, ["model_name"], [([served_name], value)])
+    for name, text, value in (
+        ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", stats.num_prompt_tokens),
+        ("vllm:generation_tokens", "Tokens generated.", stats.num_generated_tokens),
+        ("vllm:num_preemptions", "Requests that were pre-empted.", stats.num_preemptions),
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens),
+        ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_cached_tokens),
+    ):
+        yield _family(CounterMetricFamily, name, text, ["model_name"], [([served_name], value)])
+    labels = {
+        "block_size": memory.block_size,
+        "num_gpu_blocks": stats.num_pages,
+        "enable_prefix_caching": memory.prefix_caching,
+        "gpu_memory_utilization": memory.gpu_memory_utilization,
+    }
+    values = list(map(str, labels.values()))
+    about = "Configuration of the page cache."
+    yield _family(GaugeMetricFamily, "vllm:cache_config_info", about, list(labels), [(values, 1.0)])
+    resident = ",".join(sorted(status.name for status in statuses if status.tier is Tier.DEVICE))
+    yield _family(
+        GaugeMetricFamily,
+        "vllm:lora_requests_info",
+        "Adapters on the device (running) and with requests waiting; the value is the time.",
+        ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        [([str(most), resident, ",".join(stats.waiting_adapters)], now_s)],
+    )
+
+
+def _own_metrics(stats: EngineStats, statuses: Sequence[AdapterStatus]) -> Iterator[Metric]:
+    pages = {
+        "free": stats.num_free_pages,
+        "kv": stats.num_kv_pages,
+        "prefix": stats.num_prefix_pages,
+        "adapter": stats.num_adapter_pages,
+    }
+    tiers = Counter(status.tier for status in statuses)
+    loads = {Tier.DEVICE: stats.num_loads, Tier.HOST: stats.num_disk_loads}
+    by_owner = [([owner], num) for owner, num in pages.items()]
+    by_tier = [([tier.value], tiers[tier]) for tier in Tier]
+    loads_by_tier = [([tier.value], num) for tier, num in loads.items()]
+    yield _family(GaugeMetricFamily, "manylora_pages", "Pages by owner.", ["owner"], by_owner)
+    yield _family(GaugeMetricFamily, "manylora_adapters", "Registered adapters by highest tier.", ["tier"], by_tier)
+    yield _family(CounterMetricFamily, "manylora_adapter_loads", "Adapter loads completed.", ["tier"], loads_by_tier)
+    for name, text, value in (
+        ("manylora_adapters_registered", "Registered adapter names.", stats.num_registered),
+        ("manylora_adapters_resident", "Adapter versions on the device.", stats.num_resident),
+        ("manylora_adapters_loading", "Adapter versions on their way to the device.", stats.num_loading),
+        ("manylora_adapters_active", "Adapter versions that running requests use.", stats.num_active),
+        ("manylora_host_adapters", "Adapter versions in the host tier.", stats.num_host),
+        ("manylora_host_bytes", "Bytes of the host tier in use.", stats.host_bytes),
+    ):
+        yield GaugeMetricFamily(name, text, value=value)
+    for name, text, value in (
+        ("manylora_adapter_prefetches", "Loads begun before their request was admitted.", stats.num_prefetches),
+        ("manylora_adapter_evictions", "Adapters evicted from the device.", stats.num_evictions),
+        ("manylora_prefix_evictions", "Prefix pages evicted.", stats.num_prefix_evictions),
+        ("manylora_lora_requests", "Requests that asked for an adapter.", stats.num_adapter_requests),
+        ("manylora_lora_hits", "Requests that found their adapter on the device.", stats.num_adapter_hits),
+        ("manylora_steps", "Steps completed.", stats.num_steps),
+    ):
+        yield CounterMetricFamily(name, text, value=value)
+
+
+def _adapter_metrics(statuses: Sequence[AdapterStatus], served_name: str) -> Iterator[Metric]:
+    yield _family(
+        GaugeMetricFamily,
+        "vllm:lora_adapter_loaded",
+        "1 for every adapter in memory, by the highest level it is in.",
+        ["model_name", "adapter_name", "level", "pinned", "rank"],
+        [
+            ([served_name, one.name, LEVELS[one.tier], str(one.is_pinned).lower(), str(one.version.rank)], 1.0)
+            for one in statuses
+            if one.tier in LEVELS
+        ],
+    )
+    requests = [([one.name], one.num_requests) for one in statuses]
+    hits = [([one.name], one.num_hits) for one in statuses]
+    text = "Requests that found their adapter on the device."
+    yield _family(CounterMetricFamily, "manylora_adapter_requests", "Requests by adapter.", ["adapter_name"], requests)
+    yield _family(CounterMetricFamily, "manylora_adapter_hits", text, ["adapter_name"], hits)
