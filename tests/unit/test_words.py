@@ -64,9 +64,7 @@ WORDS = [
 
 NOT_YET = {
     "bench",
-    "src/manylora/adapters",
     "src/manylora/bench",
-    "src/manylora/catalog",
     "src/manylora/clock.py",
     "src/manylora/costs",
     "src/manylora/demo",
