@@ -32,7 +32,7 @@ from manylora.costs.copies import CopyPath, copies_of_kernel, find_copy_path
 from manylora.costs.fitted import FittedCost
 from manylora.costs.model import CostModel
 from manylora.costs.profile import read_profile
-from manylora.costs.roofline import make_cost, memory_for_pool
+from manylora.costs.roofline import RooflineCost, memory_for_pool
 from manylora.errors import ConfigError
 from manylora.options import check_options, option
 from manylora.sim.run.simulation import SimulationConfig
@@ -182,7 +182,7 @@ def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape
     dims = read_dims(setup.model)
     if setup.weight_bits is not None:
         dims = replace(dims, weight_bits=setup.weight_bits)
-    cost = make_cost(
+    cost = RooflineCost(
         dims,
         setup.hardware,
         lora_kernel=setup.lora_kernel,
