@@ -38,11 +38,11 @@ def is_own(name: str) -> bool:
     return bool(colon and place and attribute)
 
 
-def find_factory(what: str, name: str, ours: Mapping[str, Callable[..., T]]) -> Callable[..., T]:
+def find_factory(kind: str, name: str, ours: Mapping[str, Callable[..., T]]) -> Callable[..., T]:
     """Return the class or function of that name.
 
     Args:
-        what: The kind of plug-in, for messages.
+        kind: The kind of plug-in, for messages.
         name: A built-in name, or ``module:attribute`` or ``file.py:attribute``.
         ours: Built-in factories, by name.
 
@@ -53,18 +53,18 @@ def find_factory(what: str, name: str, ours: Mapping[str, Callable[..., T]]) -> 
         return ours[name]
     if not is_own(name):
         known = ", ".join(sorted(ours))
-        raise ConfigError(f"Got {what} = {name!r}, expected one of {known}, or your own as module:Name or file.py:Name")
+        raise ConfigError(f"Got {kind} = {name!r}, expected one of {known}, or your own as module:Name or file.py:Name")
     place, _, attribute = name.rpartition(":")
-    module = _load_file(what, name, Path(place)) if place.endswith(".py") else _load_module(what, name, place)
+    module = _load_file(kind, name, Path(place)) if place.endswith(".py") else _load_module(kind, name, place)
     found = getattr(module, attribute, None)
     if not callable(found):
         its = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
-        raise ConfigError(f"Got {what} = {name!r}, and {place} has no such class or function, but {', '.join(its)}")
+        raise ConfigError(f"Got {kind} = {name!r}, and {place} has no such class or function, but {', '.join(its)}")
     factory: Callable[..., T] = found
     return factory
 
 
-def made_by(what: str, name: str, factory: Callable[..., T], *arguments: object, seam: type) -> T:
+def made_by(kind: str, name: str, factory: Callable[..., T], *arguments: object, seam: type) -> T:
     """Call a factory of ``find_factory`` and check that the result has the members of the Protocol ``seam``.
 
     Raises:
@@ -75,12 +75,12 @@ def made_by(what: str, name: str, factory: Callable[..., T], *arguments: object,
     except Exception as error:
         if isinstance(error, ManyloraError) or not is_own(name):
             raise
-        raise ConfigError(f"Got {what} = {name!r}, and making it failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"Got {kind} = {name!r}, and making it failed: {type(error).__name__}: {error}") from error
     required = [member for member in vars(seam) if member == "__len__" or not member.startswith("_")]
     missing = [member for member in required if not hasattr(made, member)]
     if missing:
         raise ConfigError(
-            f"Got {what} = {name!r}, which lacks {', '.join(missing)} of {seam.__module__}.{seam.__name__}"
+            f"Got {kind} = {name!r}, which lacks {', '.join(missing)} of {seam.__module__}.{seam.__name__}"
         )
     return made
 
@@ -100,11 +100,11 @@ def options_of(ours: Mapping[str, Callable[..., Any]]) -> dict[str, type]:
     return {name: one.Options for name, one in ours.items() if hasattr(one, "Options")}
 
 
-def options_for(what: str, name: str, ours: Mapping[str, Callable[..., Any]], given: Mapping[str, object]) -> Any:
+def options_for(kind: str, name: str, ours: Mapping[str, Callable[..., Any]], given: Mapping[str, object]) -> Any:
     """Return the options of the policy of that name, ``None`` if it has none.
 
     Args:
-        what: The kind of plug-in, for messages.
+        kind: The kind of plug-in, for messages.
         name: As for ``find_factory``.
         ours: Built-in factories, by name.
         given: Values by key, from TOML or (as text) from a command line. Options of another built-in policy are
@@ -113,7 +113,7 @@ def options_for(what: str, name: str, ours: Mapping[str, Callable[..., Any]], gi
     Raises:
         ConfigError: A key is unknown or missing, or a value is wrong.
     """
-    options = getattr(find_factory(what, name, ours), "Options", None)
+    options = getattr(find_factory(kind, name, ours), "Options", None)
     known = {field.name: field for field in fields(options)} if options is not None else {}
     of_others = {field.name for other in options_of(ours).values() for field in fields(other)}
     hints = get_type_hints(options) if options is not None else {}
@@ -121,24 +121,24 @@ def options_for(what: str, name: str, ours: Mapping[str, Callable[..., Any]], gi
     for key, value in given.items():
         field = key.replace("-", "_")
         if field in known:
-            values[field] = _read_option(what, field, value, hints[field])
+            values[field] = _read_option(kind, field, value, hints[field])
         elif field not in of_others:
             its = f"expected one of {', '.join(known)}" if known else "which has none"
-            raise ConfigError(f"Got {what} option {key!r} for {what} {name!r}, {its}")
+            raise ConfigError(f"Got {kind} option {key!r} for {kind} {name!r}, {its}")
     for field, one in known.items():
         if field not in values and one.default is MISSING and one.default_factory is MISSING:
             help = getattr(option_of(one), "help", field)
-            raise ConfigError(f"Got {what} = {name!r} and no {what} option {field!r}, expected it: {help}")
+            raise ConfigError(f"Got {kind} = {name!r} and no {kind} option {field!r}, expected it: {help}")
     return options(**values) if options is not None else None
 
 
-def _read_option(what: str, key: str, value: object, hint: Any) -> object:
+def _read_option(kind: str, key: str, value: object, hint: Any) -> object:
     import msgspec  # needed only for options
 
     try:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"Got {what} option {key} = {value!r}: {str(error)[0].lower()}{str(error)[1:]}") from None
+        raise ConfigError(f"Got {kind} option {key} = {value!r}: {str(error)[0].lower()}{str(error)[1:]}") from None
 
 
 def source_of(name: str) -> Path | None:
@@ -176,36 +176,36 @@ def with_files_found(table: Mapping[str, object], folders: Iterable[Path]) -> di
     return {key: found(value) for key, value in table.items()}
 
 
-def _load_module(what: str, name: str, module: str) -> ModuleType:
+def _load_module(kind: str, name: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):
             raise ConfigError(
-                f"Got {what} = {name!r}, and there is no module {error.name!r}: install it, or name its file, "
+                f"Got {kind} = {name!r}, and there is no module {error.name!r}: install it, or name its file, "
                 f"as {error.name}.py"
             ) from None
-        raise _broken(what, name, error) from error
+        raise _broken(kind, name, error) from error
     except Exception as error:
-        raise _broken(what, name, error) from error
+        raise _broken(kind, name, error) from error
 
 
-def _load_file(what: str, name: str, path: Path) -> ModuleType:
+def _load_file(kind: str, name: str, path: Path) -> ModuleType:
     """Return the module of a file; a file is loaded once."""
     known = str(path.expanduser().resolve())
     if known in sys.modules:
         return sys.modules[known]
     spec = util.spec_from_file_location(known, known)
     if spec is None or spec.loader is None or not Path(known).is_file():
-        raise ConfigError(f"Got {what} = {name!r}, and there is no file {path}")
+        raise ConfigError(f"Got {kind} = {name!r}, and there is no file {path}")
     module = sys.modules[known] = util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[known]
-        raise _broken(what, name, error) from error
+        raise _broken(kind, name, error) from error
     return module
 
 
-def _broken(what: str, name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"Got {what} = {name!r}, and importing it failed: {type(error).__name__}: {error}")
+def _broken(kind: str, name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"Got {kind} = {name!r}, and importing it failed: {type(error).__name__}: {error}")

@@ -126,7 +126,7 @@ def test_unknown_names_are_refused_with_what_is_known() -> None:
     for call in (
         lambda: find_dims("gpt-5"),
         lambda: find_hardware("abacus"),
-        lambda: find_copy_path("pigeon"),
+        lambda: find_copy_path("pigeon", "ragged"),
         lambda: RooflineCost("llama-7b", "a40", lora_kernel="magic"),
         lambda: RooflineCost("llama-7b", "a40", tensor_parallel=3),
     ):

@@ -51,11 +51,7 @@ def own_memory(num_bytes: int) -> mmap.mmap:
 
 
 def pack(
-    name: str,
-    weights: Sequence[ModuleWeights],
-    layout: AdapterLayout,
-    page: PageShape,
-    allocate: Allocate = own_memory,
+    name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, page: PageShape, allocate: Allocate = own_memory
 ) -> NDArray[Any]:
     """Return the image (as in ``PackedAdapter``) of the weights of every module in ``layout``.
 

@@ -13,7 +13,7 @@ from manylora.catalog.hardware import Hardware
 from manylora.errors import ConfigError
 from manylora.types import AdapterVersion
 
-__all__ = ["COPY_PATHS", "CopyPath", "copies_of_kernel", "copy_time_s", "find_copy_path"]
+__all__ = ["COPY_PATHS", "CopyPath", "copy_time_s", "find_copy_path"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +54,14 @@ COPY_PATHS: dict[str, CopyPath] = {
 """Paths by name."""
 
 
-def copies_of_kernel(lora_kernel: str) -> str:
-    """Return the name of a kernel family's default path."""
-    return "s-lora" if lora_kernel.startswith("s-lora") else "pages"
-
-
-def find_copy_path(path: str | CopyPath) -> CopyPath:
-    """Return a path by name, or raise ``ConfigError``; a path is returned unchanged."""
+def find_copy_path(path: str | CopyPath | None, lora_kernel: str) -> CopyPath:
+    """Return a path, by name or by default the kernel family's own, or raise ``ConfigError``."""
     if isinstance(path, CopyPath):
         return path
-    if path not in COPY_PATHS:
-        raise ConfigError(f"Got copies = {path!r}, expected one of {', '.join(COPY_PATHS)}")
-    return COPY_PATHS[path]
+    name = path or ("s-lora" if lora_kernel.startswith("s-lora") else "pages")
+    if name not in COPY_PATHS:
+        raise ConfigError(f"Got copies = {name!r}, expected one of {', '.join(COPY_PATHS)}")
+    return COPY_PATHS[name]
 
 
 def copy_time_s(version: AdapterVersion, path: CopyPath, hardware: Hardware, tensor_parallel: int = 1) -> float:

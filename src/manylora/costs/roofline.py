@@ -22,7 +22,7 @@ from typing import NamedTuple
 from manylora.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.catalog.hardware import Hardware, find_hardware
 from manylora.catalog.models import find_dims
-from manylora.costs.copies import CopyPath, copies_of_kernel, copy_time_s, find_copy_path
+from manylora.costs.copies import CopyPath, copy_time_s, find_copy_path
 from manylora.costs.features import StepFeatures, step_features
 from manylora.costs.lora import LORA_KERNELS, DeviceRates, adapter_targets
 from manylora.errors import ConfigError
@@ -92,7 +92,7 @@ class RooflineCost:
             bytes_per_s=hardware.memory_bytes_per_s * hardware.memory_share * tensor_parallel,
             launch_s=hardware.launch_s,
         )
-        self._copies = find_copy_path(copies or copies_of_kernel(lora_kernel))
+        self._copies = find_copy_path(copies, lora_kernel)
         self._lora = LORA_KERNELS[lora_kernel]
         self._targets = adapter_targets(dims, targets)
         self._token_s = 2 * dims.active_weights / rates.flops_per_s

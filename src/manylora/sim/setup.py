@@ -28,7 +28,7 @@ from manylora.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.catalog.hardware import HARDWARE
 from manylora.catalog.models import MODELS, base_shape, dims_from_config, find_dims
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
-from manylora.costs.copies import CopyPath, copies_of_kernel, find_copy_path
+from manylora.costs.copies import CopyPath, find_copy_path
 from manylora.costs.fitted import FittedCost
 from manylora.costs.model import CostModel
 from manylora.costs.profile import read_profile
@@ -175,7 +175,7 @@ def _measured(setup: Setup, seed: int) -> tuple[BaseShape, CostModel, int]:
 def _copies(setup: Setup) -> str | CopyPath | None:
     if setup.link_share is None:
         return setup.copies
-    return replace(find_copy_path(setup.copies or copies_of_kernel(setup.lora_kernel)), link_share=setup.link_share)
+    return replace(find_copy_path(setup.copies, setup.lora_kernel), link_share=setup.link_share)
 
 
 def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, CostModel, int]:

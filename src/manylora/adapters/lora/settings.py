@@ -152,7 +152,7 @@ class _Parser:
         known = _READ | _WITHOUT_EFFECT | _REFUSED.keys()
         for key, value in self._fields.items():
             if key not in known and value:
-                self._fail(f"unknown setting {_show(key)} = {_show(value)} might change what it computes")
+                self._fail(f"unknown setting {_show(key)} = {_show(value)} might change its results")
 
     def _fail(self, reason: str) -> NoReturn:
         raise AdapterError(self._name, f"{CONFIG_FILE}: {reason}")

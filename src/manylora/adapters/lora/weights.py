@@ -207,10 +207,7 @@ def _check_pair(
         raise AdapterError(
             name, f"{where} has rank {stored_rank} in the weight file, but rank {rank} by r and rank_pattern"
         )
-    for side, tensor, expected in (
-        ("A", a, (rank, module.in_features)),
-        ("B", b, (module.out_features, rank)),
-    ):
+    for side, tensor, expected in (("A", a, (rank, module.in_features)), ("B", b, (module.out_features, rank))):
         if tensor.shape != expected:
             hint = " (it is transposed)" if tensor.shape == expected[::-1] else ""
             raise AdapterError(

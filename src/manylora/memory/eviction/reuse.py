@@ -16,7 +16,7 @@ for independent draws the fit finds ``ageing`` flat, for sessions steep.
 The prior of an item used once is the history of other items used once. Uses and evidence fade (half after
 ``HALF_LIFE`` uses of any item), so the fit follows a workload that drifts.
 
-Source: the hazard rate per byte is what bounds every policy that does not know the future: Panigrahy et al., "A new
+Source: the hazard rate per byte bounds every policy without knowledge of the future: Panigrahy et al., "A new
 upper bound on cache hit probability for non-anticipative caching policies" (2020); classes and online counting after
 Beckmann et al., LHD (NSDI '18); the factors by iterative proportional fitting of a Poisson model.
 """
