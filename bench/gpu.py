@@ -28,7 +28,7 @@ from live_arrivals import live_arrivals
 
 from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, SchedulerConfig
-from manylora.costs.roofline import make_cost
+from manylora.costs.roofline import RooflineCost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.execution.attention.page_tables import PageTables
@@ -322,7 +322,7 @@ class Bench:
                     workload,
                     SimulationConfig(
                         base=base_shape("llama-3-8b"),
-                        cost=make_cost("llama-3-8b", "h200", lora_kernel="ragged", targets=QV),
+                        cost=RooflineCost("llama-3-8b", "h200", lora_kernel="ragged", targets=QV),
                         num_pages=num_pages,
                         scheduler=scheduler,
                         adapters=adapters,

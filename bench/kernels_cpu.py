@@ -28,7 +28,8 @@ from publishing import arguments, clock_of, publish, table
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
-from manylora.catalog.shapes import decoder_shape
+from manylora.catalog.dims import ModelDims
+from manylora.catalog.models import base_shape
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.kernels.linear import linear, pack
 from manylora.execution.lora.batch import LORA_KERNELS, LoraBatch, LoraSegment
@@ -137,17 +138,19 @@ def attention_cases() -> dict[str, Case]:
 
 
 def bench_shape() -> BaseShape:
-    return decoder_shape(
-        name="bench",
-        hidden_size=HIDDEN,
-        num_layers=LAYERS,
-        num_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=HEAD_DIM,
-        intermediate_size=INTERMEDIATE,
-        vocab_size=VOCAB,
-        max_model_len=2048,
-        dtype="float32",
+    return base_shape(
+        ModelDims(
+            name="bench",
+            hidden_size=HIDDEN,
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            num_kv_heads=HEADS,
+            head_dim=HEAD_DIM,
+            intermediate_size=INTERMEDIATE,
+            vocab_size=VOCAB,
+            max_model_len=2048,
+            dtype="float32",
+        )
     )
 
 

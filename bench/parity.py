@@ -43,7 +43,7 @@ from manylora.bench.sweep import run_sweep
 from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import Clock, VirtualClock, WallClock
 from manylora.config import MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.calibrate import fit_profile, foretell
+from manylora.costs.calibrate import fit_profile, predict_times
 from manylora.costs.fitted import FittedCost
 from manylora.costs.profile import CostProfile
 from manylora.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord, write_step_log
@@ -282,7 +282,7 @@ def drift(before: Sequence[LogLine], after: Sequence[LogLine]) -> float:
     steps = [line for line in after if isinstance(line, StepRecord)]
     loads = [line for line in after if isinstance(line, LoadRecord)]
     measured = np.array([step.took_s for step in steps])
-    return float(np.median(measured / foretell(fit_profile(before), steps, loads)))
+    return float(np.median(measured / predict_times(fit_profile(before), steps, loads)))
 
 
 def latencies(live: Outcome, columns: Mapping[str, Sequence[Outcome]]) -> dict[str, dict[str, dict[str, Any]]]:

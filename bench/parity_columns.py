@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.costs.calibrate import fit_profile, foretell, regime_of
+from manylora.costs.calibrate import fit_profile, predict_times, regime_of
 from manylora.costs.fitted import FittedCost
 from manylora.costs.profile import CostProfile
 from manylora.costs.speed import MachineSpeed
@@ -151,7 +151,7 @@ def steps_of(lines: Sequence[LogLine]) -> tuple[list[StepRecord], Array, Array]:
 def speed_of(profile: CostProfile, lines: Sequence[LogLine], window_s: float = WINDOW_S) -> Speed:
     """Return how slow the machine was in a run, beside what a profile says."""
     steps, at, took = steps_of(lines)
-    return Speed(at, took, foretell(profile, steps, loads_of(lines)), window_s)
+    return Speed(at, took, predict_times(profile, steps, loads_of(lines)), window_s)
 
 
 def loads_of(lines: Sequence[LogLine]) -> list[LoadRecord]:
@@ -204,9 +204,9 @@ class Columns:
         """
         steps, at, took = steps_of(self._live)
         loads = loads_of(self._live)
-        by_fold = [foretell(one, steps, loads) for one in self.folds]
+        by_fold = [predict_times(one, steps, loads) for one in self.folds]
         folds = np.array([fold_of(step.launched_at) for step in steps])
-        priced = {"sweeps": foretell(self._profile, steps, loads), "folds": np.where(folds == 0, *by_fold)}
+        priced = {"sweeps": predict_times(self._profile, steps, loads), "folds": np.where(folds == 0, *by_fold)}
         regimes = np.array([regime_of(step.features) for step in steps])
         speeds = {name: Speed(at, took, one).of_others() for name, one in priced.items()}
         out = {}

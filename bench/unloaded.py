@@ -20,7 +20,7 @@ from manylora.catalog.hardware import HARDWARE, Hardware
 from manylora.catalog.models import base_shape, find_dims
 from manylora.costs.copies import COPY_PATHS
 from manylora.costs.lora import S_LORA_FLOPS_SHARE
-from manylora.costs.roofline import RooflineCost, StepParts, make_cost, memory_for_pool
+from manylora.costs.roofline import RooflineCost, StepParts, memory_for_pool
 from manylora.errors import ConfigError
 from manylora.sim.alone import decode_step, prompt_step, time_alone
 from manylora.workloads.traces.requests import read_requests
@@ -53,7 +53,7 @@ class Prediction:
 
 
 def s_lora(hardware: str | Hardware = "a40", model: str = "llama-7b", tensor_parallel: int = 1) -> RooflineCost:
-    return make_cost(model, hardware, lora_kernel="s-lora-mbgmm", tensor_parallel=tensor_parallel)
+    return RooflineCost(model, hardware, lora_kernel="s-lora-mbgmm", tensor_parallel=tensor_parallel)
 
 
 def prompt_parts(cost: RooflineCost, num_tokens: int, rank: int) -> StepParts:
@@ -127,7 +127,7 @@ def loading_share(tensor_parallel: int, rank: int) -> float:
 
 def mixed_batch(kernel: str) -> StepParts:
     """Price the article's step: Llama-70B (4-bit weights, one H100), 128 sequences, 40 adapters of rank 16."""
-    cost = make_cost(replace(find_dims("llama-3-70b"), weight_bits=4), "h100", lora_kernel=kernel)
+    cost = RooflineCost(replace(find_dims("llama-3-70b"), weight_bits=4), "h100", lora_kernel=kernel)
     context = int(30e9 / cost.dims.kv_bytes_per_token / 128)  # its 30 GB of KV, full
     return cost.price(decode_step(context, 16, num_sequences=128, num_adapters=40))
 

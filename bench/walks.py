@@ -28,7 +28,8 @@ from typing import Any
 import httpx
 
 import manylora
-from manylora.catalog.shapes import decoder_shape
+from manylora.catalog.dims import ModelDims
+from manylora.catalog.models import base_shape
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.costs.model import FixedCost
@@ -123,16 +124,18 @@ def adapter() -> Counter[str]:
 def simulated() -> Counter[str]:
     """Walk a simulation of one request."""
     walk = Walk()
-    base = decoder_shape(
-        name="tiny",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        intermediate_size=128,
-        vocab_size=500,
-        max_model_len=512,
+    base = base_shape(
+        ModelDims(
+            name="tiny",
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=4,
+            head_dim=16,
+            intermediate_size=128,
+            vocab_size=500,
+            max_model_len=512,
+        )
     )
     workload = Workload(
         name="one",

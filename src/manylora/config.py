@@ -1,7 +1,7 @@
-"""Configuration: frozen dataclasses, composed, checked on construction.
+"""Configuration: composed frozen dataclasses, checked on construction.
 
-Only what a person chooses is here, each option once (``options.py``). Sizes that follow from it (pages, bytes per page,
-largest context) are computed where they are needed, and the environment is read in ``cli`` alone.
+They have only options of the user, each defined once (``options.py``). Derived sizes (pages, bytes per page, largest
+context) are computed where they are needed. Only ``cli`` reads the environment.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which base model, and how it is held.
-
-    Args:
-        model: A Hugging Face checkpoint directory (or hub name where a network is at hand), or ``demo``.
-    """
+    """The base model; ``model`` is a Hugging Face checkpoint directory, a hub name, or ``demo``."""
 
     model: str
     served_model_name: str | None = _model(None, help="The base's name in the API; by default the model's own.")
@@ -71,7 +67,7 @@ class ModelConfig:
         choices=("auto", "off", "on"),
         help="Replay captured graphs for steps that only decode: auto is on a GPU. They need triton attention.",
     )
-    trust_remote_code: bool = _model(False, help="Let the checkpoint run code of its own.")
+    trust_remote_code: bool = _model(False, help="Allow the checkpoint to run its own code.")
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -81,14 +77,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """The one pool of pages that KV, prefix blocks and adapters share."""
+    """The pool of pages that KV, prefix blocks and adapters share."""
 
     memory_bytes: int | None = _memory(
         None,
         flag="--memory",
         unit="bytes",
         above=0,
-        help="Memory for KV, prefixes and adapters together, as 2GiB. By default 1GiB on CPU, what is left on GPU.",
+        help="Memory for KV, prefixes and adapters together, as 2GiB. By default 1GiB on CPU, its free share on GPU.",
     )
     gpu_memory_utilization: float = _memory(
         0.9, above=0, at_most=1, help="Share of the GPU this process may take, without --memory."
@@ -107,25 +103,25 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What a step may hold and who goes first."""
+    """Limits of a step, and the order of requests."""
 
-    policy: str = _scheduling("fifo", plugin="policy", help="Which waiting request goes first.")
+    policy: str = _scheduling("fifo", plugin="policy", help="Order of waiting requests.")
     policy_options: Mapping[str, Any] = _scheduling(
         factory=dict,
         flag="--policy-option",
         metavar="KEY=VALUE",
-        help="An option of the policy, one of your own as well. Repeatable.",
+        help="An option of the policy, built-in or plug-in. Repeatable.",
     )
     max_num_seqs: int = _scheduling(128, unit="requests", at_least=1, help="Most requests running at once.")
     max_num_batched_tokens: int = _scheduling(
-        2048, unit="tokens", at_least=1, help="Most tokens in one step; longer prompts are cut to it."
+        2048, unit="tokens", at_least=1, help="Most tokens in one step; longer prompts are chunked."
     )
     step_target_s: float | None = _scheduling(
         None,
         unit="s",
         above=0,
-        help="Cut prompts so that a step takes no longer, by costs learnt while serving; and shorter where memory runs "
-        "short. By default tokens alone cut them.",
+        help="Chunk prompts so that a step takes no longer, by costs learnt while serving, and shorter when memory is "
+        "short. By default only --max-num-batched-tokens limits chunks.",
     )
     max_loras: int | None = _adapters(
         None, unit="adapters", at_least=1, help="Most distinct adapters in one step; by default no limit."
@@ -134,7 +130,7 @@ class SchedulerConfig:
     step_composition: str = _scheduling(
         "mixed",
         plugin="step_composition",
-        help="How prompts and decoding share steps, and which loads they wait for.",
+        help="Composition of steps from prompts and decodes, and the loads they wait for.",
     )
     reserve_output: bool = _scheduling(
         False, help="Reserve pages for the longest answer on admission: no request is pre-empted, and fewer run."
@@ -145,7 +141,7 @@ class SchedulerConfig:
         "on a GPU.",
     )
     predictor: str = _scheduling(
-        "quantile", plugin="predictor", help="Guesses the length of answers, for policies that ask."
+        "quantile", plugin="predictor", help="Predicts output lengths, for policies that use them."
     )
     predictor_options: Mapping[str, Any] = _scheduling(
         factory=dict, flag="--predictor-option", metavar="KEY=VALUE", help="An option of the predictor. Repeatable."
@@ -157,7 +153,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """How adapters are cached."""
+    """The adapter cache."""
 
     max_cpu_loras: int | None = _adapters(None, unit="adapters", at_least=1, help="Most adapters kept in host memory.")
     host_bytes: int = _adapters(
@@ -165,17 +161,17 @@ class AdapterConfig:
         flag="--host-memory",
         unit="bytes",
         above=0,
-        help="Host memory for adapters; those beyond it are read from disk again when asked for.",
+        help="Host memory for adapters; those beyond it are read from disk again when requested.",
     )
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
     adapter_dtype: str = _adapters(
         "auto",
         choices=_DTYPES,
-        help="Type adapters are kept in on a CPU: auto is the narrowest that holds each exactly, 16-bit types round. "
-        "Elsewhere it is the base's type.",
+        help="Type of adapters on a CPU: auto is the narrowest that holds each exactly, 16-bit types round. On a GPU "
+        "it is the base's type.",
     )
-    eviction: str = _adapters("price", plugin="eviction", help="Which idle adapter or prefix makes room first.")
+    eviction: str = _adapters("price", plugin="eviction", help="Eviction order of idle adapters and prefixes.")
     eviction_options: Mapping[str, Any] = _adapters(
         factory=dict,
         flag="--eviction-option",
@@ -186,10 +182,10 @@ class AdapterConfig:
         10,
         unit="requests",
         at_least=0,
-        help="Waiting requests whose adapters are brought to the device before their turn; 0 is none.",
+        help="Waiting requests whose adapters are loaded before their turn; 0 is none.",
     )
     forecast: bool = _adapters(
-        False, help="Bring adapters as well that no request waits for, but whose usual gap between requests is over."
+        False, help="Also load adapters without waiting requests whose usual gap between requests is over."
     )
 
     def __post_init__(self) -> None:
@@ -198,20 +194,13 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is built from.
-
-    Args:
-        model: The base.
-        memory: The pool.
-        scheduler: The step.
-        adapters: The adapter cache.
-    """
+    """All options of an engine."""
 
     model: ModelConfig
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    seed: int = _model(0, help="Seed of requests that bring none.")
+    seed: int = _model(0, help="Seed of requests without one.")
     request_log: str | None = _scheduling(
         None,
         metavar="FILE",
@@ -235,7 +224,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP face."""
+    """The HTTP server."""
 
     host: str = _http("127.0.0.1", help="Address to listen on.")
     port: int = _http(8000, at_least=0, at_most=65535, help="Port; 0 picks a free one.")
@@ -248,25 +237,27 @@ class ServerConfig:
     admin_key: str | None = _http(
         None,
         envvar="MANYLORA_ADMIN_KEY",
-        help="The key for loading and unloading adapters; without it an API key, or a caller on this machine.",
+        help="The key for loading and unloading adapters; by default an API key, or any client on this machine.",
     )
     lora_dirs: tuple[str, ...] = _adapters(
         (),
         flag="--lora-dir",
         metavar="DIR",
-        help="Load every adapter folder below DIR, named after itself (a broken one is left out, and the log says "
-        "why), and let the API load others from there; from elsewhere it does not. Repeatable.",
+        help="Load every adapter folder below DIR under its own name (invalid ones are skipped and logged), and allow "
+        "the API to load adapters from there only. Repeatable.",
     )
-    drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="How long SIGTERM waits for requests in flight.")
+    drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="Time that SIGTERM waits for requests in flight.")
     hang_timeout_s: float = _http(
         300.0,
         unit="s",
         at_least=0,
-        help="Time without a step or a turn after which the engine is killed and the next one started; 0 is never. "
-        "Longer than the longest step. Not with --in-process.",
+        help="Time without a step or a turn after which the engine is killed and restarted; 0 is never. Must exceed "
+        "the longest step. Not with --in-process.",
     )
     max_body_bytes: int = option(32 * MIB, unit="bytes", at_least=1024, help="Largest request body.")
-    adapter_histograms: bool = _http(False, help="Latencies by adapter in the metrics: some sixty series for each.")
+    adapter_histograms: bool = _http(
+        False, help="Latency histograms by adapter in the metrics, about sixty series each."
+    )
     in_process: bool = option(False, panel="Debugging", help="One process instead of two, for a debugger.")
 
     def __post_init__(self) -> None:

@@ -1,7 +1,6 @@
-"""What happened, typed: every metric, table and plot is derived from these, live and simulated alike.
+"""Events of the engine core, from which all metrics, tables and plots are derived, live and simulated.
 
-The core hands each event to the sinks it was given, on the loop's thread, in order. ``at`` is seconds on the
-loop's clock.
+The core calls its sinks with each event, in order, on the loop's thread. Times are seconds on the loop's clock.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at ``at`` seconds."""
+    """An event at ``at`` seconds."""
 
     at: float
 
@@ -41,8 +40,8 @@ class Event:
 class RequestArrived(Event):
     """A request was accepted into the waiting set.
 
-    ``name`` is the adapter's as asked for, empty for the base; ``max_tokens`` is the cap it came with, ``limit`` the
-    one in effect.
+    ``name`` is the requested adapter's, empty for the base; ``max_tokens`` is the request's limit, ``limit`` the one in
+    effect.
     """
 
     request_id: str
@@ -68,7 +67,7 @@ class RequestAdmitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestPreempted(Event):
-    """A running request gave its pages back and waits again; its tokens are kept."""
+    """A running request released its pages and waits again; its tokens are kept."""
 
     request_id: str
     num_tokens_lost: int
@@ -76,7 +75,7 @@ class RequestPreempted(Event):
 
 @dataclass(frozen=True, slots=True)
 class RequestSquashed(Event):
-    """A running request waits again because one that it had passed can run after all; its tokens are kept."""
+    """A running request waits again because a request that it had overtaken can run now; its tokens are kept."""
 
     request_id: str
     num_tokens_lost: int
@@ -86,7 +85,7 @@ class RequestSquashed(Event):
 class TokensEmitted(Event):
     """A step yielded one token for each of these requests, in the order of the batch.
 
-    One event a step, before the ends that those tokens bring: thousands of tokens a second pass here.
+    One event per step, because of thousands of tokens a second; it precedes the ``RequestFinished`` of those tokens.
     """
 
     request_ids: tuple[str, ...]
@@ -110,7 +109,7 @@ class RequestFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoadStarted(Event):
-    """An adapter began to move up to ``tier``."""
+    """A load of an adapter into ``tier`` began."""
 
     adapter: AdapterKey
     tier: Tier
@@ -119,10 +118,10 @@ class AdapterLoadStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class AdapterAwaited(Event):
-    """A waiting request could be admitted now but for its adapter, which is on its way.
+    """A waiting request could be admitted now except for its adapter, which is loading.
 
-    It had a seat, tokens of the step and pages for its KV. From here until the adapter's next ``AdapterLoaded`` loading
-    is on its critical path; a hop that has to follow is announced again. Emitted once for each load.
+    It has a slot in the batch, tokens of the step and pages for its KV. Loading is on its critical path until the
+    adapter's next ``AdapterLoaded``. Emitted once for each load, and again for the load into the next tier.
     """
 
     request_id: str
@@ -157,7 +156,7 @@ class PrefixEvicted(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepLaunched(Event):
-    """A step was handed to the executor."""
+    """A step was launched."""
 
     step_id: int
     num_sequences: int
@@ -167,7 +166,7 @@ class StepLaunched(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepFinished(Event):
-    """A step's results are in, ``took_s`` after its launch."""
+    """A step completed, ``took_s`` seconds after its launch."""
 
     step_id: int
     took_s: float

@@ -1,7 +1,7 @@
-"""Options, each stated once: a dataclass field with its default, meaning, unit and limits.
+"""Options, each defined once: a dataclass field with its default, help, unit and limits.
 
-The field is what everything else is made from: the flag and the help of a command line (``cli/options/fields.py``), the
-key of a TOML file, the table in ``docs/options.md``, and the check of a value on construction::
+The field gives the flag and help of the command line (``cli/options/fields.py``), the key of a TOML file, the table in
+``docs/options.md``, and the check of a value on construction::
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Options:
@@ -31,18 +31,18 @@ class Option:
     """The parts of an option beside its field's name, type and default.
 
     Args:
-        help: Its meaning, in short sentences.
-        panel: Its group in the help of a command; ``None`` keeps it off command lines.
-        flag: How a command line writes it, where that does not follow from the field's name.
-        without: For a switch that is on: the meaning of the flag that turns it off.
-        metavar: The place of its value in the help, where that does not follow from unit and choices.
+        help: Help text, in short sentences.
+        panel: Group in the help of a command; ``None`` for an option without a flag.
+        flag: Flag on the command line, if it does not follow from the field's name.
+        without: For a switch that is on by default: help text of the flag that turns it off.
+        metavar: Placeholder of the value in the help, if it does not follow from unit and choices.
         unit: ``s``, ``bytes``, ``tokens`` ...
-        choices: All values there are.
-        plugin: The kind of thing that it names (``policy``, ``eviction`` ...): one of ours or one's own.
+        choices: All allowed values.
+        plugin: The kind of plug-in that it names (``policy``, ``eviction`` ...), built-in or not.
         at_least: Least value.
-        above: Every value is above this.
+        above: Exclusive lower limit.
         at_most: Largest value.
-        envvar: Environment variable that gives it to a command.
+        envvar: Environment variable of a command.
     """
 
     help: str
@@ -60,7 +60,7 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """The values that are allowed, as the end of a message; empty where all are."""
+        """The allowed values, as the end of a message; empty if all are allowed."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         unit = f" {_UNITS.get(self.unit, self.unit)}" if self.unit else ""
@@ -74,7 +74,7 @@ class Option:
         return ""
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is among the choices and within the limits; ``None`` always is."""
+        """Return whether a value is among the choices and within the limits, or ``None``."""
         if value is None:
             return True
         if self.choices:
@@ -93,13 +93,7 @@ _UNITS = {"s": "seconds"}
 
 
 def option(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | None = None, **known: Any) -> Any:
-    """Return a dataclass field that is an option.
-
-    Args:
-        default: Its default.
-        factory: Makes the default, where that can be changed.
-        known: Fields of ``Option``.
-    """
+    """Return a dataclass field that is an option, with the default or its factory, and fields of ``Option``."""
     metadata = {_KEY: Option(**known)}
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -107,16 +101,12 @@ def option(default: Any = dataclasses.MISSING, *, factory: Callable[[], Any] | N
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option | None:
-    """Return the option that a field is, ``None`` where it is none."""
+    """Return the option of a field, ``None`` for other fields."""
     return field.metadata.get(_KEY)
 
 
 def check_options(made: Any) -> None:
-    """Check all options of a dataclass; for its ``__post_init__``.
-
-    Raises:
-        ConfigError: A value is none of the choices, or outside the limits.
-    """
+    """Raise ``ConfigError`` if an option of a dataclass has a value that is not allowed; for ``__post_init__``."""
     for field in dataclasses.fields(made):
         known, value = option_of(field), getattr(made, field.name)
         if known is not None and not known.allows(value):

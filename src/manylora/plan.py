@@ -1,7 +1,6 @@
-"""One unit of work for the machinery below the engine, as data: a step, an adapter load, and their results.
+"""Plans: a step or an adapter load, and their results, as data between the engine core and an executor.
 
-The core decides, an executor carries out. These values hold all that it needs: no executor looks into the core. An
-executor in another process gets the same values through ``plan_wire.py``.
+An executor needs nothing else of the core. In another process it receives the same values through ``plan_wire.py``.
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ __all__ = ["ON_DEVICE", "AdapterLoad", "LoadResult", "Placement", "PlannedSequen
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a step reads an adapter's weights.
-
-    One value is shared by all sequences of an adapter, so that planning a sequence makes nothing for it.
+    """The place from which a step reads an adapter's weights; one value is shared by all sequences of an adapter.
 
     Args:
         tier: ``DEVICE`` (its pages) or ``HOST`` (the page images in host memory).
-        num_layers: Layers whose weights are there, counted from the first; ``None`` for all. The executor waits for
-            the others, or takes them from the tier below.
+        num_layers: Layers with weights in that tier, counted from the first; ``None`` for all. The executor waits for
+            the others, or reads them from the tier below.
     """
 
     tier: Tier
@@ -32,7 +29,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 ON_DEVICE = Placement(Tier.DEVICE)
-"""All weights in device pages: the only placement that the core plans with today. The base model is always there."""
+"""All weights in device pages: currently the core's only placement. The base model is always on the device."""
 
 
 class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,28 +41,27 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
                  0        start   start+num_tokens <= len(tokens), or one more if a token is awaited
                  |-- KV in pages --|-- this step --|
 
-    A struct rather than a dataclass: hundreds are made every step, and a frozen dataclass takes 1.5 us to make, more
-    than deciding its contents.
+    A struct, because hundreds are created per step: creating a frozen dataclass takes 1.5 us, more than planning it.
 
     ``tokens`` and ``pages`` are the engine's own lists. As long as they are the same objects they only grow, at the
-    end; a sequence that was pre-empted comes back with another list of pages.
+    end. A sequence that was pre-empted has a new list of pages.
 
     Args:
         seq_id: The sequence; unique for the life of the engine.
-        tokens: All its tokens so far; the executor must not keep it beyond the step. While a step is in flight that
-            yields another, the list may grow: only the tokens below ``start + num_tokens`` count.
-        num_prompt_tokens: How many of them are the prompt.
-        start: Tokens whose KV is in pages already.
-        num_tokens: Tokens to run now.
+        tokens: All its tokens so far. The executor must not keep the list beyond the step; it may grow while the step
+            is in flight, and only the tokens below ``start + num_tokens`` count.
+        num_prompt_tokens: Tokens of the prompt.
+        start: Tokens with KV in pages.
+        num_tokens: Tokens to run in this step.
         pages: Block table: page of every ``block_size`` positions, long enough for ``start + num_tokens``.
         adapter: Version to apply, ``None`` for the base alone.
         rank: Its largest rank, 0 for the base; for cost models.
-        sampling: How to choose the next token.
-        is_sampled: Whether the last of these tokens yields one (False for all but the last prompt chunk).
-        seed: The seed its draws are keyed by (the request's own, or one drawn for it).
-        awaits_token: Whether its last token, at ``start + num_tokens - 1``, is not in ``tokens`` yet: the step that
-            was in flight at the launch yields it (``engine/plan_ahead.py`` fills it in).
-        placement: Where the adapter's weights are when the step is launched.
+        sampling: Sampling parameters of the next token.
+        is_sampled: Whether the step yields a token (False for all but the last prompt chunk).
+        seed: Seed of its draws (the request's own, or one drawn for it).
+        awaits_token: Whether its last token, at ``start + num_tokens - 1``, is not in ``tokens`` yet: the step in
+            flight at the launch yields it (``engine/plan_ahead.py`` fills it in).
+        placement: Place of the adapter's weights at the launch of the step.
     """
 
     seq_id: int
@@ -85,12 +81,9 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step's work.
+    """One step: its sequences in the order of the batch.
 
-    Args:
-        step_id: Counts up.
-        sequences: Its sequences, in the order of the batch.
-        released: Sequences that ended since the last plan: drop all that is kept for them.
+    ``released`` are sequences that ended since the last plan; the executor drops their state.
     """
 
     step_id: int
@@ -104,7 +97,7 @@ class StepResult:
 
     Args:
         tokens: A token for every planned sequence with ``is_sampled``, by ``seq_id``.
-        device_s: Seconds that it took to run, where that was measured.
+        device_s: Measured duration in seconds, if any.
     """
 
     tokens: dict[int, SampledToken] = field(default_factory=dict)
@@ -113,11 +106,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLoad:
-    """One hop of an adapter up the tiers.
+    """The load of an adapter into the next tier.
 
     Args:
-        version: The weights.
-        tier: The destination: ``HOST`` (read and pack the files) or ``DEVICE`` (copy the host's page images).
+        version: The adapter.
+        tier: Destination: ``HOST`` (read and pack the files) or ``DEVICE`` (copy the host's page images).
         pages: Device pages to fill, in the order of the layout; empty for ``HOST``.
     """
 
@@ -128,11 +121,11 @@ class AdapterLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """How a load ended.
+    """The result of a load.
 
     Args:
-        error: Why it failed, in words (file gone, changed, corrupt).
-        device_s: Seconds from its turn on the link to its end, where that was measured.
+        error: Reason of a failure (file missing, changed, damaged).
+        device_s: Measured duration without its wait for the link, in seconds, if any.
     """
 
     error: str | None = None

@@ -1,16 +1,16 @@
-"""Step plans as bytes: for an executor in another process, which has no part in the engine's lists.
+"""Serialisation of step plans, for an executor in another process.
 
 ::
 
     engine's process                                  worker's process
     StepPlan --PlanEncoder.encode--> bytes ----------> PlanDecoder.decode --> equal StepPlan
-               knows what was sent                     keeps the lists it was sent
+               records sent lengths                    keeps received lists
 
-Both sides keep the same state, so a plan carries differences alone: of a sequence that decodes its number, its one new
-token and now and then a page. Constants of a sequence (prompt, sampling parameters, adapter) are sent with its first
-plan. ``released`` ends a sequence's state on both sides.
+Both sides keep the same state, so a message has only differences: of a decoding sequence its id, its new token and
+sometimes a page. Constants of a sequence (prompt, sampling parameters, adapter) are sent with its first plan.
+``released`` removes a sequence's state on both sides.
 
-The stream is one per worker, complete and in order. A worker that joins late needs an encoder of its own.
+Each worker has one stream, complete and in order. A worker that joins late needs an encoder of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from manylora.types import AdapterKey, SamplingParams
 __all__ = ["PlanDecoder", "PlanEncoder"]
 
 _SAMPLED, _AWAITS, _NEW_PAGES = 1, 2, 4
-"""Bits of a part's flags: it yields a token, it awaits one, its page list starts anew."""
+"""Bits of a part's flags: it yields a token, it awaits one, its page list is new."""
 
 
 class _Constants(NamedTuple):
-    """Fields of a sequence that never change."""
+    """Constant fields of a sequence."""
 
     num_prompt_tokens: int
     adapter: AdapterKey | None
@@ -40,27 +40,16 @@ class _Constants(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One sequence's part of a step, as it is sent.
-
-    Args:
-        seq_id: The sequence.
-        start: As in ``PlannedSequence``.
-        num_tokens: As in ``PlannedSequence``.
-        flags: See above.
-        tokens: Tokens since its last plan.
-        pages: Pages since its last plan, or all with ``_NEW_PAGES``.
-        placement: Where its adapter is, if that changed.
-        constants: With its first plan.
-    """
+    """A ``PlannedSequence`` as it is sent."""
 
     seq_id: int
     start: int
     num_tokens: int
     flags: int
-    tokens: Seq[int]
-    pages: Seq[int]
-    placement: Placement | None
-    constants: _Constants | None
+    tokens: Seq[int]  # since its last plan
+    pages: Seq[int]  # since its last plan, or all with ``_NEW_PAGES``
+    placement: Placement | None  # if it changed
+    constants: _Constants | None  # with its first plan
 
 
 class _Message(NamedTuple):
@@ -70,7 +59,7 @@ class _Message(NamedTuple):
 
 
 class _Sent:
-    """What the worker has of one sequence: so much of these two lists, and the placement."""
+    """The state of one sequence on the worker's side: lengths of these two lists, and the placement."""
 
     __slots__ = ("num_pages", "num_tokens", "pages", "placement", "tokens")
 
@@ -83,14 +72,14 @@ class _Sent:
 
 
 class PlanEncoder:
-    """Turns plans into messages, each in terms of those before it."""
+    """Encodes plans as differences from earlier ones."""
 
     def __init__(self) -> None:
         self._sent: dict[int, _Sent] = {}
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, plan: StepPlan) -> bytes:
-        """Return a plan's message. Every plan must pass through once, at its launch, while its lists are as planned."""
+        """Return a plan's message. Every plan must be encoded once, at its launch, before its lists grow."""
         parts = [self._part(part) for part in plan.sequences]
         for seq_id in plan.released:
             self._sent.pop(seq_id, None)
@@ -99,7 +88,7 @@ class PlanEncoder:
     def _part(self, part: PlannedSequence) -> _Part:
         tokens, pages, placement = part.tokens, part.pages, part.placement
         sent, constants = self._sent.get(part.seq_id), None
-        # Lists only grow while they are the same objects: others are sent whole.
+        # Lists that are the same objects have only grown; others are sent whole.
         if sent is None or sent.tokens is not tokens:
             constants = _Constants(part.num_prompt_tokens, part.adapter, part.rank, part.sampling, part.seed)
             sent = self._sent[part.seq_id] = _Sent(tokens, pages)
@@ -129,10 +118,10 @@ class _Kept:
 
 
 class PlanDecoder:
-    """Turns the messages of one encoder back into plans.
+    """Decodes the messages of one encoder into plans.
 
-    The plans' lists are the decoder's own, under the same contract as the engine's: they may grow while a step is in
-    flight, and pages that start anew are another list.
+    The plans' lists are the decoder's own, with the same contract as the engine's: they may grow while a step is in
+    flight, and a new page list is a new object.
     """
 
     def __init__(self) -> None:
@@ -144,7 +133,7 @@ class PlanDecoder:
 
         Raises:
             msgspec.DecodeError: It is no message of an encoder.
-            KeyError: A message before it was missed.
+            KeyError: An earlier message is missing.
         """
         step_id, parts, released = self._decoder.decode(message)
         sequences = tuple([self._planned(part) for part in parts])

@@ -1,7 +1,4 @@
-"""Protocols that the machinery below the engine core implements; owned by the core.
-
-The torch executor implements them on a device, the simulated one on a cost model, the fake one in tests.
-"""
+"""Protocols of the engine core, implemented by the torch executor, the simulated executor and the fake one of tests."""
 
 from __future__ import annotations
 
@@ -17,75 +14,65 @@ __all__ = ["AdapterReader", "EngineParts", "Executor", "Work"]
 
 
 class Work(Protocol):
-    """Something launched: a step or a load."""
+    """A launched step or load."""
 
     @property
     def ready_at(self) -> float:
-        """When it completes, in seconds: exact in simulation, infinite when only the device knows."""
+        """Time of completion in seconds: exact in simulation, infinite for work on a device."""
         ...
 
     def poll(self, now: float) -> StepResult | LoadResult | None:
         """Return the result once complete, else ``None``. Never blocks.
 
         Raises:
-            Exception: The step failed on the device; the engine is lost.
+            Exception: The step failed on the device; the engine must be restarted.
         """
         ...
 
 
 class Executor(Protocol):
-    """Carries plans out. Every call returns at once; completion is seen through ``Work.poll``.
-
-    A live executor also wakes the loop's clock when work completes.
-    """
+    """Executes plans. No call blocks; ``Work.poll`` reports completion, and a live executor also wakes the loop."""
 
     def launch(self, plan: StepPlan, now: float) -> Work:
-        """Start a step, behind the one in flight if there is one; at most two are."""
+        """Start a step, behind the one in flight if any; at most two are in flight."""
         ...
 
     def load_adapter(self, load: AdapterLoad, now: float) -> Work:
-        """Start a load; any number in flight, carried out first in first out per link.
-
-        A failed load is a ``LoadResult`` with ``error``, never an exception.
-        """
+        """Start a load, in FIFO order per link; a failure is a ``LoadResult`` with ``error``, never an exception."""
         ...
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Forget all that is kept for an adapter in ``tier`` (host buffers, device views); its pages are already free.
+        """Drop the state of an adapter in ``tier`` (host buffers, device views); its pages are already free.
 
-        Never called while a planned step in flight uses it.
+        Never called while a step in flight uses it.
         """
         ...
 
 
 class AdapterReader(Protocol):
-    """Turns a path into an adapter version, with its packed weights kept in the host tier."""
+    """Reads adapters into the host tier."""
 
     def read(self, name: str, path: str) -> AdapterVersion:
-        """Read, check and pack an adapter. Blocks; safe from any thread, so that the loop never waits for a disk.
-
-        Args:
-            name: The caller's name for it, for messages.
-            path: Its directory.
+        """Read, check and pack the adapter in the directory ``path``. Blocks on the disk; safe from any thread.
 
         Raises:
-            AdapterError: It cannot be served on this base; says why.
+            AdapterError: It cannot be served on this base; gives ``name`` and the reason.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """The parts that an engine core is put together from; made by ``execution.build`` or ``sim.build``.
+    """The parts of an engine core, made by ``execution.build`` or ``sim.build``.
 
     Args:
         base: The base model's shape.
         num_pages: Pages in the pool.
-        executor: Carries plans out.
+        executor: Executes plans.
         reader: Reads adapters.
         close: Stops threads and frees the device.
-        machine: The machine that carries plans out, in words; for reports of measurements.
-        is_accelerated: Whether steps run on a device of their own, beside this process.
+        machine: The executor's machine, in words; for reports of measurements.
+        is_accelerated: Whether steps run on a device rather than on this process's CPU.
     """
 
     base: BaseShape

@@ -1,8 +1,8 @@
-"""The nouns every package shares: what is asked for, and what comes back.
+"""Types shared by all packages: requests, outputs and adapter versions.
 
-Pure data. A *request* is the user's; a *sequence* (``scheduling/sequence.py``) is its state in the engine.
-An *adapter version* is LoRA weights by content: names point to versions, so replacing an adapter in
-place is a new version, and nothing keyed by version (KV, prefix blocks, pages) can ever mix.
+A *request* is the user's; a *sequence* (``scheduling/sequence.py``) is its state in the engine. An *adapter version* is
+LoRA weights by content. Names point to versions: replacing an adapter in place creates another version, so KV, prefix
+blocks and pages, which are keyed by version, never mix.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 AdapterKey = NewType("AdapterKey", str)
-"""Content hash of an adapter's weights and effective configuration: its identity everywhere below the names."""
+"""Content hash of an adapter's weights and effective configuration; identifies a version."""
 
 
 class Tier(Enum):
-    """Where adapter weights can be; each tier holds what the one above it can be refilled from."""
+    """Where adapter weights are; each tier is loaded from the one before it."""
 
     DISK = "disk"
     HOST = "host"
@@ -39,7 +39,7 @@ class Tier(Enum):
 
 
 class FinishReason(Enum):
-    """Why a request ended; the values are OpenAI's where OpenAI has one."""
+    """Why a request ended, by OpenAI's names where there is one."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -49,15 +49,14 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens, by OpenAI's and vLLM's names.
+    """Sampling parameters, by OpenAI's and vLLM's names.
 
-    A seed makes the tokens a function of the request alone: position *i* draws from a counter-based
-    generator keyed by ``(seed, i)``, whatever shares the batch and however often the request is
-    pre-empted and recomputed.
+    With a seed the tokens depend on the request alone: position *i* draws from a counter-based generator keyed by
+    ``(seed, i)``, independent of the batch and of pre-emptions.
 
     Args:
         max_tokens: Most tokens to generate; ``None`` means as many as fit.
-        min_tokens: End-of-sequence and stop tokens are masked until this many are generated.
+        min_tokens: End-of-sequence and stop tokens are masked until so many are generated.
         temperature: 0 is greedy.
         top_p: Nucleus mass in (0, 1].
         top_k: Number of candidates; 0 means all.
@@ -66,11 +65,11 @@ class SamplingParams:
         frequency_penalty: Subtracted per occurrence, in [-2, 2].
         repetition_penalty: Divides (multiplies) positive (negative) logits of seen tokens, prompt included; > 0.
         seed: Seed of this request; ``None`` lets the engine draw one.
-        stop: Strings that end the text (applied where text is made, not in the engine core).
+        stop: Strings that end the text (applied by the detokenizer, not in the engine core).
         stop_token_ids: Tokens that end the sequence, beside the model's own.
         include_stop_str_in_output: Whether the matched stop string stays in the text.
-        ignore_eos: Go on past end-of-sequence tokens, as load generators ask.
-        logprobs: Number of most likely tokens to report per position; ``None`` reports nothing, 0 only the chosen one.
+        ignore_eos: Continue after end-of-sequence tokens, for load generators.
+        logprobs: Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
         skip_special_tokens: Leave special tokens out of the text.
         json_schema: JSON schema (as text) the answer must match; ``"{}"`` means any JSON value.
         logit_bias: Pairs of token id and additive bias in [-100, 100].
@@ -123,17 +122,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a user asks for.
+    """A user's request.
 
     Args:
         request_id: Unique among requests in flight.
         prompt: Token ids.
-        sampling: How to choose tokens.
-        model: Name of the base or of an adapter; resolved to a version when the request arrives, so that a
-            later replacement does not touch it.
-        tenant: Who asks, for fairness and accounting.
+        sampling: Sampling parameters.
+        model: Name of the base or of an adapter; resolved to a version on arrival, before any later replacement.
+        tenant: The user, for fairness and accounting.
         cache_salt: Prefix blocks are shared only between equal salts.
-        priority: Lower is sooner, for policies that look at it.
+        priority: Lower is sooner, for policies that use it.
     """
 
     request_id: str
@@ -146,12 +144,12 @@ class Request:
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One generated token. A struct, as ``Output`` is: a frozen dataclass takes ten times as long to make.
+    """One generated token. A struct, like ``Output``: creating a frozen dataclass takes ten times as long.
 
     Args:
         token_id: The token.
-        logprob: Its log-probability after temperature-free softmax of the raw logits; ``None`` when not asked for.
-        top: The most likely tokens as (token id, log-probability), most likely first; empty when not asked for.
+        logprob: Its log-probability by softmax of the raw logits, without temperature; ``None`` if not requested.
+        top: The most likely tokens as (token id, log-probability), most likely first; empty if not requested.
     """
 
     token_id: int
@@ -160,17 +158,17 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a request got since its last output: new tokens, and its end when ``finish`` is set.
+    """A request's new tokens since its last output, and its end when ``finish`` is set.
 
     Args:
-        request_id: Whose.
+        request_id: The request.
         tokens: New tokens in order; may be empty on the last output.
         finish: Set on the last output.
-        stop_token: The token that ended the sequence, when one did: the last of ``tokens``, counted in usage; its
-            text is part of the answer only with ``include_stop_str_in_output``.
+        stop_token: The token that ended the sequence, if one did: the last of ``tokens``, counted in usage; its text is
+            part of the answer only with ``include_stop_str_in_output``.
         num_cached_tokens: Prompt tokens served from the prefix cache.
         adapter: The version that answered, ``None`` for the base.
-        error: What went wrong, when ``finish`` is ``ERROR``.
+        error: The reason, if ``finish`` is ``ERROR``.
     """
 
     request_id: str
@@ -184,18 +182,18 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterVersion:
-    """LoRA weights as the scheduler sees them: an identity and sizes.
+    """Identity and sizes of LoRA weights, for the scheduler.
 
     Args:
         key: Content hash.
-        source: Directory it was read from (and can be read from again).
+        source: Directory from which it is read, and read again.
         rank: Largest rank over its modules.
-        total_rank: Sum of the ranks of all its modules: what an unpadded kernel pays for.
+        total_rank: Sum of the ranks of its modules: the work of an unpadded kernel.
         num_modules: Modules it changes.
         target_modules: Their distinct last names, sorted (``q_proj``, ``down_proj`` ...).
-        num_pages: Device pages it takes.
+        num_pages: Its device pages.
         weight_bytes: Its weights at device precision, without padding.
-        host_bytes: What its host copy takes.
+        host_bytes: Size of its host copy.
         disk_bytes: Size of its weight file.
     """
 

@@ -50,7 +50,7 @@ def test_tensors_come_back_as_stored(tmp_path: Path) -> None:
         ({"a": torch.ones(2, 2).to_sparse()}, "more than tensors by name"),
         ({"a": torch.ones(1).expand(1 << 40)}, f"more than {LIMIT} bytes"),
         ({"a": torch.ones(1).expand(1 << 17), "b": torch.ones(1).expand((1 << 17) + 1)}, f"more than {LIMIT} bytes"),
-        ({"a": Path("x")}, "more than tensors, and is not run"),
+        ({"a": Path("x")}, "more than tensors, and is not executed"),
     ],
 )
 def test_more_or_larger_than_tensors_is_refused(content: Any, words: str, tmp_path: Path) -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from manylora.bench.kernels import TABLELESS, kernel_table, measure_kernels
-from manylora.catalog.shapes import decoder_shape
+from manylora.catalog.dims import ModelDims
+from manylora.catalog.models import base_shape
 
 
 def test_every_kernel_is_timed_beside_the_floor() -> None:
-    base = decoder_shape(
-        name="toy",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=32,
-        intermediate_size=96,
-        vocab_size=50,
-        max_model_len=64,
-        dtype="float32",
+    base = base_shape(
+        ModelDims(
+            name="toy",
+            hidden_size=64,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=32,
+            intermediate_size=96,
+            vocab_size=50,
+            max_model_len=64,
+            dtype="float32",
+        )
     )
     result = measure_kernels(base, num_adapters=3, ranks=(4, 20), rounds=2)
     linears = [module for module in base.modules if module.name in base.all_linear]

@@ -13,7 +13,7 @@ from manylora.catalog.hardware import HARDWARE, Hardware, find_hardware
 from manylora.catalog.models import MODELS, base_shape, dims_from_config, find_dims
 from manylora.config import MIB
 from manylora.costs.copies import COPY_PATHS, copy_time_s, find_copy_path
-from manylora.costs.roofline import make_cost, memory_for_pool
+from manylora.costs.roofline import RooflineCost, memory_for_pool
 from manylora.errors import ConfigError
 from manylora.types import AdapterKey, AdapterVersion
 
@@ -119,16 +119,16 @@ def test_shapes_follow_from_dimensions() -> None:
     mixture = base_shape("mixtral-8x7b")
     assert {name.rpartition(".")[2] for name in mixture.all_linear} == set(ATTENTION_TARGETS)
     with pytest.raises(ConfigError, match="gate_proj"):
-        make_cost("mixtral-8x7b", "h100", tensor_parallel=2, targets=("gate_proj",))
+        RooflineCost("mixtral-8x7b", "h100", tensor_parallel=2, targets=("gate_proj",))
 
 
 def test_unknown_names_are_refused_with_what_is_known() -> None:
     for call in (
         lambda: find_dims("gpt-5"),
         lambda: find_hardware("abacus"),
-        lambda: find_copy_path("pigeon"),
-        lambda: make_cost("llama-7b", "a40", lora_kernel="magic"),
-        lambda: make_cost("llama-7b", "a40", tensor_parallel=3),
+        lambda: find_copy_path("pigeon", "ragged"),
+        lambda: RooflineCost("llama-7b", "a40", lora_kernel="magic"),
+        lambda: RooflineCost("llama-7b", "a40", tensor_parallel=3),
     ):
         with pytest.raises(ConfigError, match="expected"):
             call()

@@ -53,7 +53,7 @@ def test_shares_add_up_to_the_whole() -> None:
         (["steps.jsonl", "--run", "demo"], "expected step logs, or --run MODEL"),
         (["steps.jsonl"], "Cannot read the step log steps.jsonl"),
         (["good.jsonl", "empty.jsonl"], "The step log empty.jsonl is empty"),
-        (["good.jsonl"], "Got 2 steps in all"),
+        (["good.jsonl"], "Got 2 steps in the logs"),
         (["--run", "demo", "--ranks", "8,x"], "expected positive numbers with commas"),
     ],
 )

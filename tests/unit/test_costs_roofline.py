@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from manylora.catalog.models import find_dims
 from manylora.costs.features import step_features
 from manylora.costs.lora import LORA_KERNELS
-from manylora.costs.roofline import RooflineCost, StepParts, make_cost
+from manylora.costs.roofline import RooflineCost, StepParts
 from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
 from manylora.types import AdapterKey, AdapterVersion, SamplingParams, Tier
 
 FAMILIES = sorted(LORA_KERNELS.keys() - {"none"})
-COSTS = {kernel: make_cost("llama-7b", "a40", lora_kernel=kernel) for kernel in LORA_KERNELS}
+COSTS = {kernel: RooflineCost("llama-7b", "a40", lora_kernel=kernel) for kernel in LORA_KERNELS}
 SAMPLING = SamplingParams()
 
 
@@ -59,7 +59,7 @@ def test_features_tell_adapted_sequences_apart() -> None:
 
 
 def test_decoding_alone_is_reading_the_weights() -> None:
-    cost = make_cost("llama-7b", "a40")
+    cost = RooflineCost("llama-7b", "a40")
     layers = parts(cost, sequence(10, 1)).layers_s
     dims, device = cost.dims, cost.hardware
     read = dims.active_weights * 2 / (device.memory_bytes_per_s * device.memory_share)
@@ -68,7 +68,7 @@ def test_decoding_alone_is_reading_the_weights() -> None:
 
 
 def test_a_long_prompt_is_operations() -> None:
-    cost = make_cost("llama-7b", "a40")
+    cost = RooflineCost("llama-7b", "a40")
     time = cost.step_time_s(plan(sequence(0, 4096)))
     dims = cost.dims
     operations = 2 * (dims.active_weights + dims.head_weights) + 4 * dims.num_layers * dims.q_size * 2048
@@ -82,14 +82,14 @@ def test_chunks_cost_as_many_scores_as_the_whole() -> None:
 
 
 def test_kv_of_a_long_context_is_read_at_the_devices_bandwidth() -> None:
-    cost = make_cost("llama-3-8b", "h100")
+    cost = RooflineCost("llama-3-8b", "h100")
     batch = [sequence(8000, 1) for _ in range(64)]
     num_bytes = 64 * 8001 * cost.dims.kv_bytes_per_token
     assert parts(cost, *batch).attention_s == pytest.approx(num_bytes / cost.rates.bytes_per_s)
 
 
 def test_a_mixture_reads_the_experts_it_touches() -> None:
-    cost = make_cost("mixtral-8x7b", "h200")
+    cost = RooflineCost("mixtral-8x7b", "h200")
     one, all_of_them = find_dims("mixtral-8x7b").active_weights, find_dims("mixtral-8x7b").num_parameters
     assert parts(cost, sequence(0, 1)).layers_s == pytest.approx(2 * one / cost.rates.bytes_per_s)
     many = parts(cost, *(sequence(0, 1) for _ in range(64))).layers_s
@@ -129,7 +129,7 @@ def test_fewer_launches_are_quicker() -> None:
 
 
 def test_devices_share_the_work_and_pay_for_the_network() -> None:
-    one, four = (make_cost("llama-2-70b", "a100-80", tensor_parallel=tp) for tp in (1, 4))
+    one, four = (RooflineCost("llama-2-70b", "a100-80", tensor_parallel=tp) for tp in (1, 4))
     batch = [sequence(500, 1, 32, str(i)) for i in range(16)]
     alone, together = parts(one, *batch), parts(four, *batch)
     assert together.layers_s == pytest.approx(alone.layers_s / 4)
@@ -139,12 +139,12 @@ def test_devices_share_the_work_and_pay_for_the_network() -> None:
 
 
 def test_heads_of_kv_are_not_cut() -> None:
-    eight, sixteen = (make_cost("llama-2-70b", "a100-80", tensor_parallel=tp) for tp in (8, 16))
+    eight, sixteen = (RooflineCost("llama-2-70b", "a100-80", tensor_parallel=tp) for tp in (8, 16))
     assert parts(sixteen, sequence(500, 1)).attention_s == pytest.approx(parts(eight, sequence(500, 1)).attention_s)
 
 
 def test_loads_go_by_disk_or_by_link() -> None:
-    cost = make_cost("llama-7b", "a40")
+    cost = RooflineCost("llama-7b", "a40")
     version = AdapterVersion(
         key=AdapterKey("a"),
         source="",
@@ -161,7 +161,7 @@ def test_loads_go_by_disk_or_by_link() -> None:
     device = cost.load_time_s(AdapterLoad(version=version, tier=Tier.DEVICE, pages=tuple(range(8))))
     assert device == pytest.approx((64 << 20) / 25e9, rel=0.01)
     assert (
-        make_cost("llama-7b", "a40", lora_kernel="s-lora-mbgmm").load_time_s(
+        RooflineCost("llama-7b", "a40", lora_kernel="s-lora-mbgmm").load_time_s(
             AdapterLoad(version=version, tier=Tier.DEVICE)
         )
         > 2 * device
@@ -208,4 +208,4 @@ def test_better_hardware_is_never_slower(batch: list[PlannedSequence], share: fl
         flops_per_s=cost.hardware.flops_per_s * share,
         memory_bytes_per_s=cost.hardware.memory_bytes_per_s * share,
     )
-    assert make_cost("llama-7b", slower).step_time_s(plan(*batch)) >= cost.step_time_s(plan(*batch))
+    assert RooflineCost("llama-7b", slower).step_time_s(plan(*batch)) >= cost.step_time_s(plan(*batch))

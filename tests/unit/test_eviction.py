@@ -61,7 +61,7 @@ def test_the_spared_adapter_is_never_named(name):
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
-def test_wanted_adapters_stand_in_a_line_of_their_own(name):
+def test_wanted_adapters_have_a_ranking_of_their_own(name):
     policy = make(name)
     policy.add(adapter("idle", 1, 5.0), Depth.IDLE)
     policy.add(adapter("wanted", 1, 0.0), Depth.WANTED)

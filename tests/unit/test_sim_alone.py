@@ -3,12 +3,12 @@
 import pytest
 from unloaded import FITTING, constants, fits, loading_share, predictions, solve_scale
 
-from manylora.costs.roofline import make_cost
+from manylora.costs.roofline import RooflineCost
 from manylora.plan import PlannedSequence, StepPlan
 from manylora.sim.alone import time_alone
 from manylora.types import AdapterKey, SamplingParams
 
-COST = make_cost("llama-7b", "a40", lora_kernel="s-lora-mbgmm")
+COST = RooflineCost("llama-7b", "a40", lora_kernel="s-lora-mbgmm")
 
 
 def step_s(start: int, num_tokens: int, rank: int) -> float:

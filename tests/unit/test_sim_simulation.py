@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.catalog.shapes import decoder_shape
+from manylora.catalog.dims import ModelDims
+from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
-from manylora.costs.roofline import make_cost
+from manylora.costs.roofline import RooflineCost
 from manylora.errors import AdapterError, ConfigError
 from manylora.routing.step_model import step_model
 from manylora.scheduling import POLICIES
@@ -20,16 +21,18 @@ from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.types import Tier
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
-BASE = decoder_shape(
-    name="tiny",
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=16,
-    intermediate_size=128,
-    vocab_size=500,
-    max_model_len=512,
+BASE = base_shape(
+    ModelDims(
+        name="tiny",
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=128,
+        vocab_size=500,
+        max_model_len=512,
+    )
 )
 COST = FixedCost(step_s=0.01, token_s=0.001, copy_bytes_per_s=1e6, disk_bytes_per_s=1e6)
 
@@ -195,7 +198,7 @@ def test_requests_kept_with_their_adapters_load_fewer_of_them():
 
 @pytest.mark.parametrize(("kernel", "is_padded"), [("padded", True), ("ragged", False), ("s-lora-mbgmm", False)])
 def test_a_line_through_a_cost_model_says_what_kernels_pay_for(kernel: str, is_padded: bool):
-    line = step_model(make_cost("llama-2-7b", "a10", lora_kernel=kernel))
+    line = step_model(RooflineCost("llama-2-7b", "a10", lora_kernel=kernel))
     assert line.is_padded is is_padded
     assert min(line.request_s, line.rank_s, line.prompt_token_s, line.prompt_token_rank_s) > 0
     assert line.decode_s(32, 32 * 64, 64) > line.decode_s(32, 32 * 8, 8) > line.decode_s(8, 8 * 8, 8)

@@ -64,18 +64,14 @@ WORDS = [
 
 NOT_YET = {
     "bench",
-    "src/manylora/adapters",
     "src/manylora/bench",
-    "src/manylora/catalog",
     "src/manylora/clock.py",
-    "src/manylora/costs",
     "src/manylora/demo",
     "src/manylora/engine",
     "src/manylora/errors.py",
     "src/manylora/execution",
     "src/manylora/experiments",
     "src/manylora/measure",
-    "src/manylora/memory",
     "src/manylora/planning",
     "src/manylora/scheduling",
     "src/manylora/text",

@@ -1,13 +1,13 @@
-"""``adapter_model.bin``: adapters from before safetensors, which are pickles in a zip archive.
+"""``adapter_model.bin``: adapters from before safetensors, as pickles in a zip archive.
 
-Unpickling runs what the file says, so little of it is allowed. The pickle may use the few opcodes that PyTorch writes
-and name nothing but the rebuilding of tensors. A tensor is a window on a *storage*, a member of the archive::
+Unpickling executes the file, so only the opcodes that PyTorch writes and the functions that rebuild tensors are
+allowed. A tensor is a window on a *storage*, a member of the archive::
 
     archive/data.pkl     {"...lora_A.weight": rebuild(storage "0" of float32, offset, shape, strides), ...}
     archive/data/0       the numbers
 
-Sizes are not believed either. Only plain, uncompressed archives are read; a window must lie in its storage; and a
-tensor of stride 0 over one number counts with all its elements before any memory is taken for it.
+Sizes are checked too. Archives must be uncompressed, a window must lie in its storage, and a tensor of stride 0 counts
+with all its elements before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["read_bin"]
 
 MAX_PICKLE_BYTES = 64 * 1024 * 1024
 MAX_MEMO = 1 << 22
-"""Largest index into the unpickler's memo, which takes memory for all below it."""
+"""Largest index into the unpickler's memo, which is as long as its largest index."""
 
 _OPCODES = frozenset(
     {"PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "BUILD", "BINPERSID", "NONE", "NEWTRUE", "NEWFALSE"}
@@ -40,14 +40,14 @@ _OPCODES = frozenset(
     | {"TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "BINPUT", "LONG_BINPUT"}
     | {"BINGET", "LONG_BINGET", "SHORT_BINSTRING", "BINSTRING"}
 )
-"""Those of pickle protocol 2, the one that PyTorch writes."""
+"""Opcodes of pickle protocol 2, which PyTorch writes."""
 
 _STORAGES: Mapping[str, str] = {
     "DoubleStorage": "F64",
     "FloatStorage": "F32",
     "HalfStorage": "F16",
     "BFloat16Storage": "BF16",
-    # Kept by name and refused where the tensor's name is known.
+    # Unsupported; refused where the tensor's name is known.
     "CharStorage": "int8",
     "ByteStorage": "uint8",
     "ShortStorage": "int16",
@@ -59,10 +59,10 @@ _STORAGES: Mapping[str, str] = {
 
 
 class _NotTensorsError(Exception):
-    """The pickle names something that is no part of a tensor."""
+    """The pickle names an object that is no part of a tensor."""
 
 
-# Tuples, because a pickle can change the state of nearly everything else that it has made.
+# Tuples, because a pickle can change the state of most other objects that it creates.
 class _Storage(NamedTuple):
     dtype: str
     data: bytes
@@ -78,21 +78,18 @@ class _Window(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes once it is contiguous."""
+        """Bytes of the contiguous tensor."""
         bits = FLOAT_DTYPES.get(self.storage.dtype)
         return math.prod(self.shape) * (bits.itemsize if bits is not None else 1)
 
 
 def read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
-    """Read every tensor of a PyTorch weight file without running it.
+    """Read every tensor of a PyTorch weight file without executing it.
 
-    Args:
-        name: The adapter, for messages.
-        path: The file.
-        max_bytes: Most bytes the file, and its tensors together, may take.
+    The file, and its tensors together, may have at most ``max_bytes`` bytes.
 
     Raises:
-        AdapterError: It is damaged, too large, compressed, from before PyTorch 1.6, or holds more than tensors.
+        AdapterError: It is damaged, too large, compressed, older than PyTorch 1.6, or holds more than tensors.
     """
     with open_regular(name, path, max_bytes) as file:
         try:
@@ -109,14 +106,14 @@ def read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
         try:
             content = _unpickle(archive, entries[0].filename.partition("/")[0])
         except _NotTensorsError as error:
-            raise AdapterError(name, f"{path.name} holds more than tensors, and is not run to find out what") from error
+            raise AdapterError(name, f"{path.name} holds more than tensors, and is not executed") from error
         except Exception as error:  # a hostile pickle makes the unpickler raise nearly anything
             raise AdapterError(name, f"{path.name} is damaged: {type(error).__name__}") from error
     if not isinstance(content, dict):
         raise AdapterError(name, f"{path.name} holds a {type(content).__name__}, expected tensors by name")
     tensors: dict[str, StoredTensor] = {}
     left = max_bytes
-    for key, value in dict.items(content):  # an attribute of the pickle's may hide the dictionary's own
+    for key, value in dict.items(content):  # the pickle may have overridden ``content.items``
         if not (isinstance(key, str) and isinstance(value, _Window)):
             shown = repr(key[:80]) if isinstance(key, str) else f"a {type(key).__name__}"
             raise AdapterError(name, f"{path.name} holds more than tensors by name: {shown}")
@@ -131,7 +128,7 @@ def read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
 
 
 def _unpickle(archive: zipfile.ZipFile, prefix: str) -> object:
-    """Return what the archive's pickle describes, tensors as windows."""
+    """Return the object in the archive's pickle, with tensors as windows."""
     from pickletools import genops  # few adapters are of this kind
 
     if f"{prefix}/byteorder" in archive.namelist() and archive.read(f"{prefix}/byteorder") != b"little":
@@ -148,12 +145,7 @@ def _unpickle(archive: zipfile.ZipFile, prefix: str) -> object:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds windows on storages, and nothing else.
-
-    Args:
-        program: The pickle, of allowed opcodes only.
-        read_storage: Returns the bytes of a storage by its key.
-    """
+    """Unpickles a program of allowed opcodes into windows on storages; ``read_storage`` returns a storage's bytes."""
 
     def __init__(self, program: io.BytesIO, read_storage: Callable[[str], bytes]) -> None:
         super().__init__(program)
@@ -161,7 +153,7 @@ class _Unpickler(pickle.Unpickler):
         self._storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object of a global name, if it is part of a tensor."""
+        """Return an object that is part of a tensor, by its global name."""
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if module in ("torch", "torch.storage") and name in _STORAGES:
@@ -174,7 +166,7 @@ class _Unpickler(pickle.Unpickler):
         """Return the storage that ``('storage', type, key, place, number of elements)`` names."""
         kind, dtype, key = pid[:3]
         if kind != "storage" or dtype not in _STORAGES.values() or not isinstance(key, str):
-            raise ValueError("it refers to something that is no storage")
+            raise ValueError("it refers to an object that is no storage")
         if key not in self._storages:
             self._storages[key] = _Storage(dtype, self._read(key))
         if self._storages[key].dtype != dtype:
@@ -183,7 +175,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Allowed:
-    """A function that a pickle may call and cannot change."""
+    """A function that a pickle may call but cannot modify."""
 
     __slots__ = ("_function",)
     _function: Callable[..., object]
@@ -208,7 +200,7 @@ def _window(storage: object, offset: object, shape: Any, strides: Any, *_: objec
 
 
 def _other(*_: object) -> None:
-    """Stand for a tensor that is not plain: refused where its name is known."""
+    """Replace a tensor that is not plain, which is refused where its name is known."""
 
 
 _FUNCTIONS: Mapping[tuple[str, str], Callable[..., object]] = {
@@ -221,19 +213,13 @@ _FUNCTIONS: Mapping[tuple[str, str], Callable[..., object]] = {
 
 
 def _store(window: _Window) -> StoredTensor:
-    """Return a window's numbers as plain contiguous bytes.
-
-    Raises:
-        ValueError: It reaches beyond its storage.
-    """
+    """Return a window as contiguous bytes, or raise ``ValueError`` if it reaches beyond its storage."""
     dtype = window.storage.dtype
-    if dtype not in FLOAT_DTYPES:
-        # Refused by name where its key is known; the bytes are of no use.
+    if dtype not in FLOAT_DTYPES or math.prod(window.shape) == 0:
+        # An unsupported dtype is refused where the tensor's name is known, without its bytes.
         return StoredTensor(dtype, window.shape, np.empty(0, np.uint8))
     bits = FLOAT_DTYPES[dtype]
     numbers: NDArray[Any] = np.frombuffer(window.storage.data, bits)[window.offset :]
-    if math.prod(window.shape) == 0:
-        return StoredTensor(dtype, window.shape, np.empty(0, np.uint8))
     last = sum((size - 1) * stride for size, stride in zip(window.shape, window.strides, strict=True))
     if last >= len(numbers):
         raise ValueError("the tensor lies outside its storage")

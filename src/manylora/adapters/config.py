@@ -1,8 +1,4 @@
-"""``adapter_config.json``: the file that says how an adapter was made, read with suspicion.
-
-Nothing in the file can hurt: it is small, shallow and valid, or refused. The meaning of its settings is the business of
-the adapter's method (``method``).
-"""
+"""The untrusted ``adapter_config.json``: refused unless small and valid. The adapter's method interprets it."""
 
 from __future__ import annotations
 
@@ -22,12 +18,8 @@ MAX_CONFIG_BYTES = 1024 * 1024
 def read_config(name: str, directory: Path) -> dict[str, Any]:
     """Read the configuration in an adapter's directory.
 
-    Args:
-        name: The adapter, for messages.
-        directory: Holds ``adapter_config.json``.
-
     Raises:
-        AdapterError: It is missing or malformed.
+        AdapterError: It is missing or malformed; names the adapter ``name``.
     """
     with open_regular(name, directory / CONFIG_FILE, MAX_CONFIG_BYTES) as file:
         content = file.read(MAX_CONFIG_BYTES)

@@ -1,9 +1,9 @@
-"""Where each piece of an adapter lies in its pages.
+"""Layout of an adapter's matrices in its pages, and the sizes that follow from it.
 
-A LoRA pair adds ``scale * (x A^T) B^T`` with A ``[rank, in]`` and B ``[out, rank]``. We keep A as it is and
-B transposed (``[rank, out]``, scale folded in), so that both are stacks of rows along the rank, and cut each
-stack into *tiles*: contiguous row-major pieces that never cross a page. A's of one group (q/k/v, gate/up)
-are stacked into one matrix, so that one product serves the group.
+A LoRA pair adds ``scale * (x A^T) B^T`` with A ``[rank, in]`` and B ``[out, rank]``. A is kept as it is and B is
+transposed (``[rank, out]``, scale folded in), so that both are stacks of rows along the rank. Each stack is cut into
+*tiles*: contiguous row-major pieces that never cross a page. The A matrices of one group (q/k/v, gate/up) are stacked
+into one, so that one product serves the group.
 
 ::
 
@@ -11,13 +11,12 @@ are stacked into one matrix, so that one product serves the group.
     A stack  [12, in]   rows 0..7 q, 8..11 v      ->   | A tile | B^T tile q | B^T tile v | next group ...
     B^T      q [8, out_q], v [4, out_v]
 
-A method may add a *column scale* to a module: one number per output column, laid out as a matrix of
-one row. There is no slot and no largest rank: a module takes its own rank and an absent one takes nothing.
+A method may add a *column scale* to a module: one number per output column, laid out as a matrix of one row. There are
+no slots of a largest rank: a module takes its own rank, and an absent module takes nothing.
 
-Placement is first-fit decreasing over *runs*: as many rows of one matrix as a page holds. The tiles of a run
-lie directly behind one another, so an executor may see a run as one matrix; almost every matrix is one run.
-Only where a new page would be opened although the holes in the open ones have room for all that is left is a
-run cut to fill them: this saves the last, mostly empty page, which is where a small adapter's waste would be.
+Placement is first-fit decreasing over *runs*: as many rows of one matrix as a page holds. The tiles of a run are
+adjacent, so an executor may read a run as one matrix; almost every matrix is one run. A run is cut further only if the
+holes in the open pages hold all that is left. This saves the last, mostly empty page of a small adapter.
 """
 
 from __future__ import annotations
@@ -26,14 +25,24 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from manylora.adapters.shape import ELEMENT_BYTES, BaseShape, PageShape, TargetModule
+from manylora.types import AdapterKey, AdapterVersion
 
-__all__ = ["ALIGN_BYTES", "MAX_TILE_ROWS", "AdapterLayout", "GroupLayout", "ModuleLayout", "Tile", "lay_out"]
+__all__ = [
+    "ALIGN_BYTES",
+    "MAX_TILE_ROWS",
+    "AdapterLayout",
+    "GroupLayout",
+    "ModuleLayout",
+    "Tile",
+    "lay_out",
+    "make_version",
+]
 
 MAX_TILE_ROWS = 16
 """Most rows in a tile: the height of a matrix instruction, so that a kernel never splits one."""
 
 ALIGN_BYTES = 64
-"""Runs start on cache lines (and on the boundary vector loads want)."""
+"""Runs start on cache lines, which are also aligned for vector loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +50,11 @@ class Tile:
     """A ``[num_rows, num_cols]`` piece of a matrix, row-major and contiguous in one page.
 
     Args:
-        page: Index among the adapter's own pages (not the pool's).
+        page: Index among the adapter's own pages.
         offset: First element in the page.
-        row: First row of the matrix it holds.
+        row: First row of the matrix.
         num_rows: Rows.
-        col: First column.
+        col: First column of the matrix.
         num_cols: Columns (all of them unless one row is larger than a page).
     """
 
@@ -62,11 +71,11 @@ class ModuleLayout:
     """One module's share of a group.
 
     Args:
-        module: Which.
-        rank: Its true rank.
-        row: Its first row in the group's A stack (and column of the shrunk activations).
+        module: The base's module.
+        rank: Its own rank, without padding.
+        row: Its first row in the group's A stack (and column of the activations ``x A^T``).
         b: Tiles of B^T ``[rank, out_features]``, scale folded in.
-        column_scale: Tiles of the column scale ``[1, out_features]``; none where the module has none.
+        column_scale: Tiles of the column scale ``[1, out_features]``; empty without one.
     """
 
     module: TargetModule
@@ -82,8 +91,8 @@ class GroupLayout:
 
     Args:
         group: Name of the group.
-        rank: Rows of the A stack: the sum of its modules' ranks.
-        in_features: Columns of the A stack.
+        rank: Sum of its modules' ranks.
+        in_features: Inputs of the group.
         a: Tiles of the A stack ``[rank, in_features]``.
         modules: The modules with weights, in order of ``row``.
     """
@@ -97,12 +106,12 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """An adapter's groups and how many pages they take.
+    """An adapter's groups, by name, and the pages they take.
 
     Args:
         groups: By group name.
         num_pages: Pages.
-        used_elements: Elements that hold weights; the rest of the pages is internal waste.
+        used_elements: Elements that hold weights; the rest of the pages is padding.
         dtype: Type of the elements: the page's own, or a narrower one, of which more fit in a page.
     """
 
@@ -119,7 +128,7 @@ class AdapterLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Rows ``[row, row + num_rows)`` of columns ``[col, col + num_cols)`` of a matrix, to lie in one page."""
+    """Rows ``[row, row + num_rows)`` of columns ``[col, col + num_cols)`` of a matrix, to be placed in one page."""
 
     matrix: int
     row: int
@@ -134,24 +143,16 @@ class _Run:
 
 @dataclass(slots=True)
 class _Packer:
-    """Adapter pages as they fill, each from its front.
-
-    Args:
-        page_elements: Elements in a page.
-        align: Runs start at multiples of this many elements.
-        num_pages: Pages so far.
-        holes: Elements free at the end of each page that is not full, by page, in page order.
-        tiles: Tiles placed so far, by matrix.
-    """
+    """Adapter pages as they fill, each from its front."""
 
     page_elements: int
-    align: int
+    align: int  # runs start at multiples of so many elements
     num_pages: int = 0
-    holes: dict[int, int] = field(default_factory=dict)
-    tiles: dict[int, list[Tile]] = field(default_factory=dict)
+    holes: dict[int, int] = field(default_factory=dict)  # page -> elements free at its end, in page order
+    tiles: dict[int, list[Tile]] = field(default_factory=dict)  # by matrix
 
     def place_all(self, runs: list[_Run]) -> None:
-        """Place every run, the largest first; ties stay in model order, so that equal adapters lie alike."""
+        """Place every run, the largest first; ties stay in model order, so that equal adapters have equal layouts."""
         left = sum(run.num_elements for run in runs)
         for run in sorted(runs, key=lambda r: -r.num_elements):
             page = next((p for p, free in self.holes.items() if run.num_elements <= free), None)
@@ -164,18 +165,18 @@ class _Packer:
             left -= run.num_elements
 
     def _fill_holes(self, run: _Run) -> bool:
-        """Cut a run into the holes of open pages; does nothing and returns False when it does not fit in them."""
+        """Cut a run into the holes of open pages; change nothing and return False when it does not fit."""
         rows_in = {page: free // run.num_cols for page, free in self.holes.items()}
         if sum(rows_in.values()) < run.num_rows:
             return False
         row, end = run.row, run.row + run.num_rows
-        # The roomiest holes first: fewest pieces.
+        # The largest holes first: fewest pieces.
         for page in sorted(rows_in, key=lambda p: -rows_in[p]):
-            take = min(rows_in[page], end - row)
-            if take == 0:
+            num_rows = min(rows_in[page], end - row)
+            if num_rows == 0:
                 break
-            self._put(_Run(run.matrix, row, take, run.col, run.num_cols), page)
-            row += take
+            self._put(_Run(run.matrix, row, num_rows, run.col, run.num_cols), page)
+            row += num_rows
         return True
 
     def _put(self, run: _Run, page: int) -> None:
@@ -193,7 +194,7 @@ def _cut(matrix: int, num_rows: int, num_cols: int, page_elements: int) -> list[
     """Cut a matrix into runs that fit a page: by rows, and by columns where one row is larger than a page."""
     width = num_cols
     if num_cols > page_elements:
-        # Narrow enough for a full tile of rows: few wide rows would make as many tiles and thinner products.
+        # Narrow enough for a full tile of rows: a few wide rows would give as many tiles and smaller products.
         width = max(1, page_elements // min(MAX_TILE_ROWS, num_rows))
     runs = []
     for col in range(0, num_cols, width):
@@ -205,7 +206,7 @@ def _cut(matrix: int, num_rows: int, num_cols: int, page_elements: int) -> list[
 
 
 def _alignment(page: PageShape, dtype: str) -> int:
-    # A tiny page (a test model's) would lose a visible share to alignment: there runs are packed tight.
+    # A tiny page (of a test model) would lose a visible share to alignment: its runs are packed without.
     align = max(1, ALIGN_BYTES // ELEMENT_BYTES[dtype])
     num_elements = page.elements_of(dtype)
     return align if num_elements % align == 0 and num_elements >= 64 * align else 1
@@ -214,19 +215,15 @@ def _alignment(page: PageShape, dtype: str) -> int:
 def lay_out(
     ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None, column_scaled: Collection[str] = ()
 ) -> AdapterLayout:
-    """Decide where every row of an adapter lies.
+    """Return the layout of an adapter; its tiles cover each matrix exactly once and never overlap or cross a page.
 
-    A pure function of its arguments: the same adapter lies alike everywhere, so a host copy made once can be
-    copied to any pages of any replica.
+    A pure function of its arguments, so one host copy can be copied to any pages of any replica.
 
     Args:
         ranks: Rank of each module that has weights, by module name; every name is in ``base.modules``.
         base: The base model.
-        dtype: Type the weights are kept in; the page's own when ``None``.
+        dtype: Type of the packed weights; the page's own when ``None``.
         column_scaled: Names of the modules with a column scale, all of them in ``ranks``.
-
-    Returns:
-        The layout; its tiles cover each matrix exactly once, never overlap and never cross a page.
     """
     assert ranks and all(rank >= 1 for rank in ranks.values()), "an adapter has at least one module of rank 1"
     members: dict[str, list[TargetModule]] = {}
@@ -260,3 +257,30 @@ def lay_out(
         groups[group] = GroupLayout(group, row, modules[0].in_features, a, tuple(parts))
     used = sum(rows * cols for rows, cols in sizes)
     return AdapterLayout(groups=groups, num_pages=packer.num_pages, used_elements=used, dtype=dtype)
+
+
+def make_version(
+    layout: AdapterLayout, page: PageShape, *, key: str, source: str, disk_bytes: int | None = None
+) -> AdapterVersion:
+    """Return the version of an adapter with this layout, read or simulated, with its sizes in every tier.
+
+    Args:
+        layout: Returned by its method.
+        page: The base's page.
+        key: Its identity.
+        source: The directory it came from, or its name without one.
+        disk_bytes: Size of its weight file; the size of its weights when ``None``.
+    """
+    modules = [part for group in layout.groups.values() for part in group.modules]
+    return AdapterVersion(
+        key=AdapterKey(key),
+        source=source,
+        rank=max(part.rank for part in modules),
+        total_rank=sum(part.rank for part in modules),
+        num_modules=len(modules),
+        target_modules=tuple(sorted({part.module.name.rpartition(".")[2] for part in modules})),
+        num_pages=layout.num_pages,
+        weight_bytes=layout.weight_bytes,
+        host_bytes=layout.num_pages * page.num_bytes,
+        disk_bytes=layout.weight_bytes if disk_bytes is None else disk_bytes,
+    )

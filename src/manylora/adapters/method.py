@@ -1,13 +1,13 @@
-"""One way of adapting a base: the seam by which adapters beyond plain LoRA come in.
+"""The interface of an adapter method: plain LoRA and methods beyond it.
 
-Every method ends in the same arithmetic, so that kernels, pages and schedulers know no method by name. A row of a
+Every method ends in the same arithmetic, so kernels, pages and schedulers are independent of the method. A row of a
 module's output is::
 
     out = (x W^T  +  scale * (x A^T) B^T) * column_scale  +  bias
 
-A method says which tensors of a folder are A, B and the column scale of each module (``parse``, then ``match``), how
-they lie in pages (``lay_out``, which is also their size), and how its own definition reads in plain numpy
-(``reference``, the oracle of tests). Plain LoRA has no column scale and pays nothing for methods that have one.
+A method finds A, B and the column scale of each module in a checkpoint (``parse``, then ``match``), lays them out in
+pages (``lay_out``, which also gives their size), and defines the result in plain numpy (``reference``, for tests).
+Plain LoRA has no column scale and pays nothing for methods that have one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ModuleWeights:
     """The weights of one module, checked against the base.
 
     Args:
-        module: The module.
-        rank: Rank of its pair.
+        module: The base's module.
+        rank: Rank of the pair.
         scale: Factor of ``B A``; folded into B when packed.
         a: ``[rank, in_features]``.
         b: ``[out_features, rank]``, without the scale.
-        column_scale: ``[out_features]``, multiplies the output with LoRA in it; ``None`` where nothing does.
+        column_scale: ``[out_features]``, multiplies the output of base and LoRA together; ``None`` for no factor.
     """
 
     module: TargetModule
@@ -49,11 +49,11 @@ class ModuleWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModule:
-    """One adapted module as a weight file has it, before any base is known.
+    """One adapted module of a weight file, before any base is known.
 
     Args:
         name: As in the file.
-        rank: Rows of its A, by the file.
+        rank: Rows of A in the file.
         scale: Factor of ``B A``.
         dtype: Stored type of A, by safetensors' name.
         num_elements: Elements of all its tensors.
@@ -67,7 +67,7 @@ class StoredModule:
 
 
 class AdapterSettings(Protocol):
-    """The configuration of one adapter, checked; understands the tensors beside it."""
+    """The checked configuration of one adapter, which interprets its tensors."""
 
     @property
     def base_model(self) -> str | None:
@@ -96,37 +96,33 @@ class AdapterSettings(Protocol):
         """Return the weights of every module, in the base's module order; at least one.
 
         Raises:
-            AdapterError: A tensor would not be applied, one that the settings promise is missing, or sizes disagree.
+            AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
         """
         ...
 
 
 class AdapterMethod(Protocol):
-    """How adapters of one kind are read, stored and applied; stateless."""
+    """Reads, stores and defines adapters of one kind; stateless."""
 
     def accepts(self, config: Mapping[str, Any]) -> bool:
         """Return whether a configuration asks for this method."""
         ...
 
     def parse(self, name: str, config: Mapping[str, Any]) -> AdapterSettings:
-        """Check a configuration.
-
-        Args:
-            name: The adapter, for messages.
-            config: Content of ``adapter_config.json``.
+        """Check the content of ``adapter_config.json``; ``name`` is the adapter, for messages.
 
         Raises:
-            AdapterError: It is malformed, or asks for something that is not supported.
+            AdapterError: The configuration is malformed or unsupported.
         """
         ...
 
     def lay_out(self, ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None) -> AdapterLayout:
-        """Return where an adapter's tiles lie, and by that its pages and bytes.
+        """Return the places of an adapter's tiles, which also give its pages and bytes.
 
         Args:
             ranks: Rank of each adapted module, by module name.
             base: The base model.
-            dtype: Type the weights are kept in; the page's own when ``None``.
+            dtype: Type of the packed weights; the page's own when ``None``.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The adapter methods this server knows, asked in order."""
+"""The registry of adapter methods. A module of its own: ``lora`` implements ``method``, and this imports both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["METHODS", "PLAIN_LORA", "find_method"]
 PLAIN_LORA = PlainLora()
 
 METHODS: list[AdapterMethod] = []
-"""Methods beside plain LoRA, which takes every configuration that none of them accepts (or refuses it by name)."""
+"""Methods tried before plain LoRA, which handles (or refuses by name) every configuration that none of them accepts."""
 
 
 def find_method(config: Mapping[str, Any]) -> AdapterMethod:

@@ -1,7 +1,7 @@
-"""An adapter as page images: what the host tier keeps and what is copied to the device, page by page.
+"""Page images of an adapter: the host tier keeps them and copies them to the device, page by page.
 
-The image is the layout filled in: B is transposed and carries the scale, numbers have the layout's type. Nothing
-is computed after this; a load is a copy.
+An image is a filled layout: B is transposed and carries the scale, and elements have the layout's dtype. Nothing is
+computed after packing; a load is a copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from manylora.types import AdapterVersion
 __all__ = ["Allocate", "PackedAdapter", "image_of", "own_memory", "pack", "scaled_b", "unpack"]
 
 Allocate = Callable[[int], mmap.mmap]
-"""Returns so many bytes of zeros."""
+"""Returns zeroed memory of a given number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,8 @@ class PackedAdapter:
 
     Args:
         version: Identity and sizes.
-        layout: Where in the image each matrix lies.
-        image: ``[num_pages, elements]``, as many of the layout's type as fit in a page: float32, float16, or
-            uint16 holding the bits of bfloat16. Elements that hold no weight are 0.
+        layout: Place of each matrix in the image.
+        image: ``[num_pages, elements per page]``, float32, float16, or uint16 with the bits of bfloat16. Padding is 0.
     """
 
     version: AdapterVersion
@@ -43,37 +42,23 @@ class PackedAdapter:
 
 
 def own_memory(num_bytes: int) -> mmap.mmap:
-    """Return zeros in memory mapped for one image alone.
+    """Return zeros in a mapping of their own.
 
-    What malloc is given back it may keep, scattered over its heap; a mapping goes back to the system when the last
-    reference does, and images are most of what a server holds.
+    ``malloc`` may keep freed memory scattered over its heap. A mapping returns to the system with its last reference,
+    and images are most of a server's memory.
     """
     return mmap.mmap(-1, num_bytes)
 
 
 def pack(
-    name: str,
-    weights: Sequence[ModuleWeights],
-    layout: AdapterLayout,
-    page: PageShape,
-    allocate: Allocate = own_memory,
+    name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, page: PageShape, allocate: Allocate = own_memory
 ) -> NDArray[Any]:
-    """Fill a layout in.
+    """Return the image (as in ``PackedAdapter``) of the weights of every module in ``layout``.
 
-    The scale goes into B in float32, before the one rounding to the layout's type.
-
-    Args:
-        name: The adapter, for messages.
-        weights: The pairs of every module in the layout.
-        layout: Made by ``lay_out`` for their ranks.
-        page: The page.
-        allocate: Gives the memory for the image.
-
-    Returns:
-        The image, as in ``PackedAdapter``.
+    The scale is multiplied into B in float32, before the only rounding to the layout's dtype.
 
     Raises:
-        AdapterError: A number is too large for the layout's type.
+        AdapterError: A number is too large for the layout's dtype; names the adapter ``name``.
     """
     by_module = {w.module.name: w for w in weights}
     dtype = layout.dtype
@@ -91,28 +76,21 @@ def pack(
 
 
 def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
-    """Return B ``[out_features, rank]`` times its scale, as it is kept."""
+    """Return B ``[out_features, rank]`` times its scale."""
     with np.errstate(over="ignore"):
         return weights.b.as_float32() * np.float32(weights.scale)
 
 
 def image_of(memory: mmap.mmap | NDArray[np.uint8], layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
-    """Return the pages of a layout in ``memory``, as many bytes as they have."""
+    """Return ``memory``, of exactly the layout's bytes, as its pages."""
     return np.frombuffer(memory, _STORAGE[layout.dtype]).reshape(layout.num_pages, page.elements_of(layout.dtype))
 
 
 def unpack(packed: PackedAdapter, module_name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Read one module's matrices back: the readable inverse of ``pack``.
-
-    Args:
-        packed: The adapter.
-        module_name: One of its modules.
-
-    Returns:
-        A ``[rank, in_features]`` and B ``[out_features, rank]`` with the scale in it, float32.
+    """Return a module's A ``[rank, in_features]`` and scaled B ``[out_features, rank]`` in float32, for tests.
 
     Raises:
-        KeyError: It has no weights for this module.
+        KeyError: The adapter has no weights for this module.
     """
     for group in packed.layout.groups.values():
         for part in group.modules:
@@ -123,7 +101,7 @@ def unpack(packed: PackedAdapter, module_name: str) -> tuple[NDArray[np.float32]
     raise KeyError(module_name)
 
 
-# numpy knows no bfloat16: its bits are kept as integers.
+# numpy has no bfloat16: its bits are kept as integers.
 _STORAGE: Mapping[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),

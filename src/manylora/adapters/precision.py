@@ -1,10 +1,9 @@
-"""The type an adapter's weights are kept in, where that may differ from the base's.
+"""The dtype of an adapter's packed weights, which may differ from the base's.
 
-On a CPU the base computes in float32, but a decoding step mostly reads an adapter: half the bytes are half the time,
-and half the pages. Most checkpoints are 16-bit to begin with, and those lose nothing. So ``auto`` looks at the
-numbers: the narrowest type that holds every one of them exactly, scale included, else float32. A scale that is no power
-of two (rank-stabilised LoRA has one) rounds B and so keeps an adapter in float32; to accept that rounding, name the
-type.
+On a CPU the base computes in float32, but a decode step is bound by reading adapters: half the bytes take half the
+time and half the pages. Most checkpoints are 16-bit and lose nothing. ``auto`` is therefore the narrowest dtype that
+holds every weight exactly, scale included, else float32. A scale that is not a power of two (as of rank-stabilised
+LoRA) makes B inexact and keeps an adapter in float32; name the dtype to accept the rounding.
 """
 
 from __future__ import annotations
@@ -24,19 +23,14 @@ ADAPTER_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def choose_dtype(weights: Sequence[ModuleWeights], asked: str) -> str:
-    """Return the type to keep an adapter in.
-
-    Args:
-        weights: Its modules.
-        asked: One of ``ADAPTER_DTYPES``; anything but ``auto`` is the answer.
-    """
+    """Return the dtype for an adapter; ``asked`` is one of ``ADAPTER_DTYPES``, and all but ``auto`` are returned."""
     if asked != "auto":
         return asked
     return next(
         (
             dtype
             for dtype, is_exact in _IS_EXACT.items()
-            # B first: a scale spoils it more often than A.
+            # B first: its scale makes it inexact more often than A.
             if all(is_exact(scaled_b(w)) for w in weights)
             and all(is_exact(w.a.as_float32()) for w in weights)
             and all(is_exact(w.column_scale.as_float32()) for w in weights if w.column_scale is not None)

@@ -1,6 +1,6 @@
-"""From a directory to a packed adapter: read, check, name by content, lay out, pack.
+"""Read an adapter directory: check it, hash its content, lay it out and pack it.
 
-Every fault of an adapter is found here, before it has a name that a request could wait for.
+Every fault of an adapter is found here, before a request can wait for its name.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from manylora.adapters.bin_file import read_bin
 from manylora.adapters.config import read_config
+from manylora.adapters.layout import make_version
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.methods import find_method
 from manylora.adapters.packed import Allocate, PackedAdapter, own_memory, pack
 from manylora.adapters.precision import choose_dtype
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.size import make_version
 from manylora.adapters.tensors import StoredTensor, read_safetensors
 from manylora.errors import AdapterError, AdapterNotFound
 from manylora.types import AdapterKey
@@ -26,7 +26,7 @@ from manylora.types import AdapterKey
 __all__ = ["WEIGHT_FILES", "check_directory", "read_adapter", "read_tensors"]
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-"""In PEFT's order: the first that exists counts, and is never passed over for the next because it is bad."""
+"""In PEFT's order: the first that exists is read. If it is damaged, the adapter is refused."""
 
 
 def read_adapter(
@@ -38,21 +38,19 @@ def read_adapter(
     dtype: str | None = None,
     allocate: Allocate = own_memory,
 ) -> PackedAdapter:
-    """Read and check a PEFT directory, and pack its weights for a base.
-
-    Blocks on the disk; safe from any thread.
+    """Read and check a PEFT directory, and pack its weights for a base. Blocks on the disk; safe from any thread.
 
     Args:
-        name: What the caller calls it, for messages.
-        path: The directory. Where it may lie is ``sources.resolve_path``'s question.
+        name: The adapter, for messages.
+        path: The directory, already permitted by ``sources.resolve_path``.
         base: The base model.
         max_bytes: Largest weight file.
-        dtype: Type to keep the weights in; ``auto`` for the narrowest that holds them exactly (``precision``), the
-            page's own when ``None``.
-        allocate: Gives the memory for the image.
+        dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``precision``), the page's own when
+            ``None``.
+        allocate: Returns the memory for the image.
 
     Raises:
-        AdapterError: It cannot be served on this base; says why.
+        AdapterError: The adapter cannot be served on this base, with the reason.
     """
     directory = check_directory(name, path)
     config = read_config(name, directory)
@@ -69,11 +67,7 @@ def read_adapter(
 
 
 def check_directory(name: str, path: str | Path) -> Path:
-    """Return the path if a directory is there.
-
-    Raises:
-        AdapterNotFound: There is none.
-    """
+    """Return ``path`` if it is a directory, else raise ``AdapterNotFound``."""
     directory = Path(path)
     try:
         is_directory = directory.is_dir()
@@ -85,13 +79,10 @@ def check_directory(name: str, path: str | Path) -> Path:
 
 
 def read_tensors(name: str, directory: Path, max_bytes: int) -> tuple[dict[str, StoredTensor], int]:
-    """Read the weight file of a directory.
-
-    Returns:
-        Its tensors by key, and its size in bytes.
+    """Return the tensors of a directory's weight file by key, and the file's size in bytes.
 
     Raises:
-        AdapterError: There is none, or it is damaged or too large.
+        AdapterError: The file is missing, damaged, or larger than ``max_bytes``.
     """
     present = [directory / file for file in WEIGHT_FILES if os.path.lexists(directory / file)]
     if not present:
@@ -105,10 +96,10 @@ def read_tensors(name: str, directory: Path, max_bytes: int) -> tuple[dict[str, 
 
 
 def _content_key(weights: Sequence[ModuleWeights], base: BaseShape) -> AdapterKey:
-    """Hash all that an adapter computes with: its base, and each module's rank, scale, and weights as stored.
+    """Hash the inputs of an adapter's arithmetic: the base, and each module's rank, scale and stored weights.
 
-    File metadata, key order, training settings and the file's name have no part in it: two uploads of the same
-    weights are one version. Every part is preceded by its length, so that no two lists of parts hash alike.
+    File metadata, key order, training settings and file names are left out: two uploads of the same weights are one
+    version. Every part is preceded by its length, so that different lists of parts never hash alike.
     """
     digest = hashlib.blake2b(digest_size=20)
 
@@ -120,7 +111,7 @@ def _content_key(weights: Sequence[ModuleWeights], base: BaseShape) -> AdapterKe
     for w in sorted(weights, key=lambda w: w.module.name):
         add(w.module.name.encode())
         add(struct.pack("<Qd", w.rank, w.scale))
-        # Matrices and vectors cannot be confused: no module has a third tensor but its column scale.
+        # Unambiguous: a third tensor is always the column scale.
         for tensor in (w.a, w.b) if w.column_scale is None else (w.a, w.b, w.column_scale):
             add(tensor.dtype.encode())
             add(tensor.data.data)

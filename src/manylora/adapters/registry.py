@@ -1,8 +1,7 @@
-"""Names and what they point to.
+"""The registry of adapter names.
 
-A name points to a version; replacing an adapter in place points it to another one. Two names may point to
-the same version (the same weights uploaded twice are held once), and a version outlives its last name for
-as long as requests run on it.
+A name points to a version; replacing an adapter in place points it to another version. Two names may share a version
+(the same weights uploaded twice are held once). A version outlives its last name as long as requests use it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class NamedAdapter:
 
     Args:
         name: The name.
-        version: What it points to now.
-        generation: 1 at first, one more with each replacement.
+        version: Its current version.
+        generation: Starts at 1 and grows by one with each replacement.
         is_pinned: Whether its version must stay on the device.
-        num_requests: Requests that asked for it.
-        num_hits: Those that found it on the device.
+        num_requests: Requests for this name.
+        num_hits: Requests that found the adapter on the device.
     """
 
     name: str
@@ -37,12 +36,7 @@ class NamedAdapter:
 
 
 class AdapterRegistry:
-    """Resolves names to versions.
-
-    Args:
-        base_name: The base model's name, which no adapter may take.
-        max_registered: Most names at once.
-    """
+    """Resolves names to versions; at most ``max_registered`` names, and never ``base_name``, the base model's."""
 
     def __init__(self, base_name: str, max_registered: int) -> None:
         self._base_name = base_name
@@ -58,11 +52,7 @@ class AdapterRegistry:
         return name in self._by_name
 
     def get(self, name: str) -> NamedAdapter:
-        """Return a name's record.
-
-        Raises:
-            AdapterNotFound: Nothing is registered under that name.
-        """
+        """Return a name's record, or raise ``AdapterNotFound``."""
         try:
             return self._by_name[name]
         except KeyError:
@@ -81,11 +71,7 @@ class AdapterRegistry:
         return list(self._pinned.values())
 
     def set_pinned(self, name: str, pinned: bool) -> None:
-        """Pin or unpin a name; a replacement in place stays pinned.
-
-        Raises:
-            AdapterNotFound: Nothing is registered under that name.
-        """
+        """Pin or unpin a name, or raise ``AdapterNotFound``; a replacement in place stays pinned."""
         named = self.get(name)
         named.is_pinned = pinned
         if pinned:
@@ -98,7 +84,7 @@ class AdapterRegistry:
         return any(self._by_name[name].is_pinned for name in self._names_of.get(key, ()))
 
     def check_can_add(self, name: str, *, replace: bool) -> None:
-        """Raise what ``add`` would raise.
+        """Check that ``add`` would succeed.
 
         Raises:
             AdapterExists: The name is the base model's, or taken and ``replace`` is not set.
@@ -115,12 +101,7 @@ class AdapterRegistry:
             )
 
     def add(self, name: str, version: AdapterVersion, *, replace: bool) -> AdapterVersion | None:
-        """Point ``name`` to ``version``; return the version it pointed to before.
-
-        Raises:
-            AdapterExists: See ``check_can_add``.
-            CapacityError: See ``check_can_add``.
-        """
+        """Point ``name`` to ``version`` and return its previous version; raises as ``check_can_add`` does."""
         self.check_can_add(name, replace=replace)
         named = self._by_name.get(name)
         if named is None:
@@ -135,11 +116,7 @@ class AdapterRegistry:
         return old
 
     def remove(self, name: str) -> AdapterVersion:
-        """Forget ``name``; return the version it pointed to.
-
-        Raises:
-            AdapterNotFound: Nothing is registered under that name.
-        """
+        """Remove ``name`` and return its version, or raise ``AdapterNotFound``."""
         version = self.get(name).version
         del self._by_name[name]
         self._pinned.pop(name, None)

@@ -1,4 +1,4 @@
-"""The contents of an adapter directory, for people: ``manylora adapters inspect``."""
+"""Report on an adapter directory, for ``manylora adapters inspect``."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ __all__ = ["AdapterReport", "inspect_adapter"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """A directory's contents and whether a base can serve it.
+    """Contents of a directory, and whether a base can serve it.
 
     Args:
-        path: The directory.
         base_model: The base it was trained on, as its author called it.
         task_type: PEFT's name of the task.
         rank: Largest rank.
         use_rslora: Whether scales divide by the root of the rank.
         modules: Every adapted module, sorted by name.
-        disk_bytes: Size of its weight file.
+        disk_bytes: Size of the weight file.
         fits: Whether the base can serve it; ``None`` when no base was given.
-        problem: Why not, when it does not fit.
-        version: Its identity and its sizes in every tier, when it fits.
+        problem: The reason, when it does not fit.
+        version: Identity and sizes in every tier, when it fits.
     """
 
     path: str
@@ -46,20 +45,15 @@ class AdapterReport:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """The distinct last names of its modules, sorted."""
+        """Distinct last names of the modules, sorted."""
         return tuple(sorted({m.name.rpartition(".")[2] for m in self.modules}))
 
 
 def inspect_adapter(path: str | Path, base: BaseShape | None = None, *, max_bytes: int) -> AdapterReport:
-    """Look into an adapter directory.
-
-    Args:
-        path: The directory.
-        base: The base to try it on, if any.
-        max_bytes: Largest weight file.
+    """Report on an adapter directory with a weight file of at most ``max_bytes``, and whether it fits ``base``.
 
     Raises:
-        AdapterError: It cannot be read for any base. That it does not fit ``base`` is no error but an answer.
+        AdapterError: It cannot be read for any base. An adapter that does not fit ``base`` is reported, not raised.
     """
     name = str(path)
     directory = check_directory(name, path)

@@ -1,12 +1,12 @@
-"""Where one adapter version is, and who needs it: a state machine per tier, told what happens.
+"""Residency of one adapter version, and its users: a state machine per tier.
 
 ::
 
     host     ABSENT --read--> LOADING --done--> RESIDENT --dropped--> ABSENT
     device   ABSENT --copy--> LOADING --done--> RESIDENT --dropped--> ABSENT        (a copy needs the host RESIDENT)
 
-The disk tier is its source; it is never ours to drop. References count sequences: *running* ones hold the
-device copy, *waiting* ones ask for it to be spared.
+The disk tier is the source and is never dropped. Sequences are counted: *running* ones hold the device copy, *waiting*
+ones ask the cache to spare it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Residency:
     """State of one version.
 
     Args:
-        version: Which.
-        host: Its host tier.
-        device: Its device tier.
+        version: The version.
+        host: State of its host copy.
+        device: State of its device copy.
         num_running: Running sequences that use it.
-        num_waiting: Waiting sequences that ask for it.
-        is_retired: No name points to it any more: it goes when its last request has ended.
-        last_used_at: When a sequence last stopped or started using it, in seconds.
+        num_waiting: Waiting sequences that need it.
+        is_retired: No name points to it any more; it is dropped when its last request has ended.
+        last_used_at: When a sequence last started or stopped using it, in seconds.
         num_loads: Loads begun, to either tier.
     """
 
@@ -70,7 +70,7 @@ class Residency:
 
     @property
     def state(self) -> str:
-        """``idle``, ``active``, ``loading`` or ``evicting``, as people are shown it."""
+        """``idle``, ``active``, ``loading`` or ``evicting``, for the API."""
         if self.is_retired:
             return "evicting"
         if self.is_loading:
@@ -78,19 +78,19 @@ class Residency:
         return "active" if self.num_running else "idle"
 
     def begin(self, tier: Tier) -> None:
-        """A load to ``tier`` started."""
+        """Record the start of a load to ``tier``."""
         assert self._get(tier) is TierState.ABSENT
         assert tier is not Tier.DEVICE or self.host is TierState.RESIDENT, "copies start from the host"
         self.num_loads += 1
         self._set(tier, TierState.LOADING)
 
     def end(self, tier: Tier, *, ok: bool) -> None:
-        """A load to ``tier`` ended."""
+        """Record the end of a load to ``tier``."""
         assert self._get(tier) is TierState.LOADING
         self._set(tier, TierState.RESIDENT if ok else TierState.ABSENT)
 
     def drop(self, tier: Tier) -> None:
-        """The copy in ``tier`` is given up."""
+        """Record that the copy in ``tier`` was dropped."""
         assert self._get(tier) is TierState.RESIDENT
         assert tier is not Tier.DEVICE or not self.num_running, "in use"
         assert tier is not Tier.HOST or self.device is not TierState.LOADING, "being copied from"

@@ -1,7 +1,6 @@
-"""The base model as adapters see it: which modules exist, how large they are, which share an input.
+"""Shape of the base model for adapters: its modules, their sizes, and the modules that share an input.
 
-Pure data, made by the torch executor from the real model (``execution/``), read by the checkpoint reader
-(does this adapter fit?), the layout (how many pages?) and the cost models (how many bytes and operations?).
+``execution/`` makes it from the loaded model. The adapter reader, the layout and the cost models read it.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from enum import Enum
 __all__ = ["ELEMENT_BYTES", "BaseShape", "ModuleKind", "PageShape", "TargetModule"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number, by the names that types have here."""
+"""Bytes per element, by dtype."""
 
 
 class ModuleKind(Enum):
-    """What kind of weight a LoRA pair sits beside."""
+    """Kind of the base weight that a LoRA pair changes."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -34,9 +33,9 @@ class TargetModule:
         kind: Linear or embedding.
         in_features: Columns of A (the vocabulary for an embedding).
         out_features: Rows of B.
-        layer: Index of its decoder layer; ``None`` outside them.
-        group: Name of its group, unique in the model.
-        offset: First column of its output in the group's.
+        layer: Index of the decoder layer; ``None`` outside the layers.
+        group: Name of the group, unique in the model.
+        offset: First column of the module's output in the group's.
     """
 
     name: str
@@ -50,17 +49,10 @@ class TargetModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageShape:
-    """A page: one KV block across all layers, or the same bytes seen flat for adapters.
+    """A page: one KV block across all layers, or the same bytes as a flat array for adapters.
 
-    ``[num_layers, 2, block_size, num_kv_heads, head_dim]`` elements of ``element_bytes``.
-
-    Args:
-        block_size: Tokens.
-        num_layers: Layers that hold KV.
-        num_kv_heads: Heads of K and V.
-        head_dim: Width of a head.
-        element_bytes: 4 for float32, 2 for 16-bit types.
-        dtype: ``float32``, ``bfloat16`` or ``float16``.
+    ``[num_layers, 2, block_size, num_kv_heads, head_dim]`` elements of ``element_bytes``: 4 for float32, 2 for
+    bfloat16 and float16. ``block_size`` is in tokens.
     """
 
     block_size: int
@@ -81,27 +73,27 @@ class PageShape:
         return self.num_elements * self.element_bytes
 
     def elements_of(self, dtype: str) -> int:
-        """Numbers of another type that fit in a page."""
+        """Return the number of elements of another dtype that fit in a page."""
         return self.num_bytes // ELEMENT_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseShape:
-    """Everything about the base model that a torch-free part may ask.
+    """The base model, for packages without torch.
 
     Args:
-        name: Name for people (the checkpoint's directory or hub name).
+        name: The checkpoint's directory or hub name.
         architecture: ``model_type`` of its configuration.
-        fingerprint: Hash of the configuration and module shapes: adapters are packed for one fingerprint.
+        fingerprint: Hash of the configuration and module shapes; adapters are packed for one fingerprint.
         vocab_size: Rows of the embedding.
         hidden_size: Width of the residual stream.
         num_layers: Decoder layers.
         max_model_len: Longest context in tokens.
-        page: The page.
-        modules: Every module LoRA may target, in model order.
-        all_linear: Names of modules that PEFT's ``target_modules="all-linear"`` would pick.
+        page: Shape of a page.
+        modules: Every module that LoRA may target, in model order.
+        all_linear: Names of the modules that PEFT's ``target_modules="all-linear"`` selects.
         eos_token_ids: Tokens that end a sequence.
-        unsupported: Modules that exist but that we cannot adapt, with the reason (MoE experts, routers, norms).
+        unsupported: Modules that adapters may not change, with the reason (MoE experts, routers, norms).
     """
 
     name: str

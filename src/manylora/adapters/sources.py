@@ -1,8 +1,7 @@
-"""Names and paths as they come from outside.
+"""Validation of adapter names and paths from requests.
 
-Whoever may register adapters names a directory on the server. The name reaches logs, metrics and URLs, the path
-reaches the disk: both are checked for form before anything is looked up, and a path outside the allowed roots is
-refused without saying whether anything is there.
+The name reaches logs, metrics and URLs; the path reaches the disk. Both are checked for form before any lookup, and a
+path outside the allowed roots is refused without revealing whether it exists.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_ ./:@+=()\[\]-]*[A-Za-z0-9_)\]+])
 
 
 def check_name(name: str) -> str:
-    """Return a name that is fit to be an adapter's.
+    """Return ``name`` if it is a valid adapter name.
 
-    Letters, digits, ``_ . - / : @ + = ( ) [ ]`` and inner spaces; it begins with a letter, digit or underscore.
+    Allowed are letters, digits, ``_ . - / : @ + = ( ) [ ]`` and inner spaces, with a letter, digit or underscore first.
 
     Raises:
-        AdapterError: It is empty, too long, or holds something else.
+        AdapterError: The name is empty, too long, or has other characters.
     """
     if not 1 <= len(name) <= MAX_NAME_CHARS:
         shown = name if not name else name[:32] + "..."
@@ -45,23 +44,15 @@ def check_name(name: str) -> str:
 
 
 def resolve_path(path: str, roots: Sequence[Path]) -> Path:
-    """Find the directory a caller means, inside the roots and nowhere else.
+    """Return the resolved directory of a request's path, which must lie below one of ``roots``.
 
-    An absolute path must lie below a root; a relative one is looked up below each root in turn, never below the
-    working directory. Symbolic links are followed, of the directory and of the files in it that are going to be
-    read, and where they end must lie below a root too (the Hugging Face cache is made of links within itself).
-    The check holds for whoever cannot write below the roots while it runs.
-
-    Args:
-        path: What the caller sent.
-        roots: Directories that adapters may be loaded from.
-
-    Returns:
-        The resolved directory.
+    A relative path is looked up below each root in turn, never below the working directory. Symbolic links, of the
+    directory and of the files that will be read, are followed and must also end below a root (the Hugging Face cache
+    consists of links within itself). The check is safe as long as the requester cannot write below the roots.
 
     Raises:
-        AdapterForbidden: It is malformed, or it, or a file in it, lies outside the roots.
-        AdapterNotFound: There is no such directory inside them.
+        AdapterForbidden: The path is malformed, or it or a file in it lies outside the roots.
+        AdapterNotFound: There is no such directory below the roots.
     """
     shown = path if len(path) <= 256 else path[:253] + "..."
     if not path or len(path) > MAX_PATH_CHARS or not path.isprintable() or path != path.strip():
@@ -91,7 +82,7 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
 
 
 def _is_below(candidate: Path, root: Path, real_root: Path) -> bool:
-    # By spelling alone: nothing outside the roots is ever looked up.
+    # By text alone: nothing outside the roots is ever looked up.
     return candidate.is_relative_to(root) or candidate.is_relative_to(real_root)
 
 

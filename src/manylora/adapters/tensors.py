@@ -1,8 +1,7 @@
-"""Tensors as a weight file holds them, read without trusting it.
+"""Tensors of an untrusted weight file.
 
-An adapter is something a stranger uploads. So: only regular files are opened (a FIFO would block a thread, a
-device might do worse), sizes are limited before bytes are read, and nothing is memory-mapped: a file that is
-cut short while mapped kills the process, while a short read is an error with a name.
+Only regular files are opened (a FIFO would block a thread). Sizes are limited before bytes are read. Nothing is
+memory-mapped: truncating a mapped file kills the process, while a short read raises an error.
 """
 
 from __future__ import annotations
@@ -28,21 +27,20 @@ FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
 }
-"""Types of weights we read, by safetensors' names, and the numpy type of their bits (numpy knows no bfloat16)."""
+"""Supported types of weights, by safetensors' names, and the numpy type of their bits (numpy has no bfloat16)."""
 
 MAX_HEADER_BYTES = 8 * 1024 * 1024
-"""Largest safetensors header: thousands of times what a real adapter needs, small enough to parse at once."""
+"""Largest safetensors header: thousands of times that of a real adapter, small enough to parse at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's bytes with their meaning.
+    """A tensor's bytes with their type and shape.
 
     Args:
-        dtype: safetensors' name of the type; may be one we do not read (``I8``), which is refused where the
-            tensor's name is known.
+        dtype: safetensors' name of the type. An unsupported one (``I8``) is refused where the tensor's name is known.
         shape: Sizes.
-        data: Its bytes, little-endian and row-major, ``[num_bytes]`` uint8.
+        data: Bytes, little-endian and row-major, ``[num_bytes]`` uint8.
     """
 
     dtype: str
@@ -50,11 +48,7 @@ class StoredTensor:
     data: NDArray[np.uint8]
 
     def as_float32(self) -> NDArray[np.float32]:
-        """Convert to float32; a float64 beyond its range becomes infinite, which the caller refuses.
-
-        Returns:
-            Array of ``shape``; a view where the bytes already are float32.
-        """
+        """Return float32 values of ``shape``, a view if stored so. Float64 beyond its range becomes infinite."""
         bits = self.data.view(FLOAT_DTYPES[self.dtype])
         if self.dtype == "BF16":
             values = (bits.astype(np.uint32) << 16).view(np.float32)
@@ -65,15 +59,12 @@ class StoredTensor:
 
 
 def open_regular(name: str, path: Path, max_bytes: int) -> BinaryIO:
-    """Open a regular file of a limited size; never blocks on what only looks like one.
+    """Open a regular file of at most ``max_bytes`` bytes; never blocks.
 
-    Args:
-        name: The adapter, for messages.
-        path: The file; a symbolic link is followed (where links may lead is ``sources``' question).
-        max_bytes: Largest size.
+    Symbolic links are followed; ``sources`` checks their destinations. Messages name the adapter ``name``.
 
     Raises:
-        AdapterError: It is missing, unreadable, not a regular file, or too large.
+        AdapterError: The file is missing, unreadable, not regular, or too large.
     """
     try:
         # O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
@@ -81,29 +72,22 @@ def open_regular(name: str, path: Path, max_bytes: int) -> BinaryIO:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise AdapterError(name, f"cannot open {path.name}: {why}") from error
-    file = os.fdopen(fd, "rb", closefd=True) if stat.S_ISREG(os.fstat(fd).st_mode) else None
-    if file is None:
-        os.close(fd)
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= max_bytes:
+        return os.fdopen(fd, "rb")
+    os.close(fd)
+    if not stat.S_ISREG(status.st_mode):
         raise AdapterError(name, f"{path.name} is not a regular file")
-    size = os.fstat(fd).st_size
-    if size > max_bytes:
-        file.close()
-        raise AdapterError(name, f"{path.name} has {size} bytes, at most {max_bytes} are accepted")
-    return file
+    raise AdapterError(name, f"{path.name} has {status.st_size} bytes, at most {max_bytes} are accepted")
 
 
 def read_safetensors(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
-    """Read every tensor of a safetensors file.
+    """Read every tensor of a safetensors file of at most ``max_bytes`` bytes.
 
-    The library checks the format: header length, JSON, offsets that overlap, leave holes or overrun the file.
-
-    Args:
-        name: The adapter, for messages.
-        path: The file.
-        max_bytes: Most bytes the file may have.
+    The library checks the header length, the JSON, and offsets that overlap, leave holes or overrun the file.
 
     Raises:
-        AdapterError: It is no such file, is damaged, or is too large.
+        AdapterError: The file is of another kind, damaged, or too large.
     """
     with open_regular(name, path, max_bytes) as file:
         content = file.read(os.fstat(file.fileno()).st_size)

@@ -1,1 +1,1 @@
-"""Models and accelerators by name: dimensions, data sheets, and shapes of bases that have no weights here."""
+"""Models and accelerators by name: dimensions, data sheets, and shapes of bases without weights."""

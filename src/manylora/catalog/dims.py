@@ -1,7 +1,7 @@
-"""What a model costs follows from a handful of numbers: its dimensions, and what they add up to.
+"""Dimensions of a model, and the counts that cost models derive from them.
 
-A cost model needs no more than this: how many weights a step reads, how many operations a token takes, how many
-bytes of KV it leaves behind. Norms and biases are counted, because parameter counts are how a reader checks us.
+These are the weights that a step reads, the operations of a token and the bytes of KV that it writes. Norms and biases
+are counted too, so that parameter counts agree with model cards.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ class ModelDims:
     """The dimensions of a decoder with a gated MLP, dense or a mixture of experts.
 
     Args:
-        name: For people and tables.
+        name: Name in tables.
         hidden_size: Width of the residual stream.
         num_layers: Decoder layers.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Width of a head.
-        intermediate_size: Width of the MLP, of one expert where there are experts.
+        intermediate_size: Width of the MLP; of one expert in a mixture.
         vocab_size: Rows of the embedding.
         max_model_len: Longest context in tokens.
         num_experts: Experts per layer; 0 for a dense model.
-        experts_per_token: How many of them a token goes through.
+        experts_per_token: Experts that a token is routed to.
         tie_embeddings: Whether the head is the embedding.
         has_attention_bias: Whether q, k and v have biases.
         dtype: Precision of KV, adapters and activations.
         weight_bits: Bits per weight of the layers' matrices in a quantised base, whose embedding and head stay in
-            ``dtype``; ``None`` where all of it is in ``dtype``.
+            ``dtype``; ``None`` for an unquantised base.
     """
 
     name: str
@@ -83,23 +83,23 @@ class ModelDims:
 
     @property
     def expert_weights(self) -> int:
-        """Weights of one layer's MLP, of one expert where there are experts."""
+        """Weights of one layer's MLP; of one expert in a mixture."""
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def shared_weights(self) -> int:
-        """Weights that every token of a step goes through, in all layers: all of a dense model's."""
+        """Weights of all layers that every token uses: all weights of a dense model's layers."""
         mlp = self.hidden_size * self.num_experts if self.num_experts else self.expert_weights
         return self.num_layers * (self.attention_weights + mlp)
 
     @property
     def active_weights(self) -> int:
-        """Weights of the layers that one token is multiplied by."""
+        """Weights of all layers that one token uses."""
         return self.shared_weights + self.num_layers * self.experts_per_token * self.expert_weights
 
     @property
     def head_weights(self) -> int:
-        """Weights of the head (which may be the embedding)."""
+        """Weights of the head, which may be the embedding."""
         return self.hidden_size * self.vocab_size
 
     @property
@@ -112,25 +112,22 @@ class ModelDims:
 
     @property
     def layer_element_bytes(self) -> float:
-        """Bytes per weight of the layers' matrices: fewer than ``element_bytes`` when they are quantised."""
+        """Bytes per weight of the layers' matrices: fewer than ``element_bytes`` if quantised."""
         return self.element_bytes if self.weight_bits is None else self.weight_bits / 8
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes the base model takes in device memory."""
+        """Bytes of the base model in device memory."""
         layers = self.shared_weights + self.num_layers * self.num_experts * self.expert_weights
         return int(layers * self.layer_element_bytes) + (self.num_parameters - layers) * self.element_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV that one token leaves behind."""
+        """Bytes of KV per token."""
         return 2 * self.num_layers * self.kv_size * self.element_bytes
 
     def adapter_elements(self, targets: tuple[str, ...] = ATTENTION_TARGETS) -> int:
-        """Return the weights of an adapter per unit of rank.
-
-        Args:
-            targets: Last names of the modules it changes, in every layer.
+        """Return the weights per unit of rank of an adapter on these modules (by last name) of every layer.
 
         Raises:
             ConfigError: This model has no such module.
@@ -138,10 +135,10 @@ class ModelDims:
         return self.num_layers * sum(sum(self.module_shape(target)) for target in targets)
 
     def module_shape(self, target: str) -> tuple[int, int]:
-        """Return the inputs and outputs of a module that adapters may change.
+        """Return the numbers of inputs and outputs of a module that adapters may change.
 
         Raises:
-            ConfigError: This model has no such module (expert MLPs take no adapter).
+            ConfigError: This model has no such module (MLPs of experts take no adapter).
         """
         hidden, inner = self.hidden_size, self.intermediate_size
         shapes = {

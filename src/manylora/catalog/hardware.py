@@ -1,8 +1,8 @@
-"""Accelerators as a cost model sees them: what the data sheet promises, and what share of it kernels reach.
+"""Accelerators for cost models: peaks of the data sheet, and the shares of them that kernels reach.
 
-Peaks come from vendors' data sheets (dense, 16-bit inputs, 32-bit accumulation). Shares are not on any data sheet:
-they say what large products and streaming reads reach in practice, and are the first thing to replace when a device
-is at hand. Nothing here was set so that a result under load comes out; see `docs/simulator.md`.
+Peaks are from vendors' data sheets (dense, 16-bit inputs, 32-bit accumulation). Shares are estimates for large products
+and streaming reads; replace them first when a device can be measured. No value was tuned to a result under load; see
+`docs/simulator.md`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class Hardware:
     """One accelerator, its link to the host and to its peers; a tensor-parallel replica has several.
 
     Args:
-        name: For people and tables.
+        name: Name in options and tables.
         flops_per_s: Peak dense 16-bit operations per second.
         memory_bytes_per_s: Peak device memory bandwidth.
         memory_bytes: Device memory that can be allocated.
         link_bytes_per_s: Host to device, one direction, from page-locked memory in large copies.
         disk_bytes_per_s: Sequential reads of adapter files.
         flops_share: Part of the peak that large products reach.
-        memory_share: Part of the bandwidth that decoding kernels reach.
-        launch_s: Shortest time a kernel takes from the one before it, in a captured graph.
+        memory_share: Part of the bandwidth that decode kernels reach.
+        launch_s: Shortest time between two kernels in a captured graph.
         all_reduce_bytes_per_s: Bus bandwidth of an all-reduce between the devices of a replica.
-        all_reduce_latency_s: Time of an all-reduce of nothing.
-        context_bytes: Device memory that the driver and the libraries keep for themselves.
+        all_reduce_latency_s: Time of an empty all-reduce.
+        context_bytes: Device memory that the driver and the libraries take.
     """
 
     name: str
@@ -73,10 +73,22 @@ A100 = Hardware(
     all_reduce_latency_s=10e-6,
 )
 
+# Data sheet: H100 SXM5. NVLink 4 carries 450 GB/s each way.
+H100 = Hardware(
+    name="h100",
+    flops_per_s=989e12,
+    memory_bytes_per_s=3350e9,
+    memory_bytes=int(79.6 * GIB),
+    link_bytes_per_s=PCIE_5,
+    flops_share=0.55,
+    all_reduce_bytes_per_s=360e9,
+    all_reduce_latency_s=10e-6,
+)
+
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        # Data sheet: A10 (150 W: large products are held back by power, hence the lower share).
+        # Data sheet: A10 (150 W: power limits large products, hence the lower share).
         Hardware(
             name="a10",
             flops_per_s=125e12,
@@ -94,7 +106,7 @@ HARDWARE: dict[str, Hardware] = {
             link_bytes_per_s=PCIE_4,
         ),
         A100,
-        # Chameleon, section 5.1, runs the same card "configured with" less memory.
+        # Chameleon, section 5.1, uses the same card "configured with" less memory.
         replace(A100, name="a100-48", memory_bytes=48 * GIB),
         replace(A100, name="a100-24", memory_bytes=24 * GIB),
         # Data sheet: L40S (350 W; no NVLink).
@@ -106,38 +118,19 @@ HARDWARE: dict[str, Hardware] = {
             link_bytes_per_s=PCIE_4,
             flops_share=0.5,
         ),
-        # Data sheet: H100 SXM5. NVLink 4 carries 450 GB/s each way.
-        Hardware(
-            name="h100",
-            flops_per_s=989e12,
-            memory_bytes_per_s=3350e9,
-            memory_bytes=int(79.6 * GIB),
-            link_bytes_per_s=PCIE_5,
-            flops_share=0.55,
-            all_reduce_bytes_per_s=360e9,
-            all_reduce_latency_s=10e-6,
-        ),
-        # Data sheet: H200 SXM: an H100 with more and quicker memory.
-        Hardware(
-            name="h200",
-            flops_per_s=989e12,
-            memory_bytes_per_s=4800e9,
-            memory_bytes=int(140.4 * GIB),
-            link_bytes_per_s=PCIE_5,
-            flops_share=0.55,
-            all_reduce_bytes_per_s=360e9,
-            all_reduce_latency_s=10e-6,
-        ),
+        H100,
+        # Data sheet: H200 SXM: an H100 with more and faster memory.
+        replace(H100, name="h200", memory_bytes_per_s=4800e9, memory_bytes=int(140.4 * GIB)),
     )
 }
 """Accelerators by name."""
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
-    """Return hardware by name, or from a TOML file when the name ends in ``.toml``; a profile is returned as it is.
+    """Return hardware by name, or from a TOML file if the name ends in ``.toml``; ``Hardware`` is returned unchanged.
 
     Raises:
-        ConfigError: No such name, or the file is not right.
+        ConfigError: The name is unknown, or the file is invalid.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -149,7 +142,7 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """Read a profile from TOML: the fields of `Hardware`, and ``like``, a named one that gives the rest.
+    """Read a profile from TOML: fields of `Hardware`, and ``like``, a named profile for the other fields.
 
     ::
 
@@ -158,7 +151,7 @@ def read_hardware(path: Path) -> Hardware:
         flops_share = 0.62        # measured
 
     Raises:
-        ConfigError: The file is missing or is no TOML, a field is unknown, missing or no positive number.
+        ConfigError: The file is missing or is no TOML, or a field is unknown, missing or not a positive number.
     """
     try:
         values = tomllib.loads(path.read_text())

@@ -1,12 +1,13 @@
-"""Models by name or by their ``config.json``: dimensions for cost models, a shape for the engine core."""
+"""Models by name or by their ``config.json``: dimensions for cost models, a shape for an engine without weights."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from typing import Any
 
-from manylora.adapters.shape import BaseShape
+from manylora.adapters.shape import ELEMENT_BYTES, BaseShape, ModuleKind, PageShape, TargetModule
 from manylora.catalog.dims import ModelDims
-from manylora.catalog.shapes import decoder_shape
 from manylora.errors import ConfigError
 
 __all__ = ["MODELS", "base_shape", "dims_from_config", "find_dims"]
@@ -16,11 +17,11 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
     """Read dimensions from the content of a Hugging Face ``config.json``.
 
     Args:
-        config: The parsed file; a multimodal one's ``text_config`` is used.
-        name: What to call the model; its ``_name_or_path`` or ``model_type`` if empty.
+        config: The parsed file; of a multimodal one the ``text_config`` is used.
+        name: Name of the model; its ``_name_or_path`` or ``model_type`` if empty.
 
     Raises:
-        ConfigError: A number is missing or is none.
+        ConfigError: A number is missing or has another type.
     """
     text = config.get("text_config")
     fields = text if isinstance(text, Mapping) else config
@@ -66,9 +67,7 @@ def _llama(
     intermediate_size: int,
     vocab_size: int = 32_000,
     max_model_len: int = 4096,
-    num_experts: int = 0,
-    experts_per_token: int = 0,
-    has_attention_bias: bool = False,
+    **others: Any,
 ) -> ModelDims:
     return ModelDims(
         name=name,
@@ -80,9 +79,7 @@ def _llama(
         intermediate_size=intermediate_size,
         vocab_size=vocab_size,
         max_model_len=max_model_len,
-        num_experts=num_experts,
-        experts_per_token=experts_per_token,
-        has_attention_bias=has_attention_bias,
+        **others,
     )
 
 
@@ -117,15 +114,11 @@ MODELS: dict[str, ModelDims] = {
         DEMO,
     )
 }
-"""Models by the names the papers use, from their published configurations."""
+"""Models by their names in papers, from their published configurations."""
 
 
 def find_dims(model: str | ModelDims) -> ModelDims:
-    """Return the dimensions of a named model; dimensions are returned as they are.
-
-    Raises:
-        ConfigError: No model of that name is known.
-    """
+    """Return the dimensions of a named model, or raise ``ConfigError``; dimensions are returned unchanged."""
     if isinstance(model, ModelDims):
         return model
     if model not in MODELS:
@@ -134,23 +127,71 @@ def find_dims(model: str | ModelDims) -> ModelDims:
 
 
 def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
-    """Return the shape that the engine core lays adapters and KV out by.
+    """Return the shape of a Llama-like decoder with pages of ``block_size`` tokens.
 
-    Args:
-        model: A known name, or dimensions.
-        block_size: Tokens per page.
+    Modules are named as in ``transformers`` and PEFT. MLPs of experts take no adapter.
     """
     dims = find_dims(model)
-    return decoder_shape(
-        name=dims.name,
-        hidden_size=dims.hidden_size,
-        num_layers=dims.num_layers,
-        num_heads=dims.num_heads,
+    num_layers, hidden, inner, dtype = dims.num_layers, dims.hidden_size, dims.intermediate_size, dims.dtype
+    q_size, kv_size = dims.q_size, dims.kv_size
+    modules = [
+        _module("model.embed_tokens", dims.vocab_size, hidden, None, "model.embed_tokens", kind=ModuleKind.EMBEDDING)
+    ]
+    for layer in range(num_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        modules += [
+            _module(f"{attention}.q_proj", hidden, q_size, layer, f"{attention}.qkv"),
+            _module(f"{attention}.k_proj", hidden, kv_size, layer, f"{attention}.qkv", q_size),
+            _module(f"{attention}.v_proj", hidden, kv_size, layer, f"{attention}.qkv", q_size + kv_size),
+            _module(f"{attention}.o_proj", q_size, hidden, layer, f"{attention}.o_proj"),
+        ]
+        if dims.num_experts:
+            continue
+        modules += [
+            _module(f"{mlp}.gate_proj", hidden, inner, layer, f"{mlp}.gate_up"),
+            _module(f"{mlp}.up_proj", hidden, inner, layer, f"{mlp}.gate_up", inner),
+            _module(f"{mlp}.down_proj", inner, hidden, layer, f"{mlp}.down_proj"),
+        ]
+    all_linear = tuple(module.name for module in modules if module.kind is ModuleKind.LINEAR)
+    modules.append(_module("lm_head", hidden, dims.vocab_size, None, "lm_head"))
+    page = PageShape(
+        block_size=block_size,
+        num_layers=num_layers,
         num_kv_heads=dims.num_kv_heads,
         head_dim=dims.head_dim,
-        intermediate_size=None if dims.num_experts else dims.intermediate_size,
+        element_bytes=ELEMENT_BYTES[dtype],
+        dtype=dtype,
+    )
+    return BaseShape(
+        name=dims.name,
+        architecture="llama",
+        fingerprint=hashlib.blake2b(repr((dims.name, modules, page)).encode(), digest_size=16).hexdigest(),
         vocab_size=dims.vocab_size,
+        hidden_size=hidden,
+        num_layers=num_layers,
         max_model_len=dims.max_model_len,
-        block_size=block_size,
-        dtype=dims.dtype,
+        page=page,
+        modules=tuple(modules),
+        all_linear=all_linear,
+        eos_token_ids=(),
+    )
+
+
+def _module(
+    name: str,
+    in_features: int,
+    out_features: int,
+    layer: int | None,
+    group: str,
+    offset: int = 0,
+    kind: ModuleKind = ModuleKind.LINEAR,
+) -> TargetModule:
+    return TargetModule(
+        name=name,
+        kind=kind,
+        in_features=in_features,
+        out_features=out_features,
+        layer=layer,
+        group=group,
+        offset=offset,
     )

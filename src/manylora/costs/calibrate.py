@@ -1,13 +1,13 @@
-"""From step logs to a cost profile, and how far to trust it.
+"""Calibration: fit a cost profile to step logs, and estimate its errors.
 
-Terms are fitted to relative errors (a decode step of milliseconds counts as much as a prompt of seconds), robustly
-(a step that something else held up is no measurement of it), and none is negative. Errors are those of a fit on three
-quarters of the log for the fourth it has not seen; whole stretches of the log are held out, for neighbouring steps are
-nearly the same. The profile itself is then fitted on everything.
+Terms minimise relative errors (a decode step of milliseconds counts as much as a prompt of seconds), are robust to
+steps delayed by other work, and are not negative. Errors are those of a fit to three quarters of the log on the fourth
+quarter; whole stretches of the log are held out, because neighbouring steps are nearly equal. The profile itself is
+fitted to the whole log.
 
-Source: CaraServe, section 5, fits prefill and decode apart, by linear regression on the sum of ranks (unpadded
-kernels) or on the batch times the largest rank (padded); here both are terms of one model, for a step may hold both
-phases.
+Source: CaraServe, section 5, fits prefill and decode separately, by linear regression on the sum of ranks (unpadded
+kernels) or on the batch times the largest rank (padded). Here both are terms of one model, because a step may contain
+both phases.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from manylora.costs.profile import (
 from manylora.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord
 from manylora.errors import ConfigError
 
-__all__ = ["LEAST_STEPS", "fit_profile", "fit_robustly", "foretell", "regime_of", "split_log", "step_shares"]
+__all__ = ["LEAST_STEPS", "fit_profile", "fit_robustly", "predict_times", "regime_of", "split_log", "step_shares"]
 
 LEAST_STEPS = 40
-"""Steps below which a fit would be a guess."""
+"""Least number of steps for a fit."""
 
 STRETCH = 20
 """Steps in a stretch of the log; every fourth stretch is held out."""
 
 IN_SEGMENT = 12
-"""Steps that must lie between two knots."""
+"""Least number of steps between two knots."""
 
 NUM_QUANTILES = 101
 
@@ -51,18 +51,18 @@ HUBER = 1.345
 """Residuals beyond so many standard deviations count linearly, not squared: Huber's usual choice."""
 
 ROUNDS = 10
-"""Rounds of reweighting; coefficients settle well before."""
+"""Rounds of reweighting; coefficients converge well before."""
 
 RUNS_APART_S = 1e6
-"""Between two runs of a log: longer than any spell of the machine."""
+"""Seconds between two runs of a log: longer than any drift component."""
 
 TIERS = ("host", "device")
 
 MOST_INTERFERENCE = 0.9
-"""A step goes on beside a load, if slowly."""
+"""Largest slowdown of a step by a concurrent load."""
 
 GUESSED_LOADS = {"host": LoadCost(fixed_s=0.0, byte_s=1 / 2e9), "device": LoadCost(fixed_s=0.0, byte_s=1 / 16e9)}
-"""For tiers that a log has no load to: an NVMe disk, a PCIe 4 link."""
+"""For tiers without a load in the log: an NVMe disk, a PCIe 4 link."""
 
 
 def regime_of(features: StepFeatures) -> str:
@@ -73,10 +73,9 @@ def regime_of(features: StepFeatures) -> str:
 
 
 def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], list[LoadRecord]]:
-    """Sort a log's lines; several runs may follow each other if they are of one engine.
+    """Return the header, steps and loads of a log; several runs may follow each other if they are of one engine.
 
-    Each run has a clock of its own: later ones are moved behind those before, so far that a slow machine at the end
-    of one says nothing of the next.
+    Each run has its own clock: later runs are shifted behind earlier ones, far enough to be uncorrelated.
 
     Raises:
         ConfigError: There is no header, or two name different models, machines or kernels.
@@ -106,7 +105,7 @@ def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], li
                     )
                 header = header or line
     if header is None:
-        raise ConfigError("The log has no header: there is nothing in it, or not its beginning")
+        raise ConfigError("The log has no header: it is empty, or its beginning is missing")
     return header, steps, loads
 
 
@@ -121,18 +120,14 @@ def _identity(header: LogHeader) -> tuple[str, str, str]:
 
 
 def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
-    """Fit a profile to step logs.
-
-    Args:
-        lines: The logs, one after the other.
-        command: What to write into the profile as its origin.
+    """Fit a profile to the lines of step logs; ``command`` is written into it as its origin.
 
     Raises:
         ConfigError: The logs are of different engines, or too short.
     """
     header, steps, loads = split_log(lines)
     if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"Got {len(steps)} steps in all that was logged, expected {LEAST_STEPS} at least")
+        raise ConfigError(f"Got {len(steps)} steps in the logs, expected {LEAST_STEPS} or more")
     is_held_out = [index // STRETCH % 4 == 3 for index in range(len(steps))]
     kept = [step for step, is_out in zip(steps, is_held_out, strict=True) if not is_out]
     held_out = [step for step, is_out in zip(steps, is_held_out, strict=True) if is_out]
@@ -141,17 +136,17 @@ def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
     return msgspec.structs.replace(profile, speed_drift=_speed_drift(profile, _components(profile, steps, loads)))
 
 
-def foretell(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
-    """Return what a simulation without jitter takes for steps that ran beside these loads, in seconds, ``[n]``."""
+def predict_times(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
+    """Return the durations of steps beside these loads in a simulation without noise, in seconds, ``[n]``."""
     beside = _beside(steps, loads) @ np.array([profile.interference[tier] for tier in TIERS])
     kinds = ["prompt" if step.features.num_prompts else "decode" for step in steps]
     means = np.array([profile.noise[kind].mean if kind in profile.noise else 1.0 for kind in kinds])
-    foretold: Array = _fitted(profile, steps) * means + beside
-    return foretold
+    predicted: Array = _fitted(profile, steps) * means + beside
+    return predicted
 
 
 def step_shares(profile: CostProfile, features: Sequence[StepFeatures]) -> dict[str, float]:
-    """Return which share of steps' fitted time each term has; ``rows`` and ``turn`` beside the names in ``TERMS``."""
+    """Return each term's share of steps' fitted time, by the names in ``TERMS``, ``rows`` and ``turn``."""
     units = np.array([term_units(one) for one in features], dtype=np.float64).sum(axis=0).tolist()
     seconds = {name: profile.terms.get(name, 0.0) * amount for name, amount in zip(TERMS, units, strict=True)}
     rows = StepCost({}, profile.rows)
@@ -165,7 +160,7 @@ def step_shares(profile: CostProfile, features: Sequence[StepFeatures]) -> dict[
 def _fit(
     header: LogHeader, steps: Sequence[StepRecord], loads: Sequence[LoadRecord], errors: tuple[FitError, ...]
 ) -> CostProfile:
-    """Fit terms, rows, interference, turns, loads and noise."""
+    """Fit everything but the drift."""
     features = [step.features for step in steps]
     took = np.array([step.took_s for step in steps])
     device = np.array([step.took_s if step.device_s is None else step.device_s for step in steps])
@@ -173,11 +168,7 @@ def _fit(
     knots = _knots([one.num_tokens for one in features])
     units = np.array([term_units(one) for one in features], dtype=np.float64)
     coefficients = fit_robustly(np.hstack([units, _segments(features, knots), beside]), device).tolist()
-    terms, row_s, interference = (
-        coefficients[: len(TERMS)],
-        coefficients[len(TERMS) : -len(TIERS)],
-        coefficients[-len(TIERS) :],
-    )
+    terms, interference = coefficients[: len(TERMS)], coefficients[-len(TIERS) :]
     sizes = np.array([[1.0, one.num_sequences] for one in features])
     turn_s, turn_sequence_s = fit_nonnegative(sizes, took - device).tolist()
     load_costs = {tier: _fit_loads([load for load in loads if load.tier.value == tier], tier) for tier in TIERS}
@@ -188,7 +179,7 @@ def _fit(
         lora_kernel=header.lora_kernel,
         command="",
         terms=dict(zip(TERMS, terms, strict=True)),
-        rows=RowCost(knots=knots, row_s=tuple(row_s)),
+        rows=RowCost(knots=knots, row_s=tuple(coefficients[len(TERMS) : -len(TIERS)])),
         turn_s=turn_s,
         turn_sequence_s=turn_sequence_s,
         loads={tier: cost for tier, (cost, _) in load_costs.items()},
@@ -197,7 +188,7 @@ def _fit(
         errors=errors,
         num_steps=len(steps),
     )
-    alone = took - beside @ np.array(list(profile.interference.values()))  # as if no load had run beside
+    alone = took - beside @ np.array(list(profile.interference.values()))  # without interference
     is_prompt = np.array([one.num_prompts > 0 for one in features])
     fitted = _fitted(profile, steps)
     noise = {
@@ -208,14 +199,14 @@ def _fit(
 
 
 def _fitted(profile: CostProfile, steps: Sequence[StepRecord]) -> Array:
-    """Return what the terms say steps take from turn to turn, before the mean of their noise."""
+    """Return the durations of steps from turn to turn by the terms alone, in seconds."""
     cost = StepCost(profile.terms, profile.rows)
     turn_s, sequence_s = profile.turn_s, profile.turn_sequence_s
     return np.array([cost.seconds(one.features) + turn_s + sequence_s * one.features.num_sequences for one in steps])
 
 
 def _knots(num_rows: Sequence[int]) -> tuple[int, ...]:
-    """Return powers of two with enough steps between them, so that no slope hangs on a few."""
+    """Return powers of two with enough steps between them, so that no slope depends on a few steps."""
     knots = [0]
     for knot in (1 << power for power in range(20)):
         num_between = sum(knots[-1] < one <= knot for one in num_rows)
@@ -226,7 +217,7 @@ def _knots(num_rows: Sequence[int]) -> tuple[int, ...]:
 
 
 def _segments(features: Sequence[StepFeatures], knots: Sequence[int]) -> Array:
-    """Return how many of each step's rows lie between every knot and the next, ``[n, knots]``."""
+    """Return each step's number of rows between every knot and the next, ``[n, knots]``."""
     rows = np.array([one.num_tokens for one in features], dtype=np.float64)
     ends = np.array([*knots[1:], np.inf])
     counts: Array = np.clip(rows[:, None], np.array(knots), ends) - np.array(knots)
@@ -234,7 +225,7 @@ def _segments(features: Sequence[StepFeatures], knots: Sequence[int]) -> Array:
 
 
 def _beside(steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
-    """Return for how long loads to each tier ran beside each step, in seconds, ``[n, tiers]``."""
+    """Return the overlap of each step with loads to each tier, in seconds, ``[n, tiers]``."""
     begins, ends = np.array([step.launched_at for step in steps]), np.array([step.ended_at for step in steps])
     beside = np.zeros((len(steps), len(TIERS)))
     for column, tier in enumerate(TIERS):
@@ -244,7 +235,7 @@ def _beside(steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
 
 
 def _spans(loads: Iterable[LoadRecord]) -> Iterable[tuple[float, float]]:
-    """Yield when loads of one tier ran, which is after they had their turn on the link."""
+    """Yield start and end of loads of one tier, without their wait for the link."""
     free_at = -math.inf
     for load in sorted(loads, key=lambda one: one.ended_at):
         waited_until = max(load.launched_at, free_at)
@@ -253,10 +244,10 @@ def _spans(loads: Iterable[LoadRecord]) -> Iterable[tuple[float, float]]:
 
 
 def _noise(measured: Array, fitted: Array) -> Noise:
-    """Return the noise. Its last quantile is below the greatest that was measured if that one stands alone.
+    """Return the noise, with a last quantile that gives the draws beyond the one before it their measured mean.
 
-    Draws lie evenly between neighbouring quantiles; a single load that took a hundred times as long would make one in a
-    hundred take fifty times. The last is where those of the last share come out right on the mean.
+    Draws are uniform between neighbouring quantiles: with the maximum as the last quantile, a single load of a hundred
+    times the duration would make one load in a hundred take fifty times.
     """
     ratios = np.sort(measured / fitted)
     quantiles = np.quantile(ratios, np.linspace(0.0, 1.0, NUM_QUANTILES))
@@ -268,7 +259,7 @@ def _noise(measured: Array, fitted: Array) -> Noise:
 
 
 def _fit_loads(loads: Sequence[LoadRecord], tier: str) -> tuple[LoadCost, Noise | None]:
-    """Fit loads that succeeded; what they waited for their link is no part of them."""
+    """Fit loads that succeeded, without their wait for the link."""
     spans = _spans(loads)
     done = sorted(loads, key=lambda one: one.ended_at)
     lone = [
@@ -289,7 +280,7 @@ def _fit_loads(loads: Sequence[LoadRecord], tier: str) -> tuple[LoadCost, Noise 
 
 def _components(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> DriftEstimate:
     began_at, took = np.array([(step.launched_at, step.took_s) for step in steps]).T
-    return estimate_drift(began_at, took, foretell(profile, steps, loads))
+    return estimate_drift(began_at, took, predict_times(profile, steps, loads))
 
 
 def _middles(steps: Sequence[StepRecord]) -> Array:
@@ -306,46 +297,41 @@ def _speed_drift(profile: CostProfile, found: DriftEstimate) -> SpeedDrift | Non
 def _errors(
     profile: CostProfile, kept: Sequence[StepRecord], held_out: Sequence[StepRecord], loads: Sequence[LoadRecord]
 ) -> Iterable[FitError]:
-    """Yield the errors of a fit to some steps on others, as they are and with the machine's speed taken out."""
+    """Yield the errors of a fit to the steps ``kept`` on those held out, with and without the machine's drift."""
     found = _components(profile, kept, loads)
     speeds = np.ones(len(held_out))
     if found.components:
         known_at = _middles(kept)
-        known = np.array([step.took_s for step in kept]) / foretell(profile, kept, loads)
+        known = np.array([step.took_s for step in kept]) / predict_times(profile, kept, loads)
         speeds = speed_between(found, _middles(held_out), known_at, known)
     for regime in ("decode", "prefill", "mixed"):
         of = [index for index, step in enumerate(held_out) if regime_of(step.features) == regime]
         if len(of) < 2:
             continue
         steps = [held_out[index] for index in of]
-        measured, foretold = np.array([step.took_s for step in steps]), foretell(profile, steps, loads)
-        relative = np.abs(foretold / measured - 1.0)
+        measured, predicted = np.array([step.took_s for step in steps]), predict_times(profile, steps, loads)
+        relative = np.abs(predicted / measured - 1.0)
         yield FitError(
             regime=regime,
             num_steps=len(of),
             mean_s=float(measured.mean()),
-            r2=_explained(measured, foretold),
+            r2=_explained(measured, predicted),
             median_error=float(np.median(relative)),
             p90_error=float(np.quantile(relative, 0.9)),
-            steady_r2=_explained(measured / speeds[of], foretold) if found.components else None,
+            steady_r2=_explained(measured / speeds[of], predicted) if found.components else None,
         )
 
 
-def _explained(measured: Array, foretold: Array) -> float:
+def _explained(measured: Array, predicted: Array) -> float:
     variance = float(((measured - measured.mean()) ** 2).sum())
-    return 1.0 - float(((foretold - measured) ** 2).sum()) / variance if variance else 0.0
+    return 1.0 - float(((predicted - measured) ** 2).sum()) / variance if variance else 0.0
 
 
 def fit_robustly(matrix: Array, seconds: Array) -> Array:
-    """Return ``x >= 0`` that makes *relative* errors small, and lets single bad measurements go.
+    """Return ``x >= 0`` ``[k]`` that minimises *relative* errors of ``[n, k]`` and ``[n]``, robust to outliers.
 
-    Short steps count as much as long ones. A step that was held up by other work on the machine says little about the
-    next: residuals are weighed by Huber's rule, from round to round. A row, a byte or an adapter never makes a step
-    shorter, so no coefficient is negative.
-
-    Args:
-        matrix: ``[n, k]``.
-        seconds: ``[n]``, above zero.
+    Short steps count as much as long ones. Residuals of steps delayed by other work are down-weighted by Huber's rule,
+    from round to round. A row, a byte or an adapter never makes a step shorter, so no coefficient is negative.
     """
     relative = matrix / seconds[:, None]
     weights = np.ones_like(seconds)

@@ -1,14 +1,13 @@
-"""How the speed of a machine drifts: the sizes and time constants of the components, from its step times.
+"""Estimation of a machine's speed drift from step times: sizes and time constants of its components.
 
-Steps that follow each other are slow together. The autocovariance of measured over predicted time says by how much, as
-a function of how far apart they are; a sum of falling exponentials is fitted to it, one for every component of
-``costs/speed.py``. It is taken over *time* (a long step counts as long as it lasts) and of times rather than of their
-logarithms: a queue falls behind by the excess work of a slow machine, and under load its waits depend on the integral
-of just this curve.
+Neighbouring steps are slow together. The autocovariance of measured over predicted time is a function of their
+distance in time; a sum of falling exponentials is fitted to it, one for every component of ``costs/speed.py``. Steps
+are weighted by their duration, and durations are not replaced by their logarithms: a queue grows by the excess work of
+a slow machine, and under load its waits depend on the integral of exactly this curve.
 
-Source: Whitt, *Stochastic-Process Limits* (2002), chapter 9, for the claim on waits: in heavy traffic service enters
-by its asymptotic variance. Fitting a mixture of exponentials on a grid by non-negative least squares is Provencher's
-way, *A constrained regularization method* (1982), here without the regularization: the grid is coarse.
+Source: Whitt, *Stochastic-Process Limits* (2002), chapter 9: in heavy traffic, service affects waits through its
+asymptotic variance. Fitting a mixture of exponentials on a grid by non-negative least squares is from Provencher, *A
+constrained regularization method* (1982), here without the regularization because the grid is coarse.
 """
 
 from __future__ import annotations
@@ -28,63 +27,63 @@ __all__ = ["Array", "DriftEstimate", "estimate_drift", "fit_nonnegative", "noise
 Array = NDArray[np.float64]
 
 LEAST_SIZE = 0.02
-"""Smaller components cannot be measured, and a short log shows some by chance."""
+"""Smallest component; smaller ones cannot be measured, and short logs show some by chance."""
 
 LARGEST = 4.0
-"""A step so many times as long as foretold was held up by something of its own, and counts as no more than that."""
+"""Measured over predicted time is clipped to this factor: longer steps were delayed for reasons of their own."""
 
 FIRST_LAG = 2.5
 """The shortest lag, in steps."""
 
 BIN_RATIO = 1.5
-"""Lags are put together by this factor."""
+"""Ratio of a lag bin's end to its begin."""
 
 GRID_RATIO = 2.0
-"""Lengths of components that are told apart."""
+"""Ratio of neighbouring lengths in the grid of components."""
 
-STEPS_PER_SPELL = 4
-"""Shorter components are each step's own noise."""
+STEPS_PER_LENGTH = 4
+"""Least length of a component, in steps; shorter ones are noise of single steps."""
 
-SPELLS_PER_LOG = 6
-"""A spell can be measured if the log holds some of them: none is looked for that is longer than this part of it."""
+LENGTHS_PER_LOG = 6
+"""The longest component that can be measured is this part of the log."""
 
 CHANCE = 4.0
-"""Standard deviations by which neighbours must agree more than by chance: one steady log in thirty thousand does."""
+"""Significance of the correlation of neighbours, in standard deviations: one steady log in 30,000 exceeds it."""
 
 NEIGHBOURS = 100
-"""Steps on each side that tell the speed in between."""
+"""Steps on each side from which the speed in between is estimated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftEstimate:
-    """What was found.
+    """The estimated drift.
 
     Args:
-        components: From short to long; none for a steady machine.
-        share: Their part of the variance of the logarithm of steps' times; the rest is each step's own.
+        components: From short to long; empty for a steady machine.
+        share: Their part of the variance of the logarithm of step times; the rest is noise of single steps.
     """
 
     components: tuple[DriftComponent, ...]
     share: float
 
 
-def estimate_drift(began_at: Array, took: Array, foretold: Array) -> DriftEstimate:
-    """Return the components in which steps took longer or shorter than foretold.
+def estimate_drift(began_at: Array, took: Array, predicted: Array) -> DriftEstimate:
+    """Return the drift in measured over predicted step times.
 
     Args:
-        began_at: When each step began, in seconds, rising, ``[n]``; between runs lies more than any spell lasts.
-        took: What each took, in seconds, ``[n]``.
-        foretold: What it should have taken, in seconds, ``[n]``.
+        began_at: Start of each step, in seconds, rising, ``[n]``; runs are further apart than the longest component.
+        took: Measured durations, in seconds, ``[n]``.
+        predicted: Predicted durations, in seconds, ``[n]``.
     """
-    ratios = took / foretold
+    ratios = took / predicted
     mean = float(ratios @ took / took.sum())
     deviations = np.clip(ratios / mean, 1 / LARGEST, LARGEST) - 1.0
     deviations -= deviations @ took / took.sum()
     variance = math.log1p(float(deviations**2 @ took / took.sum()))
     steady = DriftEstimate(components=(), share=0.0)
     step_s = float(np.median(took))
-    longest_s = float(took.sum()) / SPELLS_PER_LOG
-    shortest_s = STEPS_PER_SPELL * step_s
+    longest_s = float(took.sum()) / LENGTHS_PER_LOG
+    shortest_s = STEPS_PER_LENGTH * step_s
     if variance < LEAST_SIZE**2 or longest_s < shortest_s or not _hang_together(took * deviations):
         return steady
     edges = _powers(FIRST_LAG * step_s, longest_s, BIN_RATIO)
@@ -97,27 +96,27 @@ def estimate_drift(began_at: Array, took: Array, foretold: Array) -> DriftEstima
 
 
 def noise_within(whole: Noise, share: float) -> Noise:
-    """Return what is left of the noise within a spell: the same distribution with less variance, and the same mean.
+    """Return the noise without drift: the same distribution and mean, with less variance.
 
     Args:
-        whole: All of it.
-        share: Part of the variance of its logarithm that components have.
+        whole: Noise with drift.
+        share: Drift's part of the variance of its logarithm.
     """
     quantiles = np.array(whole.quantiles) ** math.sqrt(1.0 - share)
-    quantiles *= whole.mean / float((quantiles[1:] + quantiles[:-1]).mean() / 2)  # what a draw is on the mean
+    quantiles *= whole.mean / float((quantiles[1:] + quantiles[:-1]).mean() / 2)  # the mean of draws
     return Noise(mean=whole.mean, quantiles=tuple(round(float(one), 4) for one in quantiles))
 
 
 def speed_between(found: DriftEstimate, at: Array, known_at: Array, known: Array) -> Array:
-    """Return how slow the machine was at some times, as a factor, from steps at others, ``[n]``.
+    """Return the machine's slowdown, as a factor, at some times from steps at others, ``[n]``.
 
-    The best linear guess (kriging): the known residuals, each weighed by how much its time says of the one asked for.
+    The best linear estimate (kriging): a weighted sum of the known residuals by their covariance with the target time.
 
     Args:
-        found: The components.
-        at: Times to tell, in seconds, ``[n]``, rising.
-        known_at: Times that are known, in seconds, ``[m]``, rising.
-        known: Measured over foretold there, ``[m]``.
+        found: The drift.
+        at: Target times, in seconds, ``[n]``, rising.
+        known_at: Known times, in seconds, ``[m]``, rising.
+        known: Measured over predicted duration at the known times, ``[m]``.
     """
     logarithms = np.log(known)
     level = float(logarithms.mean())
@@ -125,13 +124,13 @@ def speed_between(found: DriftEstimate, at: Array, known_at: Array, known: Array
     own = variance * (1.0 / max(found.share, 1e-6) - 1.0) + 1e-9
     places = np.searchsorted(known_at, at)
     guessed = np.zeros(len(at))
-    for place in np.unique(places):  # times between the same two known ones share their neighbours
+    for place in np.unique(places):  # target times between the same two known times share their neighbours
         of, near = places == place, slice(max(0, place - NEIGHBOURS), place + NEIGHBOURS)
         times = known_at[near]
         among = _covariance(found.components, times[:, None] - times) + own * np.eye(len(times))
         across = _covariance(found.components, at[of][:, None] - times)
         guessed[of] = across @ np.linalg.solve(among, logarithms[near] - level)
-    speeds: Array = np.exp(level + guessed + own / 2)  # the mean of what steps take there, not their median
+    speeds: Array = np.exp(level + guessed + own / 2)  # the mean of a log-normal factor, not its median
     return speeds
 
 
@@ -145,11 +144,10 @@ def _covariance(components: Sequence[DriftComponent], apart_s: Array) -> Array:
 def _products(began_at: Array, took: Array, deviations: Array, edges: Array) -> tuple[Array, Array, Array]:
     """Return, by bin of lags, the sums of products and of their weights, and the mean lag.
 
-    Every step is paired with the next, the second next, and so on, ever more sparsely: a long log costs little more
-    than its length.
+    Steps are paired at growing shifts, so the time is about linear in the length of the log.
 
-    Lags go from middle to middle and begin at some steps: of steps next to each other, those that are nearest are those
-    that were both quick, which looks as if they were quick together.
+    Lags are between middles of steps and at least ``FIRST_LAG`` steps: the nearest neighbouring steps are those that
+    were both short, which would look like correlation.
     """
     num_bins, at = len(edges) - 1, began_at + took / 2
     products, weights, lags, counts = np.zeros((4, num_bins))
@@ -172,24 +170,22 @@ def _products(began_at: Array, took: Array, deviations: Array, edges: Array) -> 
 
 
 def _hang_together(weighted: Array) -> bool:
-    """Whether steps near to each other are slow together more than chance would have it, of whatever size they are."""
-    products = np.concatenate([weighted[shift:] * weighted[:-shift] for shift in range(1, STEPS_PER_SPELL + 1)])
+    """Whether neighbouring steps are slow together more often than by chance."""
+    products = np.concatenate([weighted[shift:] * weighted[:-shift] for shift in range(1, STEPS_PER_LENGTH + 1)])
     return float(products.sum()) > CHANCE * math.sqrt(float((products**2).sum()))
 
 
 def _fit(covariances: Array, lags: Array, lengths_s: Array) -> Array:
-    """Return the square of each spell's size: of log-normal factors, ``log(1 + covariance)`` is that of logarithms."""
+    """Return the square of each component's size; ``log(1 + c)`` is the log-covariance of log-normal factors."""
     return fit_nonnegative(np.exp(-lags[:, None] / lengths_s), np.log1p(np.maximum(covariances, -0.9)))
 
 
 def fit_nonnegative(matrix: Array, target: Array) -> Array:
-    """Return ``x >= 0`` that minimises ``|matrix @ x - target|``, columns brought to one size first.
+    """Return ``x >= 0`` ``[k]`` that minimises ``|matrix @ x - target|`` for ``[n, k]`` and ``[n]``.
 
-    Args:
-        matrix: ``[n, k]``; columns may differ by many orders: steps, rows, pairs of tokens.
-        target: ``[n]``.
+    Columns (steps, rows, pairs of tokens) differ by orders of magnitude and are normalised first.
     """
-    from scipy.optimize import nnls  # takes a quarter of a second to import, and most commands fit nothing
+    from scipy.optimize import nnls  # imports in a quarter of a second, and most commands fit nothing
 
     sizes = np.linalg.norm(matrix, axis=0)
     sizes[sizes == 0.0] = 1.0
@@ -204,7 +200,7 @@ def _powers(least: float, most: float, ratio: float) -> Array:
 
 
 def _merged(squares: Array, lengths_s: Array) -> tuple[DriftComponent, ...]:
-    """Put neighbours of the grid together, which are one spell whose length lies in between."""
+    """Merge neighbours of the grid, which are one component with a length in between."""
     components = []
     for is_there, run in groupby(range(len(squares)), key=lambda index: squares[index] > 0):
         of = list(run)

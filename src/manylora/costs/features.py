@@ -1,7 +1,6 @@
-"""The quantities that a step's time depends on, as a handful of sums over its plan.
+"""Features of a step, as sums over its plan: the inputs of fitted cost models and the content of step logs.
 
-A cost model that is fitted needs numbers rather than a plan, and so does the log it is fitted from. Everything here
-follows from the plan alone: the simulator, which has nothing else, computes the same numbers as the live engine.
+They are computed from the plan alone, so the simulator and the live engine have the same features.
 """
 
 from __future__ import annotations
@@ -15,29 +14,28 @@ __all__ = ["StepFeatures", "step_features"]
 
 
 class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """One step in numbers. A sequence that runs one token *decodes*; one that runs several is a *prompt* (a chunk).
+    """Counts of one step. A sequence with one token is a *decode*; one with several is a *prompt* (a chunk).
 
     Args:
-        num_decodes: Sequences that decode, which is as many tokens.
+        num_decodes: Decodes, of one token each.
         num_prompts: Prompt chunks.
-        num_prompt_tokens: Tokens in them.
+        num_prompt_tokens: Tokens in prompt chunks.
         num_sampled: Rows that yield a token.
-        context_tokens: Tokens of KV that decoding rows read, summed over them.
-        prompt_pairs: Pairs of query and key in prompt chunks: chunk *i* of ``n`` tokens behind ``s`` has
-            ``n * s + n * (n + 1) / 2``.
+        context_tokens: Tokens of KV that decodes read, summed over them.
+        prompt_pairs: Pairs of query and key in prompts: ``n * s + n * (n + 1) / 2`` for ``n`` tokens behind ``s``.
         num_adapters: Distinct adapters.
-        sum_rank: Sum of their ranks: what is read of adapters, in units of the bytes of one rank.
-        max_rank: The largest of them: what padded kernels pay for in every row.
-        num_adapted_decodes: Decoding rows that have an adapter.
-        decode_row_rank: Sum of ranks over decoding rows: the adapters' arithmetic there.
+        sum_rank: Sum of their ranks: reads of adapters, in units of the bytes of one rank.
+        max_rank: Largest rank, which padded kernels apply to every row.
+        num_adapted_decodes: Decodes with an adapter.
+        decode_row_rank: Sum of ranks over decodes: the adapters' arithmetic.
         prompt_row_rank: The same over prompt tokens.
         prompt_context_tokens: Tokens of KV that prompt chunks read, their own included.
-        num_adapted_prompts: Prompt chunks that have an adapter.
+        num_adapted_prompts: Prompt chunks with an adapter.
         num_adapted_prompt_tokens: Tokens in them.
-        prompt_rank: Sum of ranks over prompt chunks: what is read where every sequence fetches its own adapter.
+        prompt_rank: Sum of ranks over prompt chunks: reads of kernels in which every sequence reads its own adapter.
         num_ranks: Distinct ranks.
-        num_host_adapted: Sequences whose adapter is read from host memory, in whole or for layers not yet copied.
-        host_row_rank: Sum of ranks over their tokens: the adapters' arithmetic there.
+        num_host_adapted: Sequences whose adapter is read from host memory, whole or for layers not yet copied.
+        host_row_rank: Sum of ranks over their tokens.
     """
 
     num_decodes: int
@@ -67,7 +65,7 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model: the rows of every matrix product."""
+        """Tokens in the step: the rows of every matrix product."""
         return self.num_decodes + self.num_prompt_tokens
 
     @property
@@ -77,7 +75,7 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_adapted_tokens(self) -> int:
-        """Tokens that go through an adapter beside the model."""
+        """Tokens with an adapter."""
         return self.num_adapted_decodes + self.num_adapted_prompt_tokens
 
     @property
@@ -87,12 +85,12 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequence_rank(self) -> int:
-        """Sum of ranks over sequences: what is read where each of them fetches its own adapter."""
+        """Sum of ranks over sequences: reads of kernels in which every sequence reads its own adapter."""
         return self.decode_row_rank + self.prompt_rank
 
 
 def step_features(plan: StepPlan) -> StepFeatures:
-    """Return a plan's features; one pass, because a simulator asks for them every step."""
+    """Return a plan's features, in one pass because the simulator needs them every step."""
     num_decodes = num_prompt_tokens = num_sampled = context_tokens = prompt_pairs = 0
     num_adapted_decodes = decode_row_rank = prompt_row_rank = 0
     prompt_context_tokens = num_adapted_prompts = num_adapted_prompt_tokens = prompt_rank = 0

@@ -1,4 +1,4 @@
-"""The fitted cost model: steps and loads at the price a live engine measured."""
+"""The fitted cost model: durations of steps and loads as measured on a live engine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ __all__ = ["FittedCost"]
 class FittedCost:
     """Prices work by a profile.
 
-    Without ``rng`` a step costs what such steps cost on the mean, and two equal steps the same: averages come out
-    right, and tails too thin, for a machine is never as even. With it, each step is longer or shorter by a factor
-    drawn from those that were measured. What of that has a memory is not this model's, for it is not told the time: a
-    profile with components makes ``speed`` give the executor what wanders, and draws here what is left within a spell.
+    Without ``rng`` a step has the mean duration of such steps: means are right, and tails too thin. With it, each step
+    is longer or shorter by a factor drawn from the measured ones. If the profile has drift components, the executor
+    applies them through ``speed`` (a cost model does not see the time), and only the noise without drift is drawn here.
 
-    ``interference`` is for the executor too: how much loads slow down the step beside them, by tier.
+    ``interference`` is for the executor too: the slowdown of a step by concurrent loads, by tier.
 
     Args:
-        profile: What was measured.
-        rng: Draws the jitter; none without it.
-        has_drift: Leave what has a memory to ``speed``, where the profile knows of it. Without, all jitter is drawn
-            here, step by step.
+        profile: The measurements.
+        rng: Draws the noise; without it there is none.
+        has_drift: Whether ``speed`` applies the profile's drift. If not, all noise is drawn here, step by step.
     """
 
     def __init__(self, profile: CostProfile, rng: Random | None = None, *, has_drift: bool = True) -> None:
@@ -45,23 +43,25 @@ class FittedCost:
         self.interference: dict[Tier, float] = {Tier(tier): one for tier, one in profile.interference.items()}
 
     def step_time_s(self, plan: StepPlan) -> float:
-        """Return how long a step takes from turn to turn of the loop, in seconds."""
+        """Return the duration of a step from turn to turn of the loop, in seconds."""
         return self.features_time_s(step_features(plan))
 
     def features_time_s(self, features: StepFeatures) -> float:
-        """Return how long a step with these features takes, in seconds."""
+        """Return the duration of a step with these features, in seconds."""
         seconds = self._step.seconds(features) + self._turn_s + self._turn_sequence_s * features.num_sequences
         return seconds * self._factor("prompt" if features.num_prompts else "decode")
 
     def speed(self, replica: int = 0) -> MachineSpeed | None:
-        """Return how slow the machine of one replica is over time, for its executor; ``None`` for a steady one.
+        """Return the drifting speed of a replica's machine, for its executor; ``None`` for a steady one.
 
-        Replicas have machines of their own, each with its own components.
+        Replicas drift independently.
         """
-        return DriftingSpeed(self._components, Random(f"pace/{self._seed}/{replica}")) if self._components else None
+        # The label is part of the seed: another one would draw other speeds.
+        seed = b"pace/%d/%d" % (self._seed, replica)
+        return DriftingSpeed(self._components, Random(seed)) if self._components else None
 
     def load_time_s(self, load: AdapterLoad) -> float:
-        """Return how long a load takes on an idle link, in seconds."""
+        """Return the duration of a load on an idle link, in seconds."""
         tier = load.tier.value
         cost = self._loads[tier]
         num_bytes = load.version.disk_bytes if tier == "host" else load.version.host_bytes

@@ -1,4 +1,4 @@
-"""What adapters add to a step, for each family of kernels: who reads which weights how often, in how many launches.
+"""Duration that adapters add to a step, by kernel family: from its reads of weights, operations and launches.
 
 ::
 
@@ -10,10 +10,10 @@
     padded    largest rank, once per sequence  tokens x largest rank  2 per module and layer
     ragged    once per adapter                 tokens x own rank      2 per group of modules and layer
 
-A product and its input are read and written beside that. ``padded`` is what Punica's BGMV does, ``ragged`` what
-manylora's own kernels do (rows sorted by adapter, q/k/v and gate/up stacked); S-LoRA's MBGMV is between them: no
-padding, but each sequence fetches its own adapter. So padded work grows with the batch times the largest rank and
-unpadded work with the sum of the ranks, as CaraServe measured (section "Challenge 2").
+Reads and writes of inputs and outputs are added. ``padded`` is Punica's BGMV. ``ragged`` is manylora's own (rows
+sorted by adapter, q/k/v and gate/up stacked). S-LoRA's MBGMV is between them: unpadded, but each sequence reads its own
+adapter. Padded work grows with the batch times the largest rank and unpadded work with the sum of the ranks, as
+CaraServe measured (section "Challenge 2").
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["LORA_KERNELS", "S_LORA_FLOPS_SHARE", "AdapterTargets", "DeviceRates"
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 S_LORA_FLOPS_SHARE = 0.0113
-"""Part of the *peak* that S-LoRA's kernel for prompts reaches. Set by Chameleon's figure 2 alone: at rank 128
-an adapter's computation takes 42.5 % of the time to first token and the base 40 % (`bench/unloaded.py` derives it)."""
+"""Part of the *peak* that S-LoRA's prompt kernel reaches. Set by Chameleon's figure 2 alone: at rank 128 an adapter's
+computation takes 42.5 % of the time to first token and the base 40 % (`bench/unloaded.py` derives it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """What the devices of a replica reach together; steps are priced in these.
+    """Rates of all devices of a replica together.
 
     Args:
-        peak_flops_per_s: By the data sheet.
-        flops_per_s: By large products.
-        bytes_per_s: By streaming reads.
-        launch_s: Per kernel: devices launch side by side.
+        peak_flops_per_s: Of the data sheet.
+        flops_per_s: Of large products.
+        bytes_per_s: Of streaming reads.
+        launch_s: Seconds per kernel; devices launch in parallel.
     """
 
     peak_flops_per_s: float
@@ -52,14 +52,14 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTargets:
-    """What adapters change, summed over layers.
+    """The modules that adapters change, summed over layers.
 
     Args:
         weights: Weights per unit of rank.
-        weight_bytes: Their bytes.
-        row_bytes: Bytes of activations read and written per adapted token, whatever the rank.
-        num_modules: Modules in all layers.
-        num_groups: Groups of modules with one input in all layers.
+        weight_bytes: Bytes per unit of rank.
+        row_bytes: Bytes of activations read and written per adapted token, independent of the rank.
+        num_modules: Modules.
+        num_groups: Groups of modules with one input.
     """
 
     weights: int
@@ -70,11 +70,7 @@ class AdapterTargets:
 
 
 def adapter_targets(dims: ModelDims, targets: tuple[str, ...]) -> AdapterTargets:
-    """Return what adapters on these modules of every layer amount to.
-
-    Args:
-        dims: The base model.
-        targets: Last names of modules.
+    """Return the sums for adapters on these modules (by last name) of every layer.
 
     Raises:
         ConfigError: The model has no such module.
@@ -93,7 +89,7 @@ def adapter_targets(dims: ModelDims, targets: tuple[str, ...]) -> AdapterTargets
 
 
 LoraKernel = Callable[[StepFeatures, AdapterTargets, DeviceRates], float]
-"""Returns the seconds that adapters add to a step with at least one adapted sequence."""
+"""Returns the seconds that adapters add to a step with at least one adapted sequence; see the module's table."""
 
 
 def _none(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
@@ -104,7 +100,7 @@ def _naive(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> f
     computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
     moving = step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
     launches = 2 * step.num_adapters * targets.num_modules
-    # A call this small is over before the next can start, so launching and work do not overlap.
+    # Calls this small end before the next is launched, so launches and work do not overlap.
     return max(computing, moving / rates.bytes_per_s) + launches * rates.launch_s
 
 
@@ -142,4 +138,4 @@ LORA_KERNELS: dict[str, LoraKernel] = {
     "ragged": _ragged,
     "s-lora-mbgmm": _s_lora,
 }
-"""Families by name; ``s-lora-mbgmm`` is S-LoRA's as Chameleon's figure 2 shows it."""
+"""Families by name; ``s-lora-mbgmm`` is S-LoRA's, with the rate in Chameleon's figure 2."""

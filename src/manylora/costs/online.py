@@ -1,12 +1,12 @@
-"""Costs of steps, learnt while steps run: so that prompts can be cut to time, and compared with each other.
+"""Costs of steps, learnt online, to limit prompt chunks by time and to compare prompts.
 
-A step's seconds are modelled as a constant, plus a cost per token, per token and unit of its adapter's rank, and per
-token of KV that is read. The four are fitted to recent steps, older ones fading, by least squares that starts from a
-guess. A step's weight is its tokens: a short step mostly waits for the base weights, and tells little of the cost of a
-long one.
+The model of a step's duration is a constant, plus a cost per token, per token and unit of its adapter's rank, and per
+token of KV that is read. The four coefficients are fitted to recent steps by least squares with exponential fading,
+starting from a guess. A step is weighted by its tokens: a short step is bound by reads of the base weights, and says
+little about the cost of a long one.
 
-Only the *form* is assumed, and little depends on it: the questions are how one prompt compares with another, and how
-many tokens make a step as long as recent ones. ``costs/calibrate.py`` fits a device more closely, from a log.
+Little depends on this form: it compares prompts, and finds the tokens of a step as long as recent ones.
+``costs/calibrate.py`` fits a device more closely, from a log.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from manylora.scheduling import Sequence
 __all__ = ["ONE_STEP", "OnlineCosts", "StepLoad"]
 
 FADE = 0.99
-"""Weight that earlier steps keep with every step as long as a usual one: a memory of about 100 of those."""
+"""Factor on the weight of earlier steps with every usual step: a memory of about 100 steps."""
 
 GUESS_WEIGHT = 0.1
-"""Weight of the guess, in usual steps: enough to settle coefficients that steps leave open."""
+"""Weight of the guess, in usual steps: enough to determine coefficients that the steps do not."""
 
 
 class StepLoad(NamedTuple):
-    """The quantities that a step's time depends on, each in the unit of its coefficient.
+    """The quantities that a step's duration depends on, one per coefficient.
 
     Args:
         steps: 1, for the fixed cost of a step.
-        tokens: Tokens that run.
-        row_rank: Sum over them of their adapter's rank.
+        tokens: Tokens in the step.
+        row_rank: Sum of the adapter's rank over the tokens.
         context: Tokens of KV that are read.
     """
 
@@ -45,14 +45,14 @@ ONE_STEP = StepLoad(1.0, 0.0, 0.0, 0.0)
 """A step without tokens: its fixed cost."""
 
 USUAL = StepLoad(1.0, 512.0, 512.0 * 32.0, 16_384.0)
-"""Sizes of a usual step: features are measured in these, for the sums' sake."""
+"""A usual step. Features are in these units, for numerical stability."""
 
 GUESS = (0.005, 512 * 1.5e-4, 0.0, 0.005)
 """Seconds of a usual step, by quantity: a 7B model on a data-centre GPU."""
 
 
 class OnlineCosts:
-    """Prices steps. It learns only once a price was asked for: until then ``is_asked`` is false."""
+    """Prices steps. The caller starts to observe steps when ``is_asked``: a price has been requested."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -68,7 +68,7 @@ class OnlineCosts:
         for row, one in enumerate(features):
             sums = self._gram[row]
             for column, other in enumerate(features):
-                # The guess never fades, or a step that never varies would leave nothing to tell its parts apart by.
+                # The guess never fades: otherwise equal steps would leave the coefficients undetermined.
                 kept = GUESS_WEIGHT if row == column else 0.0
                 sums[column] = (sums[column] - kept) * faded + kept + weight * one * other
             kept = GUESS_WEIGHT * GUESS[row]
@@ -76,27 +76,23 @@ class OnlineCosts:
         self._coefficients = _per_unit(_solve_nonnegative(self._gram, self._moment))
 
     def step_s(self, load: StepLoad) -> float:
-        """Return the seconds a step would take."""
+        """Return the duration of a step, in seconds."""
         return sum([value * price for value, price in zip(load, self._coefficients, strict=True)])
 
     def token_s(self, rank: int) -> float:
-        """Return the seconds that one more token of a prompt adds to a step.
-
-        Args:
-            rank: Its adapter's; 0 for the base.
-        """
+        """Return the seconds that one more prompt token adds to a step; ``rank`` is its adapter's, 0 for the base."""
         _, token_s, row_rank_s, context_s = self._coefficients
         return token_s + rank * row_rank_s + context_s
 
     def prompt_s(self, sequence: Sequence) -> float:
-        """Return the seconds that the tokens whose KV a sequence lacks add to steps; above 0."""
+        """Return the seconds that a sequence's tokens without KV add to steps; above 0."""
         self.is_asked = True
         rank = sequence.version.rank if sequence.version else 0
         return max(1e-6, sequence.num_to_run * self.token_s(rank))
 
     @staticmethod
     def load_of(planned: Iterable[tuple[Sequence, int]]) -> StepLoad:
-        """Return the load of sequences with so many tokens each."""
+        """Return the load of sequences with their numbers of tokens."""
         tokens = row_rank = context = 0
         for sequence, num_tokens in planned:
             tokens += num_tokens
@@ -112,7 +108,7 @@ def _per_unit(usual: list[float]) -> tuple[float, float, float, float]:
 
 
 def _solve_nonnegative(gram: list[list[float]], moment: list[float]) -> list[float]:
-    """Solve the normal equations; negative coefficients are left out, the worst first, and are 0."""
+    """Solve the normal equations; negative coefficients are set to 0 and left out, the lowest first."""
     kept = list(range(len(moment)))
     while kept:
         solution = _solve([[gram[row][column] for column in kept] for row in kept], [moment[row] for row in kept])
@@ -124,7 +120,7 @@ def _solve_nonnegative(gram: list[list[float]], moment: list[float]) -> list[flo
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Solve a small positive definite system by elimination; such a one needs no pivoting."""
+    """Solve a small positive definite system by elimination, which needs no pivoting."""
     size = len(target)
     for pivot in range(size):
         for row in range(pivot + 1, size):

@@ -1,8 +1,8 @@
-"""A cost profile: what a live engine's steps and loads cost, as numbers in a file.
+"""Cost profiles: measured costs of a live engine's steps and loads, in a JSON file.
 
-A step is a sum of terms, each a number of seconds per unit of one feature, none negative. Only the matrix products need
-more than a straight line in the number of rows: a few rows cost what reading the weights costs, many what multiplying
-by them does. Their time is linear between knots.
+A step is a sum of terms, each a non-negative number of seconds per unit of one feature. Only matrix products are not
+linear in the number of rows: a few rows are bound by reads of the weights, many by arithmetic. Their time is linear
+between knots.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,11 @@ TERMS: Mapping[str, str] = {
     "prompt_row_rank": "prompt token and rank",
     "padded_row_rank": "adapted row and largest rank",
 }
-"""Terms of a step beside its rows: name, and what one unit of it is."""
+"""Terms of a step beside its rows: name and unit."""
 
 
 def term_units(features: StepFeatures) -> tuple[int, ...]:
-    """Return how many units of each of ``TERMS`` a step has, in their order."""
+    """Return a step's number of units of each of ``TERMS``, in their order."""
     return (
         1,
         features.num_decodes + features.num_prompts,
@@ -71,38 +72,33 @@ def term_units(features: StepFeatures) -> tuple[int, ...]:
 
 
 class RowCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What rows cost, row by row: monotone, and linear between knots.
+    """Seconds of a number of rows: monotone, and linear between knots.
 
     Args:
         knots: Numbers of rows, rising; the first is 0.
-        row_s: Seconds per row beyond each knot, up to the next; the last goes on for ever.
+        row_s: Seconds per row from each knot to the next; the last has no end.
     """
 
     knots: tuple[int, ...]
     row_s: tuple[float, ...]
 
-    def totals(self) -> tuple[float, ...]:
-        """Return the seconds of as many rows as each knot says."""
-        totals = [0.0]
-        for index in range(1, len(self.knots)):
-            totals.append(totals[-1] + self.row_s[index - 1] * (self.knots[index] - self.knots[index - 1]))
-        return tuple(totals)
-
 
 class StepCost:
-    """Prices steps by features: a profile's terms, made ready to be asked every step.
+    """Prices steps by a profile's terms, prepared for one call per step.
 
     Args:
-        terms: Seconds per unit by name; what is not named costs nothing.
-        rows: What rows cost.
+        terms: Seconds per unit, by name; a missing term is 0.
+        rows: Cost of rows.
     """
 
     def __init__(self, terms: Mapping[str, float], rows: RowCost) -> None:
         self._terms = tuple(terms.get(name, 0.0) for name in TERMS)
-        self._knots, self._row_s, self._totals = rows.knots, rows.row_s, rows.totals()
+        self._knots, self._row_s = rows.knots, rows.row_s
+        costs = (one * (end - start) for one, (start, end) in zip(rows.row_s, pairwise(rows.knots), strict=False))
+        self._totals = tuple(accumulate(costs, initial=0.0))  # seconds of the number of rows at each knot
 
     def seconds(self, features: StepFeatures) -> float:
-        """Return what the device takes for a step, in seconds."""
+        """Return the duration of a step on the device, in seconds."""
         num_rows = features.num_decodes + features.num_prompt_tokens
         at = bisect_right(self._knots, num_rows) - 1
         seconds = self._totals[at] + self._row_s[at] * (num_rows - self._knots[at])
@@ -112,12 +108,9 @@ class StepCost:
 
 
 class LoadCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a load costs on an idle link.
+    """Duration of a load on an idle link: a constant and seconds per byte.
 
-    Args:
-        fixed_s: Seconds, whatever its size.
-        byte_s: Seconds per byte.
-        num_measured: Loads it was fitted from; 0 says that it is a guess.
+    ``num_measured`` is the number of loads it was fitted from; 0 for a guess.
     """
 
     fixed_s: float
@@ -126,11 +119,11 @@ class LoadCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """How measured times lie about fitted ones.
+    """Distribution of measured over fitted times.
 
     Args:
-        mean: Mean measured over mean fitted: what a simulation without jitter multiplies by.
-        quantiles: Measured over fitted, from the least to the largest in equal shares: what jitter is drawn from.
+        mean: Mean measured over mean fitted: the factor of a simulation without noise.
+        quantiles: Evenly spaced quantiles, from the least to the largest, from which noise is drawn.
     """
 
     mean: float
@@ -138,11 +131,11 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriftComponent(msgspec.Struct, frozen=True, kw_only=True):
-    """How the machine's speed wanders at one scale of time; see ``costs/speed.py``.
+    """Drift of the machine's speed on one time scale; see ``costs/speed.py``.
 
     Args:
-        size: Standard deviation of the logarithm of steps' times: 0.2 is a fifth slower or faster.
-        length_s: Time after which a spell is forgotten but for 1/e of it, in seconds.
+        size: Standard deviation of the logarithm of step times: 0.2 is a fifth slower or faster.
+        length_s: Time constant in seconds, after which the correlation is 1/e.
     """
 
     size: float
@@ -150,11 +143,11 @@ class DriftComponent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeedDrift(msgspec.Struct, frozen=True, kw_only=True):
-    """What of the noise in steps has a memory, and what is left without it.
+    """The part of steps' noise that is correlated in time, and the rest.
 
     Args:
-        components: Slow and fast components, from short to long.
-        noise: As the profile's, by ``decode`` and ``prompt``, of steps within a spell: what each step draws afresh.
+        components: From short to long.
+        noise: Independent noise of each step without drift, by ``decode`` and ``prompt``.
     """
 
     components: tuple[DriftComponent, ...]
@@ -162,7 +155,7 @@ class SpeedDrift(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a fit foretells steps that it has not seen.
+    """Errors of a fit on steps held out.
 
     Args:
         regime: ``decode``, ``prefill`` or ``mixed``.
@@ -170,9 +163,9 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
         mean_s: Their mean time, in seconds.
         r2: Share of the variance explained.
         median_error: Median of the relative error.
-        p90_error: Its 90th percentile.
-        steady_r2: Share explained of what is left when the machine's speed is taken out, as the steps before and after
-            those held out show it; ``None`` where no components were found.
+        p90_error: 90th percentile of the relative error.
+        steady_r2: ``r2`` without the machine's drift, as estimated from the steps before and after; ``None`` for a
+            steady machine.
     """
 
     regime: str
@@ -185,25 +178,25 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated engine needs to take the place of a live one.
+    """Measured costs from which a live engine can be simulated.
 
     Args:
         base: The base model's shape.
-        num_pages: Pages in the pool of the engine that was measured.
-        machine: What it ran on, in words.
-        lora_kernel: Which implementation of adapters' arithmetic.
-        command: What made this profile.
+        num_pages: Pages in the pool of the measured engine.
+        machine: The machine, in words.
+        lora_kernel: Implementation of LoRA.
+        command: The command that wrote this profile.
         terms: Seconds per unit, by the names in ``TERMS``.
-        rows: What rows cost.
-        turn_s: What a turn of the loop adds to every step (deciding, waking up), in seconds.
+        rows: Cost of rows.
+        turn_s: Time of a turn of the loop beside the step (planning, waking up), in seconds.
         turn_sequence_s: The same per sequence.
-        loads: What loads cost, by tier: ``host`` (from disk) and ``device`` (from the host).
+        loads: Costs of loads, by tier: ``host`` (from disk) and ``device`` (from the host).
         noise: By ``decode`` (steps without a prompt), ``prompt`` (the others), ``host`` and ``device`` (loads).
-        interference: How much a load slows down the step beside it, in seconds per second of the load, by tier.
+        interference: Slowdown of a step by a concurrent load, in seconds per second of the load, by tier.
         errors: On steps held out.
         num_steps: Steps it was fitted from.
-        drift: How the machine's speed wanders; ``None`` if it did not, or if the profile is older than this.
-        format: Version of this form.
+        speed_drift: Drift of the machine's speed; ``None`` if steady, or if an older version wrote the profile.
+        format: Version of this format.
     """
 
     base: BaseShape
@@ -224,7 +217,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON: every key on lines of its own but the model's shape, which is long and for machines."""
+        """Write it as JSON, indented except for the model's long shape."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         lines = [f"  {json.dumps(name)}: {_shown(name, value)}" for name, value in fields.items()]
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -247,11 +240,7 @@ def _by_line(value: dict[str, Any], indent: str) -> str:
 
 
 def read_profile(path: str | Path) -> CostProfile:
-    """Read a profile.
-
-    Raises:
-        ConfigError: There is no such file, or it is not a profile; says which and why.
-    """
+    """Read a profile, or raise ``ConfigError`` with the reason."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:

@@ -1,12 +1,11 @@
 """The speed of a machine over time: it drifts with other tenants, clocks and heat.
 
-Draws that know nothing of each other even out over ten steps; a machine that is a fifth slower for ten seconds is not
-evened out by anything, and the requests of those seconds wait for each other. So what a profile holds of them is drawn
-with a memory: the logarithm of a step's time wanders about its mean as a sum of Ornstein-Uhlenbeck processes, each of
-one size and one length.
+Independent noise averages out over ten steps. A machine that is a fifth slower for ten seconds delays all requests of
+those seconds. Drift is therefore correlated in time: the logarithm of a step's duration is a sum of Ornstein-Uhlenbeck
+processes, each of one size and one length.
 
-Source: Uhlenbeck and Ornstein, *On the theory of the Brownian motion* (1930): the stationary process whose
-autocovariance falls off exponentially. Told the time, it is drawn exactly, however uneven the steps are.
+Source: Uhlenbeck and Ornstein, *On the theory of the Brownian motion* (1930): the stationary process with an
+exponentially decaying autocovariance. It is sampled exactly at any times, however uneven the steps are.
 """
 
 from __future__ import annotations
@@ -22,22 +21,18 @@ __all__ = ["DriftingSpeed", "MachineSpeed"]
 
 
 class MachineSpeed(Protocol):
-    """Says how slow the machine is; asked once per step, in order of time."""
+    """The slowdown of a machine; read once per step, in order of time."""
 
     def factor(self, now: float) -> float:
-        """Return how many times as long as on the mean a step takes that begins now."""
+        """Return the factor on the mean duration of a step that begins now."""
         ...
 
 
 class DriftingSpeed:
-    """A machine that is slower and faster in components.
+    """A machine whose speed is a product of drift components, drawn from ``rng``.
 
-    The mean over *time* of the speed, one over the factor, is 1: over a long while as many steps are done as if the
-    machine were steady.
-
-    Args:
-        components: Their sizes and lengths.
-        rng: Draws them.
+    The mean over *time* of the speed, one over the factor, is 1: in the long run the machine executes as many steps as
+    a steady one.
     """
 
     def __init__(self, components: Sequence[DriftComponent], rng: Random) -> None:
@@ -49,17 +44,17 @@ class DriftingSpeed:
         self._factor = 1.0
 
     def factor(self, now: float) -> float:
-        """Return how many times as long as on the mean a step takes that begins now; twice the same if asked twice."""
+        """Return the factor on the mean duration of a step that begins now; the same for the same ``now``."""
         if now != self._now:
-            self._wander(0.0 if self._now is None else now - self._now)
+            self._advance(0.0 if self._now is None else now - self._now)
             self._now = now
             logarithm = sum(one.size * state for one, state in zip(self._components, self._states, strict=True))
             self._factor = math.exp(logarithm + self._mean)
         return self._factor
 
-    def _wander(self, elapsed_s: float) -> None:
-        assert elapsed_s >= 0, f"The speed is asked in order of time; got {elapsed_s = }"
-        for index, spell in enumerate(self._components):
-            kept = math.exp(-elapsed_s / spell.length_s)
+    def _advance(self, elapsed_s: float) -> None:
+        assert elapsed_s >= 0, f"The speed is read in order of time; got {elapsed_s = }"
+        for index, component in enumerate(self._components):
+            kept = math.exp(-elapsed_s / component.length_s)
             drawn = self._rng.gauss(0.0, math.sqrt(1.0 - kept * kept))
             self._states[index] = kept * self._states[index] + drawn

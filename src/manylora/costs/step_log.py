@@ -1,6 +1,6 @@
-"""The step log: what each step and each load was, and how long it took; what cost models are fitted from.
+"""The step log: content and duration of each step and each load, from which cost models are fitted.
 
-``LoggedExecutor`` stands between the core and any executor and writes a line when work completes:
+``LoggedExecutor`` wraps any executor and writes a line when work completes:
 
 ::
 
@@ -8,9 +8,9 @@
               |--- plan ---|------ device_s ------|-wake-|
     executor               |------ the step ------|
 
-``ended_at - launched_at`` is what a simulator must charge, for in it steps follow each other as turns of the loop do.
-``device_s`` is the part of it that the executor itself measured, if it did. Times are those the loop was told, so a log
-also replays a run exactly (``sim/run/replay.py``), unless steps were planned ahead.
+``ended_at - launched_at`` is the duration in a simulator, where steps follow each other as turns of the loop do.
+``device_s`` is the part of it that the executor measured, if any. Times are the loop's, so a log also replays a run
+exactly (``sim/run/replay.py``), unless steps were planned ahead.
 """
 
 from __future__ import annotations
@@ -46,14 +46,7 @@ __all__ = [
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
-    """Which engine wrote what follows.
-
-    Args:
-        base: The base model's shape.
-        num_pages: Pages in its pool.
-        machine: What it ran on, in words.
-        lora_kernel: Which implementation of adapters' arithmetic.
-    """
+    """The engine of the following lines: base model, pages in its pool, machine in words, and LoRA kernel."""
 
     base: BaseShape
     num_pages: int
@@ -66,11 +59,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
     Args:
         step_id: Its number.
-        launched_at: The turn that planned it, in seconds on the loop's clock; for one planned ahead, that which took in
-            the step before it.
-        ended_at: The turn that took its results in.
-        device_s: What the executor measured of it, in seconds; ``None`` if it does not measure.
-        features: What was in it.
+        launched_at: Time of the turn that planned it, in seconds on the loop's clock; of a step planned ahead, the end
+            of the step before it.
+        ended_at: Time of the turn that read its results, in seconds.
+        device_s: Duration that the executor measured, in seconds; ``None`` if it does not measure.
+        features: Its content.
     """
 
     step_id: int
@@ -81,21 +74,21 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
     @property
     def took_s(self) -> float:
-        """From turn to turn, in seconds."""
+        """Duration from turn to turn, in seconds."""
         return self.ended_at - self.launched_at
 
 
 class LoadRecord(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """One hop of an adapter.
+    """One load of an adapter version.
 
     Args:
-        adapter: Which version.
-        tier: Where to: ``host`` or ``device``.
+        adapter: The version.
+        tier: Destination: ``host`` or ``device``.
         num_bytes: Bytes read from disk or copied to the device.
-        launched_at: The turn that asked for it, in seconds on the loop's clock.
-        ended_at: The turn that saw it complete.
-        device_s: What it took once its turn on the link had come; ``None`` if that was not measured.
-        error: Why it failed, if it did.
+        launched_at: Time of the turn that launched it, in seconds on the loop's clock.
+        ended_at: Time of the turn that saw it complete, in seconds.
+        device_s: Duration without its wait for the link, in seconds; ``None`` if not measured.
+        error: The reason, if it failed.
     """
 
     adapter: AdapterKey
@@ -108,7 +101,7 @@ class LoadRecord(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     @property
     def took_s(self) -> float:
-        """From turn to turn, its wait for the link included, in seconds."""
+        """Duration from turn to turn, its wait for the link included, in seconds."""
         return self.ended_at - self.launched_at
 
 
@@ -116,13 +109,13 @@ LogLine = LogHeader | StepRecord | LoadRecord
 
 
 class _LoggedWork:
-    """Work whose completion is told once, at the turn that sees it."""
+    """Work whose completion is logged once, at the turn that sees it."""
 
-    __slots__ = ("_tell", "_work")
+    __slots__ = ("_log", "_work")
 
-    def __init__(self, work: Work, tell: Callable[[StepResult | LoadResult, float], None]) -> None:
+    def __init__(self, work: Work, log: Callable[[StepResult | LoadResult, float], None]) -> None:
         self._work = work
-        self._tell = tell
+        self._log = log
 
     @property
     def ready_at(self) -> float:
@@ -130,17 +123,17 @@ class _LoggedWork:
 
     def poll(self, now: float) -> StepResult | LoadResult | None:
         result = self._work.poll(now)
-        if result is not None:  # the core asks no more of work that is done
-            self._tell(result, now)
+        if result is not None:  # the core polls completed work no more
+            self._log(result, now)
         return result
 
 
 class LoggedExecutor:
-    """An executor that tells what its work took.
+    """An executor that logs the duration of its work.
 
     Args:
         executor: Carries plans out.
-        write: Takes records, on the loop's thread, in the order in which the core learns of completions.
+        write: Receives records on the loop's thread, in the order in which the core sees completions.
     """
 
     def __init__(self, executor: Executor, write: Callable[[StepRecord | LoadRecord], None]) -> None:
@@ -149,10 +142,10 @@ class LoggedExecutor:
         self._ended_at = -math.inf  # the step logged last
 
     def launch(self, plan: StepPlan, now: float) -> Work:
-        """Start a step; it is logged when its results are taken in."""
-        features = step_features(plan)  # now: the tokens it refers to will have grown by then
+        """Start a step; it is logged when its results are read."""
+        features = step_features(plan)  # now: its token lists grow until then
 
-        def tell(result: StepResult | LoadResult, ended_at: float) -> None:
+        def log(result: StepResult | LoadResult, ended_at: float) -> None:
             began_at, self._ended_at = max(now, self._ended_at), ended_at
             self._write(
                 StepRecord(
@@ -164,13 +157,13 @@ class LoggedExecutor:
                 )
             )
 
-        return _LoggedWork(self._executor.launch(plan, now), tell)
+        return _LoggedWork(self._executor.launch(plan, now), log)
 
     def load_adapter(self, load: AdapterLoad, now: float) -> Work:
         """Start a load; it is logged when it is seen to be complete."""
         version = load.version
 
-        def tell(result: StepResult | LoadResult, ended_at: float) -> None:
+        def log(result: StepResult | LoadResult, ended_at: float) -> None:
             assert isinstance(result, LoadResult)
             self._write(
                 LoadRecord(
@@ -184,10 +177,10 @@ class LoggedExecutor:
                 )
             )
 
-        return _LoggedWork(self._executor.load_adapter(load, now), tell)
+        return _LoggedWork(self._executor.load_adapter(load, now), log)
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Pass it on."""
+        """Drop an adapter; not logged."""
         self._executor.drop_adapter(key, tier)
 
 
@@ -196,7 +189,7 @@ class StepLog:
 
     Args:
         file: Open for writing or appending; the caller closes it.
-        header: Written first, so that several runs in one file stay apart.
+        header: Written first, so that runs in one file can be told apart.
     """
 
     def __init__(self, file: BinaryIO | FileIO, header: LogHeader) -> None:
@@ -211,12 +204,7 @@ class StepLog:
 
 @contextmanager
 def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> Iterator[StepLog]:
-    """Append to a log, as long as the context lasts. Not buffered: engines end as they must, and the log is whole.
-
-    Args:
-        path: The file.
-        parts: The engine whose work is logged.
-        model: How it was asked for.
+    """Append the work of the engine of ``parts`` and ``model`` to a log; unbuffered, so a killed engine loses no line.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -231,11 +219,7 @@ def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> I
 
 
 def write_step_log(path: str | Path, lines: Iterable[LogLine]) -> None:
-    """Write a log that is in memory.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write lines to a log; raise ``ConfigError`` if the file cannot be written."""
     encode = msgspec.json.Encoder().encode
     try:
         Path(path).write_bytes(b"".join(encode(line) + b"\n" for line in lines))
@@ -247,8 +231,7 @@ def read_step_log(path: str | Path) -> Iterator[LogLine]:
     """Yield the lines of a log, its header first.
 
     Raises:
-        ConfigError: There is no such file, it is empty, does not begin with a header, or a line of it is not one of a
-            step log; says which and why.
+        ConfigError: The file cannot be read, is empty, does not begin with a header, or has an invalid line.
     """
     decode = msgspec.json.Decoder(LogLine).decode
     number = 0
@@ -257,10 +240,12 @@ def read_step_log(path: str | Path) -> Iterator[LogLine]:
             for number, line in enumerate(file, start=1):
                 try:
                     record = decode(line)
-                except msgspec.DecodeError as error:  # what is not JSON, and what is not a record
+                except msgspec.DecodeError as error:  # no JSON, or no record
                     raise ConfigError(f"Line {number} of {path} is not a line of a step log: {error}") from None
                 if number == 1 and not isinstance(record, LogHeader):
-                    raise ConfigError(f"The step log {path} does not begin with its header: its first lines are gone")
+                    raise ConfigError(
+                        f"The step log {path} does not begin with its header: its first lines are missing"
+                    )
                 yield record
     except OSError as error:
         raise ConfigError(f"Cannot read the step log {path}: {error.strerror}") from None

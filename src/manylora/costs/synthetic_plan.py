@@ -1,4 +1,4 @@
-"""Synthetic plans, to ask a cost model for the time of a step of that shape."""
+"""Synthetic step plans, for which a cost model returns the duration of a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ __all__ = ["Part", "synthetic_plan"]
 
 
 class Part(NamedTuple):
-    """A sequence in a made-up step.
-
-    Args:
-        start: Tokens of KV that are there.
-        num_tokens: Tokens to run behind them.
-        adapter: Its adapter; ``None`` for the base.
-        rank: The adapter's rank; 0 for the base.
-    """
+    """A sequence of a synthetic step: ``num_tokens`` tokens behind ``start`` tokens of KV."""
 
     start: int
     num_tokens: int
@@ -28,7 +21,7 @@ class Part(NamedTuple):
 
 
 def synthetic_plan(parts: Iterable[Part]) -> StepPlan:
-    """Return a step of these sequences, each of which yields a token; it can be priced and not run: it has no pages."""
+    """Return a step of these sequences, each of which yields a token. It has no pages, so it cannot be executed."""
     sampling = SamplingParams()
     return StepPlan(
         step_id=0,

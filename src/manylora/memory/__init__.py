@@ -1,4 +1,4 @@
-"""Memory: one pool of equal pages for KV, prefix blocks and adapters; page numbers only, no tensor."""
+"""Memory: one pool of equal pages for KV, prefix blocks and adapters; page numbers only, no tensors."""
 
 from manylora.memory.allocator import Owner, PageAllocator
 from manylora.memory.blocks import BlockTable, num_blocks

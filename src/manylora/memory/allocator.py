@@ -1,9 +1,9 @@
-"""The pool: equal pages, each with exactly one owner.
+"""The page allocator: a pool of equal pages, each with exactly one owner.
 
-A page is one KV block across all layers, or the same bytes seen flat for adapter weights, so any free page
-serves any need: nothing is contiguous, nothing is reserved, nothing fragments.
+A page is one KV block across all layers, or the same bytes as a flat array of adapter weights. Any free page serves any
+need: there is no contiguity, no reservation and no fragmentation.
 
-Source: unified paging of S-LoRA, section 5; here adapters and KV differ in nothing but the owner's name.
+Source: unified paging of S-LoRA, section 5; here adapters and KV differ only in the owner.
 """
 
 from __future__ import annotations
@@ -24,23 +24,20 @@ class Owner(IntEnum):
     ADAPTER = 3
 
 
-_FREE = Owner.FREE  # looked up for every page; the way through the enumeration takes longer than all the rest
+_FREE = Owner.FREE  # read for every page: looking it up in the enumeration would take most of the time
 
 
 class PageAllocator:
-    """Hands out page numbers and knows whose each one is.
+    """Allocates page numbers and records their owners.
 
-    Invariant: free + KV + prefix + adapter == total, always (``check_integrity``).
-
-    Args:
-        num_pages: Pages in the pool.
+    Invariant: free + KV + prefix + adapter == total (``check_integrity``).
     """
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages > 0
         self.num_pages = num_pages
         self._owner = bytearray(num_pages)
-        # A stack: the page freed last is the one whose bytes are likeliest to be in a cache still.
+        # A stack: the page freed last is the most likely to be in a CPU cache.
         self._free = list(range(num_pages - 1, -1, -1))
         self._counts = [num_pages, 0, 0, 0]
 
@@ -50,15 +47,15 @@ class PageAllocator:
         return len(self._free)
 
     def count(self, owner: Owner) -> int:
-        """Return how many pages ``owner`` holds."""
+        """Return the number of pages that ``owner`` holds."""
         return self._counts[owner]
 
     def owner(self, page: int) -> Owner:
-        """Return who holds ``page``."""
+        """Return the owner of ``page``."""
         return Owner(self._owner[page])
 
     def allocate(self, num_pages: int, owner: Owner) -> list[int] | None:
-        """Take ``num_pages`` free pages for ``owner``; all of them, or ``None`` and nothing changes."""
+        """Allocate ``num_pages`` free pages to ``owner``; all of them, or ``None`` and nothing changes."""
         assert owner is not _FREE
         if num_pages > len(self._free):
             return None
@@ -74,7 +71,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Iterable[int]) -> None:
-        """Give pages back."""
+        """Return pages to the pool."""
         counts = self._counts
         for page in pages:
             owner = self._owner[page]
@@ -85,7 +82,7 @@ class PageAllocator:
             self._free.append(page)
 
     def transfer(self, page: int, owner: Owner) -> None:
-        """Hand an owned page to another owner, its contents untouched."""
+        """Change the owner of an owned page; its contents stay."""
         old = self._owner[page]
         assert old != _FREE and owner is not _FREE, f"page {page} is free"
         self._owner[page] = owner

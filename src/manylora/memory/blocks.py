@@ -1,4 +1,4 @@
-"""Block tables: which page holds which positions of one sequence.
+"""Block tables: the pages of one sequence's positions.
 
 ::
 
@@ -17,17 +17,12 @@ __all__ = ["BlockTable", "num_blocks"]
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:
-    """Return how many pages ``num_tokens`` positions take."""
+    """Return the number of pages for ``num_tokens`` positions."""
     return -(-num_tokens // block_size)
 
 
 class BlockTable:
-    """Pages and block digests of one sequence.
-
-    Args:
-        root: Digest the chain starts from (``prefix_root``).
-        block_size: Tokens per page.
-    """
+    """Pages of ``block_size`` tokens and block digests of one sequence, chained from ``root`` (``prefix_root``)."""
 
     __slots__ = ("_digests", "_num_indexed", "_root", "block_size", "pages")
 
@@ -41,7 +36,7 @@ class BlockTable:
     def match(self, tokens: Seq[int], index: PrefixIndex) -> list[int]:
         """Return pages that hold the longest computed prefix of ``tokens``, at least one token short of all.
 
-        The last token is always run: its logits are what the next token is drawn from.
+        The last token is always run: the next token is drawn from its logits.
         """
         self._extend_digests(tokens, len(tokens))
         return index.match(self._digests, (len(tokens) - 1) // self.block_size)
@@ -68,9 +63,9 @@ class BlockTable:
         self._num_indexed = num_full
 
     def clear(self) -> list[int]:
-        """Forget and return the pages; digests stay, because the tokens stay.
+        """Remove and return the pages; digests stay, because the tokens stay.
 
-        The list itself is left to those that still read it: the table starts another.
+        The list is not changed, because a step in flight may still read it: the table starts another.
         """
         pages, self.pages = self.pages, []
         self._num_indexed = 0

@@ -1,22 +1,22 @@
-"""The one store of pages: KV of running sequences, idle prefix blocks and adapters, taken from one pool.
+"""The page cache: KV of running sequences, idle prefix blocks and adapters in one pool.
 
-Nothing here has a size of its own. Idle prefix blocks and idle adapters fill whatever running sequences
-leave free, and a claim drops exactly as many of them as it needs, in the order of the eviction policy.
+No kind has a size of its own. Idle prefix blocks and idle adapters fill the pages that running sequences leave free. A
+claim drops exactly as many of them as it needs, in the order of the eviction policy.
 
-An item with pages is in one of these classes; a claim may reach down to the depth that is due to its claimant:
+An item with pages is in one of these classes; a claim may drop classes down to the claimant's depth:
 
 ::
 
     class    items                                                  claimed by                               depth
     free     none                                                   all
-    idle     prefix blocks and adapters that are not asked for      all                                      IDLE
-    wanted   adapters that waiting requests ask for                 running sequences, the first in line,    WANTED
-                                                                    when nothing idle is left
-    held     KV of running sequences; adapters in use, on their     none
-             way, or pinned
+    idle     prefix blocks and adapters without requests            all                                      IDLE
+    wanted   adapters that waiting requests need                    running sequences, the first in line,    WANTED
+                                                                    when no idle item is left
+    held     KV of running sequences; adapters in use, loading,     none
+             or pinned
 
-Source: Chameleon, section 4.2 (cache in idle memory; adapters of queued requests are spared while anything
-else can go).
+Source: Chameleon, section 4.2 (cache in idle memory; adapters of queued requests are spared as long as others can be
+dropped).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = ["PageCache"]
 
 
 class PageCache:
-    """Claims pages, remembers idle ones, drops them when others need the room.
+    """Claims pages, keeps idle ones, and drops them for other claims.
 
     Args:
         num_pages: Pages in the pool.
         page_bytes: Bytes in a page.
         block_size: Tokens of KV in a page.
         policy: Ranks the items that may be dropped.
-        on_adapter_dropped: Told, with the time, of each adapter dropped for room; its pages are free by then.
-        on_prefix_dropped: Told, with the time, how many prefix pages were dropped for room.
+        on_adapter_dropped: Called with each adapter dropped for a claim and the time, after its pages are freed.
+        on_prefix_dropped: Called with the number of prefix pages dropped for a claim and the time.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class PageCache:
         self._on_prefix_dropped = on_prefix_dropped
         self._refs: dict[int, int] = {}  # KV page -> sequences that use it
         self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
-        self._droppable: dict[ItemKey, tuple[IdleItem, Depth]] = {}  # an adapter that is not here is held
+        self._droppable: dict[ItemKey, tuple[IdleItem, Depth]] = {}  # other adapters are held
         self._num_droppable = {Depth.IDLE: 0, Depth.WANTED: 0}  # pages per class
-        self._chain: list[int] = []  # idle blocks, from the one the policy named last to the last that follows it
+        self._chain: list[int] = []  # idle blocks, from the policy's last victim to the last block that follows it
 
     @property
     def keeps_idle_adapters(self) -> bool:
-        """Whether the policy leaves adapters on the device once no sequence uses or waits for them."""
+        """Whether adapters stay on the device when no sequence uses or waits for them."""
         return self._policy.keeps_idle_adapters
 
     # -- claims ------------------------------------------------------------------------------------------------------
 
     def num_claimable(self, depth: Depth, spare: AdapterKey | None = None) -> int:
-        """Return how many pages a claim of that depth could get, ``spare`` left alone."""
+        """Return the number of pages that a claim of that depth can get without dropping ``spare``."""
         num_pages = self.allocator.num_free + self._num_droppable[Depth.IDLE]
         if depth is Depth.WANTED:
             num_pages += self._num_droppable[Depth.WANTED]
@@ -90,7 +90,7 @@ class PageCache:
     def claim(
         self, num_pages: int, owner: Owner, now: float, depth: Depth, *, spare: AdapterKey | None = None
     ) -> list[int] | None:
-        """Take pages, dropping idle (then wanted) items as needed; all, or ``None`` and nothing is dropped."""
+        """Allocate pages, dropping idle (then wanted) items as needed; all, or ``None`` and nothing is dropped."""
         if num_pages > self.num_claimable(depth, spare):
             return None
         num_blocks_dropped = 0
@@ -108,12 +108,9 @@ class PageCache:
         return pages
 
     def can_displace(self, num_pages: int, price: float, now: float) -> bool:
-        """Return whether that many pages could be had from free ones and from idle items cheaper than ``price``.
+        """Return whether free pages and idle items cheaper than ``price`` yield that many pages.
 
-        Args:
-            num_pages: How many.
-            price: Seconds saved per second and page by whatever would come in, as the eviction policy has it.
-            now: Seconds.
+        ``price`` is the eviction policy's for the new item: seconds saved per second and page.
         """
         missing = num_pages - self.allocator.num_free
         taken: dict[ItemKey, IdleItem] = {}
@@ -133,11 +130,11 @@ class PageCache:
     def _victim(
         self, depth: Depth, now: float, spare: AdapterKey | None, taken: Container[ItemKey] = ()
     ) -> IdleItem | None:
-        """Return what the policy would drop; of a chain of prefix blocks, the last one.
+        """Return the policy's victim; of a chain of prefix blocks, the last one.
 
-        A policy ranks blocks one by one, and a chain's blocks are used together, the first at least as often as the
-        last. Should it name one in the middle all the same, those behind it, out of reach without it, go first. They
-        go one by one, and the policy names the same one each time: so the way down to the last is remembered.
+        A policy ranks blocks one by one. The blocks of a chain are used together, the first at least as often as the
+        last. If the policy names a block inside a chain, the blocks behind it, unreachable without it, are dropped
+        first. The policy then names the same block each time, so the path to the last block is kept.
         """
         victim = self._policy.victim(depth, now, spare)
         if victim is None or isinstance(victim.key, str):
@@ -169,7 +166,7 @@ class PageCache:
         self._num_droppable[depth] += item.num_pages
         self._policy.add(item, depth)
         if isinstance(item.key, int):
-            self._chain.clear()  # it may be the first to follow a block in it
+            self._chain.clear()  # the block may follow one in the chain
 
     def _set_held(self, key: ItemKey) -> None:
         item, depth = self._droppable.pop(key)
@@ -183,14 +180,9 @@ class PageCache:
     def claim_kv(
         self, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None, shared: Seq[int] = ()
     ) -> list[int] | None:
-        """Take pages for a sequence's KV beside ``shared`` ones; all and a reference to each, or ``None``.
+        """Allocate new pages for a sequence's KV and reference them and ``shared``; all, or ``None``.
 
-        Args:
-            num_pages: New pages.
-            now: Seconds.
-            depth: How far down to reach.
-            spare: An adapter to leave alone.
-            shared: Pages found in the prefix index, idle or in use.
+        ``shared`` are pages found in the prefix index, idle or in use. ``spare`` is an adapter that is not dropped.
         """
         num_idle = sum(page in self._droppable for page in shared)
         if num_pages > self.num_claimable(depth, spare) - num_idle:
@@ -210,9 +202,9 @@ class PageCache:
         return pages
 
     def release_kv(self, pages: list[int], now: float) -> None:
-        """Drop one reference to each page; indexed ones go idle, the others free.
+        """Drop one reference to each page; unreferenced pages become idle if indexed, else free.
 
-        Last page first: of one sequence's blocks the deepest, useless without those before it, is the oldest.
+        Last page first: a sequence's last block, which depends on those before it, is then the oldest idle one.
         """
         for page in reversed(pages):
             self._refs[page] -= 1
@@ -230,7 +222,7 @@ class PageCache:
     def claim_adapter(
         self, key: AdapterKey, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None
     ) -> tuple[int, ...] | None:
-        """Take pages for an adapter, which is held from here on."""
+        """Allocate pages for an adapter, which is then held."""
         assert key not in self._adapter_pages
         pages = self.claim(num_pages, Owner.ADAPTER, now, depth, spare=spare)
         if pages is None:
@@ -239,17 +231,13 @@ class PageCache:
         return self._adapter_pages[key]
 
     def adapter_pages(self, key: AdapterKey) -> tuple[int, ...]:
-        """Return the pages of an adapter that has some."""
+        """Return the pages of an adapter that is on the device."""
         return self._adapter_pages[key]
 
     def set_adapter_depth(self, key: AdapterKey, depth: Depth | None, now: float, *, read_bytes: int = 0) -> None:
-        """Set the depth that a claim on an adapter's pages must reach; with ``None`` they cannot be claimed.
+        """Set the depth of claims that may drop an adapter on the device; with ``None`` it is held.
 
-        Args:
-            key: Which; it has pages.
-            depth: How far down a claim must reach.
-            now: Seconds.
-            read_bytes: Bytes to read from disk to bring it back, 0 while the host holds a copy.
+        ``read_bytes`` are the bytes to read from disk for a reload, 0 while the host has a copy.
         """
         item, old = self._droppable.get(key, (None, None))
         if old is depth and (item is None or item.read_bytes == read_bytes):
@@ -258,19 +246,19 @@ class PageCache:
             self._set_held(key)
         if depth is not None:
             num_pages = len(self._adapter_pages[key])
-            # Only its way back has changed: it has been idle for as long as before.
+            # Only the cost of a reload has changed, not the time since which it is idle.
             idle_since = item.idle_since if item is not None and old is depth else now
             copy_bytes = num_pages * self._page_bytes
             self._set_droppable(IdleItem(key, num_pages, idle_since, copy_bytes, read_bytes), depth)
 
     def adapter_used(self, key: AdapterKey, now: float) -> None:
-        """Tell the policy that a request needs an adapter, wherever it is."""
+        """Tell the policy that a request needs an adapter, in any tier."""
         self._policy.used(key, now)
 
     def adapter_price(self, key: AdapterKey, now: float) -> float | None:
         """Return the worth of keeping an idle adapter, in seconds of reloading saved per second and page.
 
-        ``None`` if it is held or not here, or if the eviction policy has another unit.
+        ``None`` if it is held or absent, or if the eviction policy has another unit.
         """
         if key not in self._droppable:
             return None
@@ -278,11 +266,11 @@ class PageCache:
         return price if isfinite(price) else None
 
     def forget_adapter(self, key: AdapterKey, now: float) -> None:
-        """Let the policy forget an adapter that is gone for good."""
+        """Remove an unloaded adapter from the policy."""
         self._policy.forget(key, now)
 
     def release_adapter(self, key: AdapterKey) -> None:
-        """Free an adapter's pages, whatever its class."""
+        """Free an adapter's pages, in any class."""
         if key in self._droppable:
             self._set_held(key)
         self.allocator.free(self._adapter_pages.pop(key))
@@ -298,7 +286,7 @@ class PageCache:
         way = self._chain[:1]
         if way:
             self.prefix.follow(way, self._droppable.__contains__)
-        assert self._chain == way[: len(self._chain)], "not the way down from its first block"
+        assert self._chain == way[: len(self._chain)], "not the path from its first block"
         adapter_pages = [page for pages in self._adapter_pages.values() for page in pages]
         assert len(adapter_pages) == len(set(adapter_pages)) == self.allocator.count(Owner.ADAPTER)
         assert all(self.allocator.owner(page) is Owner.ADAPTER for page in adapter_pages)

@@ -1,9 +1,9 @@
-"""Prefix cache: which page holds the KV of which tokens.
+"""Prefix index: the pages that hold the KV of blocks of tokens.
 
-A block of tokens is named by a digest chained over everything before it, and the chain starts from a *root*
-that holds the base model, the adapter's content and the caller's salt. Two tenants' blocks can therefore be
-equal only if the very same weights would compute the very same KV, and a replaced adapter never meets the
-KV of the version before. Digests are cryptographic: a tenant must not be able to craft a collision.
+A block is identified by a digest chained over all tokens before it. The chain starts from a *root*: the base model, the
+adapter's content and the request's salt. Blocks of two tenants are therefore equal only if the same weights compute the
+same KV, and a replaced adapter never reads KV of its previous version. Digests are cryptographic, so that a tenant
+cannot craft a collision.
 
 ::
 
@@ -30,7 +30,7 @@ def prefix_root(fingerprint: str, adapter: AdapterKey | None, salt: str) -> byte
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in (fingerprint, adapter or "", salt):
         encoded = part.encode()
-        # Lengths in front, so that no two different triples spell the same bytes.
+        # Lengths in front, so that different triples never have the same bytes.
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.digest()
 
@@ -42,15 +42,15 @@ def block_digests(parent: bytes, tokens: Seq[int], start: int, stop: int, block_
         parent: Digest of the block that ends at ``start``, or the root when ``start`` is 0.
         tokens: Token ids, each below 2**31.
         start: A multiple of ``block_size``.
-        stop: Tokens from here on are left out; so is a last block that is not full.
+        stop: End of the tokens; a last block that is not full is left out.
         block_size: Tokens per block.
     """
     digests: list[bytes] = []
     if stop - start < block_size:  # most steps of a sequence
         return digests
-    spelt = array("i", tokens[start:stop])
-    stride = block_size * spelt.itemsize
-    blocks = spelt.tobytes()
+    ids = array("i", tokens[start:stop])
+    stride = block_size * ids.itemsize
+    blocks = ids.tobytes()
     for begin in range(0, len(blocks) - stride + 1, stride):
         parent = hashlib.blake2b(parent + blocks[begin : begin + stride], digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
@@ -58,10 +58,10 @@ def block_digests(parent: bytes, tokens: Seq[int], start: int, stop: int, block_
 
 
 class PrefixIndex:
-    """Maps digests to the pages that hold their KV, both ways, and knows which blocks follow which.
+    """Maps digests to pages and back, and blocks to the blocks that follow them.
 
-    A block is found only through those before it. One whose parent is gone is out of reach, though not lost: when
-    the parent has been computed again, under the same digest, it is found again.
+    A block is found only through those before it. Without its parent it is unreachable until the parent has been
+    computed again, under the same digest.
     """
 
     def __init__(self) -> None:
@@ -89,10 +89,7 @@ class PrefixIndex:
     def insert(self, digest: bytes, page: int, parent: bytes) -> None:
         """Index ``page`` under ``digest`` unless the block is indexed already (two requests computed it at once).
 
-        Args:
-            digest: The block's.
-            page: Where its KV lies.
-            parent: Digest of the block before it, or the root.
+        ``parent`` is the digest of the block before it, or the root.
         """
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
@@ -105,7 +102,7 @@ class PrefixIndex:
                 siblings[page] = None
 
     def remove(self, page: int) -> None:
-        """Drop ``page`` from the index: its contents are about to change."""
+        """Remove ``page`` from the index, before its contents change."""
         del self._page_of[self._digest_of.pop(page)]
         parent = self._parent_of.pop(page)
         siblings = self._children[parent]
@@ -114,7 +111,7 @@ class PrefixIndex:
             del self._children[parent]
 
     def follow(self, chain: list[int], may_go: Callable[[int], bool]) -> None:
-        """Extend ``chain``, not empty, by the blocks that may go and follow its last one, up to where none does."""
+        """Extend a non-empty ``chain`` by blocks that follow its last one and may be dropped, up to the end."""
         while True:
             for child in self._children.get(self._digest_of[chain[-1]], ()):
                 if may_go(child):

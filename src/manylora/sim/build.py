@@ -6,9 +6,9 @@ import hashlib
 import json
 from pathlib import Path
 
+from manylora.adapters.layout import make_version
 from manylora.adapters.methods import find_method
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.size import make_version
 from manylora.catalog.models import base_shape
 from manylora.clock import Clock
 from manylora.config import EngineConfig

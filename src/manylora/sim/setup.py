@@ -28,11 +28,11 @@ from manylora.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.catalog.hardware import HARDWARE
 from manylora.catalog.models import MODELS, base_shape, dims_from_config, find_dims
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
-from manylora.costs.copies import CopyPath, copies_of_kernel, find_copy_path
+from manylora.costs.copies import CopyPath, find_copy_path
 from manylora.costs.fitted import FittedCost
 from manylora.costs.model import CostModel
 from manylora.costs.profile import read_profile
-from manylora.costs.roofline import make_cost, memory_for_pool
+from manylora.costs.roofline import RooflineCost, memory_for_pool
 from manylora.errors import ConfigError
 from manylora.options import check_options, option
 from manylora.sim.run.simulation import SimulationConfig
@@ -175,14 +175,14 @@ def _measured(setup: Setup, seed: int) -> tuple[BaseShape, CostModel, int]:
 def _copies(setup: Setup) -> str | CopyPath | None:
     if setup.link_share is None:
         return setup.copies
-    return replace(find_copy_path(setup.copies or copies_of_kernel(setup.lora_kernel)), link_share=setup.link_share)
+    return replace(find_copy_path(setup.copies, setup.lora_kernel), link_share=setup.link_share)
 
 
 def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, CostModel, int]:
     dims = read_dims(setup.model)
     if setup.weight_bits is not None:
         dims = replace(dims, weight_bits=setup.weight_bits)
-    cost = make_cost(
+    cost = RooflineCost(
         dims,
         setup.hardware,
         lora_kernel=setup.lora_kernel,

@@ -1,8 +1,8 @@
-"""Regular expressions of strangers, matched in bounded time.
+"""Untrusted regular expressions, matched in bounded time.
 
-PEFT lets ``target_modules``, ``exclude_modules``, ``rank_pattern`` and ``alpha_pattern`` be regular expressions, and an
-expression such as ``(a+)+b`` takes exponential time. Python's ``re`` cannot be interrupted; the ``regex`` library can.
-An expression must be valid for ``re`` first, so that it means here what it means to PEFT.
+PEFT allows regular expressions in ``target_modules``, ``exclude_modules``, ``rank_pattern`` and ``alpha_pattern``. An
+expression such as ``(a+)+b`` takes exponential time; the ``regex`` library has a timeout, unlike Python's ``re``. An
+expression must also be valid for ``re``, so that it has the meaning it has in PEFT.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Budget", "Pattern", "PatternError"]
 
 MAX_PATTERN_CHARS = 8192
 
-# Valid for both libraries, with another meaning for `regex`: approximate matches, and classes of characters by name.
+# Valid for both libraries, with another meaning in `regex`: approximate matches and named character classes.
 _AMBIGUOUS = re.compile(r"\{(?!\d+(?:,\d*)?\}|,\d*\})|\[:")
 
 
@@ -27,21 +27,13 @@ class PatternError(ValueError):
 
 
 class Budget:
-    """Time that may still be spent matching; shared by all patterns of one adapter.
-
-    Args:
-        seconds: How much.
-    """
+    """Time left for matching, in seconds, shared by all patterns of one adapter."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
 
     def match(self, pattern: regex.Pattern[str], text: str) -> bool:
-        """Return whether the whole of ``text`` matches.
-
-        Raises:
-            PatternError: The time is spent.
-        """
+        """Return whether the whole of ``text`` matches; raise ``PatternError`` if the time is spent."""
         began_at = time.perf_counter()
         try:
             return pattern.fullmatch(text, timeout=max(self._left, 1e-6)) is not None
@@ -52,11 +44,7 @@ class Budget:
 
 
 class Pattern:
-    """A compiled regular expression.
-
-    Args:
-        source: Its text, with Python's syntax.
-        budget: Pays for matching.
+    """A compiled regular expression in Python's syntax.
 
     Raises:
         PatternError: It is malformed, too long, or uses unsupported syntax.
@@ -66,7 +54,7 @@ class Pattern:
         if len(source) > MAX_PATTERN_CHARS:
             raise PatternError(f"a regular expression has {len(source)} characters, at most {MAX_PATTERN_CHARS} are")
         self._budget = budget
-        # A process that reads adapters starts in a tenth of a second, of which this library is a quarter; few need it.
+        # Imported late: it takes a quarter of the start of a reader process, and few adapters have patterns.
         import regex
 
         shown = repr(source if len(source) <= 80 else source[:77] + "...")
@@ -81,9 +69,5 @@ class Pattern:
             raise PatternError(f"{shown} uses {ambiguous[0]!r} outside a count, which is not supported")
 
     def fullmatch(self, text: str) -> bool:
-        """Return whether the whole of ``text`` matches, as ``re.fullmatch`` would say.
-
-        Raises:
-            PatternError: The budget is spent.
-        """
+        """Return whether the whole of ``text`` matches, as ``re.fullmatch`` would; raise as ``Budget.match`` does."""
         return self._budget.match(self._pattern, text)

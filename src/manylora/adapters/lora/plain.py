@@ -23,7 +23,7 @@ __all__ = ["PlainLora", "PlainSettings"]
 
 @dataclass(frozen=True, slots=True)
 class PlainSettings:
-    """One adapter's settings with its name; an ``AdapterSettings``."""
+    """The settings and the name of one adapter; an ``AdapterSettings``."""
 
     name: str
     settings: LoraSettings
@@ -61,23 +61,23 @@ class PlainSettings:
         return tuple(modules)
 
     def match(self, tensors: Mapping[str, StoredTensor], base: BaseShape) -> tuple[ModuleWeights, ...]:
-        """Return the weights of every module."""
+        """Return the weights of every module of the base that the adapter changes."""
         return match_weights(self.name, self.settings, tensors, base)
 
 
 class PlainLora:
-    """An ``AdapterMethod``: one pair of matrices beside each module, no more."""
+    """An ``AdapterMethod``: one pair of matrices per module."""
 
     def accepts(self, config: Mapping[str, Any]) -> bool:
         """Return whether a configuration asks for this method."""
         return config.get("peft_type") == "LORA"
 
     def parse(self, name: str, config: Mapping[str, Any]) -> PlainSettings:
-        """Check a configuration; all that is not plain LoRA is refused by name."""
+        """Check a configuration; settings beyond plain LoRA are refused by name."""
         return PlainSettings(name, parse_settings(name, config))
 
     def lay_out(self, ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None) -> AdapterLayout:
-        """Return where the pairs lie."""
+        """Return the places of the pairs."""
         return lay_out(ranks, base, dtype)
 
     def reference(

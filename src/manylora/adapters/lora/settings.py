@@ -1,8 +1,8 @@
 """The settings of plain LoRA in ``adapter_config.json``, by PEFT's names.
 
-No setting is overlooked: one that changes the arithmetic and is not supported is refused by name, known or not, so that
-an adapter never answers with a wrong scale or with half of its weights. Keys that PEFT adds with every release are
-fine as long as they hold nothing.
+An unsupported setting that changes the arithmetic is refused by name, known or unknown, so that an adapter never
+answers with a wrong scale or with half of its weights. Unknown keys (PEFT adds some with every release) are accepted as
+long as their values are empty.
 
 Source: PEFT 0.21, ``tuners/lora/config.py``, ``tuners/lora/layer.py`` (which initialisations change the base).
 """
@@ -46,33 +46,33 @@ _READ = frozenset(
 )
 
 _WITHOUT_EFFECT = frozenset(
-    # Where it comes from and how it was trained or initialised, not what it computes. ``fan_in_fan_out`` says how
-    # the *base* weight is stored; A and B are stored alike either way. The configurations belong to
-    # initialisations, which are judged by ``init_lora_weights``.
+    # Origin, training and initialisation, not arithmetic. ``fan_in_fan_out`` describes the storage of the *base*
+    # weight; that of A and B is the same. The configurations belong to initialisations, checked by
+    # ``init_lora_weights``.
     {"inference_mode", "revision", "auto_mapping", "lora_dropout", "fan_in_fan_out", "megatron_core"}
     | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"}
     | {"lorap_lr_ratio", "lorap_emb_lr"}
 )
 
 _BASE_KEEPING_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal"})
-"""The others by name (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weight or quantise it: the adapter
-is right only on a base we do not have. PEFT can convert such an adapter, and then writes ``true`` here."""
+"""The other named ones (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weight or quantise it, so the
+adapter needs that modified base. PEFT can convert such an adapter, and then writes ``true`` here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """The settings we carry out, by PEFT's names.
+    """The supported settings, by PEFT's names.
 
     Args:
-        r: Rank where no pattern says otherwise.
-        lora_alpha: Numerator of the scale where no pattern says otherwise.
+        r: Rank of modules without a pattern.
+        lora_alpha: Numerator of the scale of modules without a pattern.
         use_rslora: Scale is alpha / sqrt(rank) instead of alpha / rank.
         target_modules: Names, or one regular expression (or ``all-linear``).
         exclude_modules: Names, or one regular expression, that are not targets.
-        rank_pattern: Pairs of pattern and rank; the first that matches counts.
+        rank_pattern: Pairs of pattern and rank; the first match counts.
         alpha_pattern: Pairs of pattern and alpha.
-        layers_to_transform: Layers it is restricted to; ``None`` means all.
-        layers_pattern: Names of the list of layers, by which a layer's index is found.
+        layers_to_transform: The only layers that are adapted; ``None`` means all.
+        layers_pattern: Names of the list of layers, from which a layer's index is read.
         base_model: The base it was trained on, as its author called it.
         task_type: PEFT's name of the task.
     """
@@ -91,21 +91,15 @@ class LoraSettings:
 
 
 def parse_settings(name: str, config: Mapping[str, Any]) -> LoraSettings:
-    """Check a configuration and return the settings in it.
-
-    Args:
-        name: The adapter, for messages.
-        config: Content of ``adapter_config.json``.
+    """Return the settings in ``config``, the content of ``adapter_config.json``.
 
     Raises:
-        AdapterError: It is malformed, or asks for something that is not supported.
+        AdapterError: It is malformed or unsupported; names the adapter ``name``.
     """
     return _Parser(name, config).parse()
 
 
 class _Parser:
-    """One configuration being read."""
-
     def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
         self._name = name
         self._fields = fields
@@ -158,7 +152,7 @@ class _Parser:
         known = _READ | _WITHOUT_EFFECT | _REFUSED.keys()
         for key, value in self._fields.items():
             if key not in known and value:
-                self._fail(f"unknown setting {_show(key)} = {_show(value)} might change what it computes")
+                self._fail(f"unknown setting {_show(key)} = {_show(value)} might change its results")
 
     def _fail(self, reason: str) -> NoReturn:
         raise AdapterError(self._name, f"{CONFIG_FILE}: {reason}")
@@ -174,7 +168,7 @@ class _Parser:
         return value
 
     def _alpha(self, what: str, value: Any) -> float:
-        # Zero would be the base's answers under the adapter's name.
+        # Zero would give the base's answers under the adapter's name.
         if type(value) not in (int, float) or not 0 < abs(value) <= 1e30:
             self._fail(f"{what} is {_show(value)}, expected a finite number that is not 0")
         return float(value)

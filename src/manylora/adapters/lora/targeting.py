@@ -1,7 +1,7 @@
-"""Which modules an adapter's settings mean, and each one's rank and scale: PEFT's rules, exactly.
+"""The modules that an adapter's settings select, and their ranks and scales, exactly by PEFT's rules.
 
-Names and patterns are matched only against the names of modules the base has (or would have in the layout the
-adapter was trained on), which are short and ours; regular expressions go through ``patterns``.
+Names and patterns are matched only against the short names of the base's modules (in the layout that the adapter was
+trained on). Regular expressions go through ``patterns``.
 
 Source: PEFT 0.21, ``tuners_utils.check_target_module_exists``, ``utils.other.get_pattern_key``,
 ``tuners.lora.layer.LoraLayer.update_layer``.
@@ -23,7 +23,7 @@ __all__ = ["Targeting"]
 MATCHING_S = 1.0
 """Seconds for all patterns of an adapter on all modules; published adapters take milliseconds."""
 
-# Without a quantifier or group a pattern cannot blow up, and Python's own matcher is the quicker one.
+# Without a quantifier or group matching takes linear time, and Python's own matcher is faster.
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 _FIRST_INDEX = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
@@ -31,15 +31,10 @@ _T = TypeVar("_T")
 
 
 class Targeting:
-    """Answers for one adapter.
-
-    Args:
-        name: The adapter, for messages.
-        settings: Its settings.
-        all_linear: Names that ``target_modules="all-linear"`` stands for.
+    """Targets, ranks and scales of one adapter; ``all_linear`` are the targets of ``target_modules="all-linear"``.
 
     Raises:
-        AdapterError: A pattern is malformed or not supported (also from the methods: or takes too long).
+        AdapterError: A pattern is malformed or unsupported, or (from the methods) takes too long to match.
     """
 
     def __init__(self, name: str, settings: LoraSettings, all_linear: Collection[str]) -> None:
@@ -67,11 +62,9 @@ class Targeting:
             ]
 
     def is_target(self, module: str) -> bool:
-        """Whether PEFT would put LoRA beside the module of this name."""
+        """Return whether PEFT would adapt the module of this name."""
         try:
-            if self._is_excluded(module):
-                return False
-            if not self._is_listed(module):
+            if self._is_excluded(module) or not self._is_listed(module):
                 return False
         except PatternError as error:
             raise AdapterError(self._name, str(error)) from error
@@ -86,7 +79,7 @@ class Targeting:
         return self._look_up(self._ranks, module, self._settings.r)
 
     def scale(self, module: str) -> float:
-        """Return what the product of B and A is multiplied by."""
+        """Return the factor of ``B A``."""
         alpha = self._look_up(self._alphas, module, self._settings.lora_alpha)
         rank = self.rank(module)
         return alpha / math.sqrt(rank) if self._settings.use_rslora else alpha / rank
@@ -98,7 +91,7 @@ class Targeting:
         except PatternError as error:
             raise AdapterError(self._name, str(error)) from error
         if found is None:
-            # PEFT then looks the module's own name up, which only a name that is no pattern for itself can reach.
+            # PEFT then looks up the module's own name; this finds a name that does not match itself as a pattern.
             found = next((value for _, key, value in patterns if key == module), default)
         return found
 
@@ -124,5 +117,5 @@ def _suffix_matcher(key: str, budget: Budget) -> Callable[[str], bool]:
         return Pattern(rf"(.*\.)?({key})", budget).fullmatch
     pattern = re.compile(rf"(.*\.)?({key})$")
     last = key.rpartition(".")[2]
-    # Adapters with a rank for each of hundreds of modules exist: most candidates fall at the cheap first test.
+    # Some adapters have a rank for each of hundreds of modules: the cheap first test rejects most candidates.
     return lambda module: module.endswith(last) and pattern.match(module) is not None

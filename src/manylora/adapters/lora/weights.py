@@ -1,7 +1,7 @@
-"""From a file's tensors to LoRA pairs beside the base's modules: every tensor understood, or the adapter refused.
+"""Match a file's tensors with the base's modules: every tensor is understood, or the adapter is refused.
 
-PEFT warns about keys it does not know and about weights it misses, and goes on with the base's output. A server
-whose user never sees the warning must not: each such case is an error here that names the tensor.
+PEFT warns about unknown keys and missing weights, and continues with the base's output. A server's user never sees the
+warning, so each such case is an error here that names the tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEY = re.compile(
     # Some trainers leave the adapter's name in: ``lora_A.default.weight``.
     r"(?:lora_(?P<linear>[AB])(?:\.[^.]+)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.[^.]+)?)"
 )
-# With LoRA on the embedding or the head PEFT also stores the frozen matrix it sits beside.
+# With LoRA on the embedding or the head PEFT also stores the frozen matrix of the base.
 _BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
 
 _FOREIGN_KEYS = (
@@ -41,18 +41,18 @@ _FOREIGN_KEYS = (
 )
 
 _WRAPPERS = (("model.language_model.", "model."), ("language_model.", ""))
-"""Beginnings of module names when the language model was trained inside a multi-modal one, and ours."""
+"""Prefixes of module names of a language model trained inside a multi-modal one, and the base's prefixes."""
 
 MAX_TENSORS = 200_000
 
 
 @dataclass(slots=True)
 class LoraPair:
-    """The two tensors stored for one module, under the name it has in the file.
+    """The two tensors stored for one module, of the kind that the keys name.
 
     Args:
-        kind: Linear or embedding, by how the keys are spelled.
-        a: ``[rank, in_features]``, or ``None`` as long as none was seen.
+        kind: Linear or embedding.
+        a: ``[rank, in_features]``, or ``None`` before it is found.
         b: ``[out_features, rank]``, likewise.
     """
 
@@ -61,20 +61,16 @@ class LoraPair:
     b: StoredTensor | None = None
 
     def both(self) -> tuple[StoredTensor, StoredTensor]:
-        """Return A and B of a pair that is complete, as those of ``pair_tensors`` are."""
+        """Return A and B of a complete pair, as returned by ``pair_tensors``."""
         assert self.a is not None and self.b is not None, "the pair is complete"
         return self.a, self.b
 
 
 def pair_tensors(name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, LoraPair]:
-    """Sort a file's tensors into pairs by module name as written in the file.
-
-    Args:
-        name: The adapter, for messages.
-        tensors: By key.
+    """Return a file's tensors as pairs, by the module names of the file.
 
     Raises:
-        AdapterError: A key is not understood, a pair is incomplete, or there are none.
+        AdapterError: A key is unknown, a pair is incomplete, or there are none.
     """
     if len(tensors) > MAX_TENSORS:
         raise AdapterError(name, f"its weight file holds {len(tensors)} tensors, at most {MAX_TENSORS} are accepted")
@@ -109,20 +105,10 @@ def pair_tensors(name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Lo
 def match_weights(
     name: str, settings: LoraSettings, tensors: Mapping[str, StoredTensor], base: BaseShape
 ) -> tuple[ModuleWeights, ...]:
-    """Match a file's tensors with the modules of the base.
-
-    Args:
-        name: The adapter, for messages.
-        settings: Its settings.
-        tensors: By key.
-        base: The base model.
-
-    Returns:
-        The pairs in the base's module order; at least one.
+    """Return the pairs of the base's modules, in the base's order; at least one.
 
     Raises:
-        AdapterError: Something in the file would not be applied, something the settings promise is not in the
-            file, or sizes disagree.
+        AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
     """
     pairs = pair_tensors(name, tensors)
     wrapper = _find_wrapper(pairs, base)
@@ -221,10 +207,7 @@ def _check_pair(
         raise AdapterError(
             name, f"{where} has rank {stored_rank} in the weight file, but rank {rank} by r and rank_pattern"
         )
-    for side, tensor, expected in (
-        ("A", a, (rank, module.in_features)),
-        ("B", b, (module.out_features, rank)),
-    ):
+    for side, tensor, expected in (("A", a, (rank, module.in_features)), ("B", b, (module.out_features, rank))):
         if tensor.shape != expected:
             hint = " (it is transposed)" if tensor.shape == expected[::-1] else ""
             raise AdapterError(
@@ -236,7 +219,7 @@ def _check_pair(
 
 
 def _check_copy(name: str, module: TargetModule, copy: StoredTensor) -> None:
-    # It was frozen in training, so it is the base's own matrix; only its size could tell otherwise.
+    # It was frozen in training, so it is the base's own matrix unless its size differs.
     expected = (module.out_features, module.in_features)
     if module.kind is ModuleKind.EMBEDDING:
         expected = (module.in_features, module.out_features)

@@ -167,19 +167,22 @@ def bench_kernels(
     """
     from manylora.bench.kernels import kernel_table, measure_kernels
     from manylora.bench.machine import machine
-    from manylora.catalog.shapes import decoder_shape
+    from manylora.catalog.dims import ModelDims
+    from manylora.catalog.models import base_shape
 
-    base = decoder_shape(
-        name="synthetic",
-        hidden_size=hidden_size,
-        num_layers=layers,
-        num_heads=max(1, hidden_size // 64),
-        num_kv_heads=max(1, hidden_size // 64),
-        head_dim=64,
-        intermediate_size=hidden_size * 8 // 3,
-        vocab_size=1000,
-        max_model_len=2048,
-        dtype="float32" if device == "cpu" else "bfloat16",
+    base = base_shape(
+        ModelDims(
+            name="synthetic",
+            hidden_size=hidden_size,
+            num_layers=layers,
+            num_heads=max(1, hidden_size // 64),
+            num_kv_heads=max(1, hidden_size // 64),
+            head_dim=64,
+            intermediate_size=hidden_size * 8 // 3,
+            vocab_size=1000,
+            max_model_len=2048,
+            dtype="float32" if device == "cpu" else "bfloat16",
+        )
     )
     ranks = tuple(rank or (8, 16, 32, 64, 128))
     result = measure_kernels(base, num_adapters=adapters, ranks=ranks, rows_each=rows, rounds=rounds, device=device)

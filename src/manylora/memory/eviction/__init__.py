@@ -1,17 +1,16 @@
-"""Eviction: the order in which idle items go when pages run short, one file per policy.
+"""Eviction: the order in which idle items are dropped when pages are short.
 
-``policy.py`` is the interface; ``price.py`` ranks adapters and prefix blocks in one order; the published policies
-(``weighted.py``, ``gdsf.py``, ``lru.py``) rank adapters and stand beside blocks as ``by_age.py`` says.
+``policy.py`` is the interface. ``price.py`` ranks adapters and prefix blocks in one order. The published policies
+(``weighted.py``, ``gdsf.py``, LRU) rank adapters; ``by_age.py`` combines them with prefix blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from manylora.memory.eviction.by_age import AdapterScore, ByAge
+from manylora.memory.eviction.by_age import AdapterScore, ByAge, LruScore
 from manylora.memory.eviction.costs import LinearCost, ReloadCosts
 from manylora.memory.eviction.gdsf import GdsfScore
-from manylora.memory.eviction.lru import LruScore
 from manylora.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
 from manylora.memory.eviction.price import PriceEviction
 from manylora.memory.eviction.reuse import ReuseModel
@@ -47,15 +46,15 @@ EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
 
 
 def make_eviction_policy(name: str, costs: ReloadCosts, given: Mapping[str, object] | None = None) -> EvictionPolicy:
-    """Make an eviction policy by name.
+    """Return an eviction policy by name.
 
     Args:
         name: One of ``EVICTION_POLICIES``, or a plug-in (``plugins.py``).
-        costs: Seconds to bring items back; kept up to date by the adapter cache and the core.
+        costs: Seconds of reloads; the adapter cache and the core keep them up to date.
         given: Its options, by key.
 
     Raises:
-        ConfigError: No policy has that name, it is none, or an option is wrong.
+        ConfigError: The name is unknown or no eviction policy, or an option is wrong.
     """
     factory = find_factory("eviction", name, EVICTION_POLICIES)
     options = options_for("eviction", name, EVICTION_POLICIES, given or {})

@@ -1,9 +1,8 @@
-"""How policies for adapters live beside prefix blocks: each kind nominates one, and the one idle for longer goes.
+"""Eviction policies for adapters, combined with prefix blocks; and LRU.
 
-The published policies rank adapters only; their systems keep no prefix blocks. Here blocks stand in order of last
-use, and a policy for adapters needs a rule for which kind yields. Comparing scores across kinds would be comparing
-unlike quantities, and a fixed order would starve one kind of cache. So each kind nominates its own worst, and of the
-two the one idle for longer goes: with ``lru`` for the adapters this is plain LRU over everything.
+The published policies rank adapters only; their systems keep no prefix blocks. Here blocks are in order of last use.
+Scores of the two kinds are not comparable, and a fixed order would starve one kind. So each kind nominates its lowest
+item, and of the two the one idle for longer is dropped. With LRU for the adapters this is plain LRU over all items.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from manylora.memory.eviction.policy import Depth, IdleItem, ItemKey
 from manylora.memory.eviction.ranking import Ranking
 from manylora.types import AdapterKey
 
-__all__ = ["AdapterScore", "ByAge"]
+__all__ = ["AdapterScore", "ByAge", "LruScore"]
 
 
 class AdapterScore(Protocol):
-    """What one published policy thinks of adapters. ``now`` is in seconds."""
+    """Ranks adapters by a published policy. ``now`` is in seconds."""
 
     def used(self, key: AdapterKey, now: float) -> None:
-        """Learn that a request needs it."""
+        """Record that a request needs it."""
         ...
 
     def forget(self, key: AdapterKey) -> None:
@@ -30,7 +29,7 @@ class AdapterScore(Protocol):
         ...
 
     def evicted(self, item: IdleItem) -> None:
-        """Learn that it was dropped for room."""
+        """Record that it was dropped for a claim."""
         ...
 
     def place(self, item: IdleItem) -> tuple[Hashable, float]:
@@ -38,7 +37,7 @@ class AdapterScore(Protocol):
         ...
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
-        """Return the adapters whose place has changed since the last call, for no other reason than time."""
+        """Return the adapters whose place has changed since the last call, other than by the calls above."""
         ...
 
     def worth(self, item: IdleItem, now: float) -> float:
@@ -49,9 +48,7 @@ class AdapterScore(Protocol):
 class ByAge:
     """An eviction policy from a score for adapters.
 
-    Args:
-        score: Ranks adapters.
-        keeps_idle_adapters: Whether adapters stay once no sequence uses or waits for them.
+    ``keeps_idle_adapters``: whether adapters stay when no sequence uses or waits for them.
     """
 
     def __init__(self, score: AdapterScore, *, keeps_idle_adapters: bool = True) -> None:
@@ -62,11 +59,11 @@ class ByAge:
 
     @property
     def keeps_idle_adapters(self) -> bool:
-        """Whether an adapter stays on the device once no sequence uses or waits for it."""
+        """Whether an adapter stays on the device when no sequence uses or waits for it."""
         return self._keeps
 
     def used(self, key: ItemKey, now: float) -> None:
-        """Tell the score; blocks need no more than their place in line."""
+        """Update the score; blocks need only their place in the ranking."""
         if isinstance(key, str):
             self._score.used(key, now)
             self._rescore()
@@ -76,7 +73,7 @@ class ByAge:
         self._score.forget(key)
 
     def add(self, item: IdleItem, depth: Depth) -> None:
-        """Put an item into its line."""
+        """Add an item to the ranking of its kind."""
         if isinstance(item.key, str):
             self._adapters[depth].add(item, *self._score.place(item))
             self._rescore()
@@ -85,22 +82,22 @@ class ByAge:
             self._blocks.add(item, None, item.idle_since)
 
     def remove(self, key: ItemKey) -> None:
-        """Take an item out of its line."""
-        self._line_of(key).remove(key)
+        """Remove an item."""
+        self._ranking_of(key).remove(key)
 
     def evict(self, key: ItemKey, now: float) -> None:
-        """Take out a dropped item."""
-        item = self._line_of(key).remove(key)
+        """Remove a dropped item."""
+        item = self._ranking_of(key).remove(key)
         if isinstance(key, str):
             self._score.evicted(item)
 
     def victim(self, depth: Depth, now: float, spare: AdapterKey | None = None) -> IdleItem | None:
         """Return the nominee that is idle for longer."""
         for key in self._score.moved(now):
-            line = self._line_of(key)
-            if key in line:
-                item = line.remove(key)
-                line.add(item, *self._score.place(item))
+            ranking = self._ranking_of(key)
+            if key in ranking:
+                item = ranking.remove(key)
+                ranking.add(item, *self._score.place(item))
         adapter = self._adapters[depth].least(now, spare)
         block = self._blocks.least(now) if depth is Depth.IDLE else None
         if adapter is None or block is None:
@@ -108,17 +105,42 @@ class ByAge:
         return adapter if adapter.idle_since < block.idle_since else block
 
     def price(self, item: IdleItem, now: float) -> float:
-        """Scores are not seconds: nothing can be compared with them."""
+        """Return infinity: scores are not seconds."""
         return float("inf")
 
     def _rescore(self) -> None:
-        for line in self._adapters.values():
-            line.rescore()
+        for ranking in self._adapters.values():
+            ranking.rescore()
 
-    def _line_of(self, key: ItemKey) -> Ranking:
+    def _ranking_of(self, key: ItemKey) -> Ranking:
         if not isinstance(key, str):
             return self._blocks
         return self._adapters[Depth.IDLE if key in self._adapters[Depth.IDLE] else Depth.WANTED]
+
+
+class LruScore:
+    """Least recently used first; ``none`` uses it for adapters that were warmed and never used."""
+
+    def used(self, key: AdapterKey, now: float) -> None:
+        """Do nothing: an item has its time of last use."""
+
+    def forget(self, key: AdapterKey) -> None:
+        """Do nothing."""
+
+    def evicted(self, item: IdleItem) -> None:
+        """Do nothing."""
+
+    def place(self, item: IdleItem) -> tuple[Hashable, float]:
+        """All in one group, by last use."""
+        return None, item.idle_since
+
+    def moved(self, now: float) -> Iterable[AdapterKey]:
+        """None: time alone changes no order."""
+        return ()
+
+    def worth(self, item: IdleItem, now: float) -> float:
+        """Return the time of last use."""
+        return item.idle_since
 
 
 def _idle_since(item: IdleItem, now: float) -> float:

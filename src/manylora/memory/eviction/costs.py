@@ -1,7 +1,7 @@
-"""Seconds to bring an item back, measured on copies, reads and steps.
+"""Durations of reloads, measured on copies, reads and steps.
 
-Each is a straight line, a constant and so much per byte (or token), fitted by least squares over the recent past. The
-constant matters: it is why a small adapter costs more per byte than a large one.
+Each is linear, a constant plus a rate per byte (or token), fitted to recent observations by least squares. Because of
+the constant a small adapter costs more per byte than a large one.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from manylora.memory.eviction.policy import IdleItem
 __all__ = ["LinearCost", "ReloadCosts"]
 
 FADE = 0.995
-"""Weight an observation keeps with every later one: a memory of about 200 of them."""
+"""Factor on an observation's weight with every later one: a memory of about 200 observations."""
 
 GUESS = 0.05
-"""Weight of each of the two points the guess is made of: enough to settle what observations leave open."""
+"""Weight of each of the guess's two points: enough to determine coefficients that observations do not."""
 
 
 class LinearCost:
-    """A line through noisy points, older ones fading, that starts from a guess.
+    """A line through noisy points with exponential fading, starting from a guess.
 
     Args:
         fixed_s: Guess of the constant, in seconds.
         per_unit_s: Guess of the slope, in seconds per byte or token.
-        typical: An amount that is usual: the guess counts as two faint observations, at 0 and at this amount.
+        typical: A usual amount: the guess counts as two observations of low weight, at 0 and at this amount.
     """
 
     def __init__(self, fixed_s: float, per_unit_s: float, typical: float) -> None:
-        self._scale = typical  # amounts are kept in this unit, for the sums' sake
+        self._scale = typical  # unit of amounts, for numerical stability
         self._guess = (fixed_s, per_unit_s * typical)
         self._n = self._x = self._xx = self._t = self._xt = 0.0
         self._line = self._guess
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Learn that ``amount`` took ``seconds``."""
+        """Record that ``amount`` took ``seconds``."""
         x = amount / self._scale
         self._n = self._n * FADE + 1.0
         self._x = self._x * FADE + x
@@ -43,15 +43,15 @@ class LinearCost:
         self._line = self._fit()
 
     def seconds(self, amount: float) -> float:
-        """Return what ``amount`` would take."""
+        """Return the duration of ``amount``."""
         return self._line[0] + self._line[1] * amount / self._scale
 
     def marginal_s(self, amount: float) -> float:
-        """Return what ``amount`` more would add to something that is done anyway."""
+        """Return the duration that ``amount`` more adds to work in progress."""
         return self._line[1] * amount / self._scale
 
     def _fit(self) -> tuple[float, float]:
-        """Fit the observations and the guess, taken as the points ``x = 0`` and ``x = 1``; nothing is below 0."""
+        """Fit the observations and the guess, at ``x = 0`` and ``x = 1``; no coefficient is negative."""
         fixed, slope = self._guess
         n, x, xx = self._n + 2 * GUESS, self._x + GUESS, self._xx + GUESS
         t, xt = self._t + GUESS * (2 * fixed + slope), self._xt + GUESS * (fixed + slope)
@@ -63,9 +63,9 @@ class LinearCost:
 
 
 class ReloadCosts:
-    """Seconds to bring adapters and prefix blocks back.
+    """Durations of reloads of adapters and prefix blocks.
 
-    Guesses, until there are measurements: a PCIe 4 link, an NVMe disk, an 8B model on a data-centre GPU.
+    Guesses before the first measurements: a PCIe 4 link, an NVMe disk, an 8B model on a data-centre GPU.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class ReloadCosts:
         self.step = LinearCost(0.02, 0.0001, 512.0)
 
     def reload_s(self, item: IdleItem) -> float:
-        """Return the seconds that bringing an item back takes, queueing left out.
+        """Return the duration of a reload, in seconds, without waits.
 
-        A block is recomputed within a step that happens anyway: its cost is its addition to the step.
+        A block is recomputed within a step that runs anyway: its cost is the step's increase.
         """
         if isinstance(item.key, int):
             return self.step.marginal_s(item.run_tokens)

@@ -1,8 +1,8 @@
-"""GreedyDual-Size-Frequency: worth ages by a clock that evictions move, not by time.
+"""GreedyDual-Size-Frequency: worth ages by a clock that evictions advance, not by time.
 
 ::
 
-    worth = clock at its last use + uses while on the device * seconds to bring it back / pages
+    worth = clock at its last use + uses while on the device * seconds to reload it / pages
 
 Evicting an adapter sets the clock to its worth, so an adapter that is used later starts above it.
 
@@ -22,11 +22,7 @@ __all__ = ["GdsfScore"]
 
 
 class GdsfScore:
-    """Frequency times cost per page, on top of the clock.
-
-    Args:
-        costs: What bringing an adapter back takes.
-    """
+    """The clock plus frequency times reload cost per page."""
 
     def __init__(self, costs: ReloadCosts) -> None:
         self._costs = costs
@@ -44,20 +40,20 @@ class GdsfScore:
         self._worth.pop(key, None)
 
     def evicted(self, item: IdleItem) -> None:
-        """Move the clock, and begin its count afresh."""
+        """Advance the clock, and reset the adapter's count."""
         assert isinstance(item.key, str)
         self._clock = max(self._clock, self._worth.pop(item.key))
         self._num_uses.pop(item.key, None)
 
     def place(self, item: IdleItem) -> tuple[Hashable, float]:
-        """All in one line, by a worth that is fixed until the next use."""
+        """All in one group, by a worth that is constant until the next use."""
         assert isinstance(item.key, str)
         gain = self._num_uses.get(item.key, 0) * self._costs.reload_s(item) / item.num_pages
         self._worth[item.key] = self._clock + gain
         return None, self._worth[item.key]
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
-        """No adapter overtakes another."""
+        """None: time alone changes no order."""
         return ()
 
     def worth(self, item: IdleItem, now: float) -> float:

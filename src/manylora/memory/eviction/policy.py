@@ -1,8 +1,8 @@
-"""The order in which idle items go when pages run short: the interface every eviction policy implements.
+"""The interface of eviction policies: the order in which idle items are dropped when pages are short.
 
-Idle adapters and idle prefix blocks compete for the same pages. A policy learns of each item that becomes idle,
-is used or is gone, and names the one least worth keeping. ``memory/cache.py`` decides which may go at all (idle, not
-pinned, not on its way), and that a prefix block never goes before the blocks that need it.
+Idle adapters and idle prefix blocks compete for the same pages. A policy sees each item that becomes idle, is used or
+is dropped, and names the item least worth keeping. ``memory/cache.py`` decides which items may be dropped (idle, not
+pinned, not loading), and that a prefix block is never dropped before the blocks that depend on it.
 
 ::
 
@@ -23,22 +23,22 @@ ItemKey = AdapterKey | int
 
 
 class Depth(IntEnum):
-    """How far down a claim may reach."""
+    """The last class of items that a claim may drop."""
 
     IDLE = 1
     WANTED = 2
 
 
 class IdleItem(NamedTuple):
-    """Something that could be dropped, and what bringing it back would take; a tuple, for each idle block is one.
+    """An item that may be dropped, and the work of its reload; a tuple, because each idle block has one.
 
     Args:
         key: The adapter's key, or the page number of a prefix block.
-        num_pages: What dropping it frees.
+        num_pages: Its pages.
         idle_since: When it was last in use, in seconds.
         copy_bytes: Bytes to copy from the host to the device (adapters).
-        read_bytes: Bytes to read from disk before that; 0 while the host holds a copy.
-        run_tokens: Tokens to run through the model again (prefix blocks).
+        read_bytes: Bytes to read from disk before that; 0 while the host has a copy.
+        run_tokens: Tokens to recompute (prefix blocks).
     """
 
     key: ItemKey
@@ -50,40 +50,40 @@ class IdleItem(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Ranks idle items, those that waiting requests want apart from the others. ``now`` is in seconds."""
+    """Ranks idle items, separately those that waiting requests need. ``now`` is in seconds."""
 
     @property
     def keeps_idle_adapters(self) -> bool:
-        """Whether an adapter stays on the device once no sequence uses or waits for it."""
+        """Whether an adapter stays on the device when no sequence uses or waits for it."""
         ...
 
     def used(self, key: ItemKey, now: float) -> None:
-        """Learn that a request needs it, whether or not it is there."""
+        """Record that a request needs an item, present or not."""
         ...
 
     def forget(self, key: AdapterKey, now: float) -> None:
-        """Forget an adapter that is gone for good."""
+        """Forget an adapter that was unloaded."""
         ...
 
     def add(self, item: IdleItem, depth: Depth) -> None:
-        """Take in an item that may be dropped from now on."""
+        """Add an item that may be dropped."""
         ...
 
     def remove(self, key: ItemKey) -> None:
-        """Take out an item that may not be dropped any more."""
+        """Remove an item that may no longer be dropped."""
         ...
 
     def evict(self, key: ItemKey, now: float) -> None:
-        """Take out an item that was dropped for room."""
+        """Remove an item that was dropped for a claim."""
         ...
 
     def victim(self, depth: Depth, now: float, spare: AdapterKey | None = None) -> IdleItem | None:
-        """Return the item of that depth least worth keeping, other than ``spare``; it stays until taken out."""
+        """Return the item of that depth least worth keeping, other than ``spare``; it stays until it is removed."""
         ...
 
     def price(self, item: IdleItem, now: float) -> float:
-        """Return what keeping an idle item saves, in seconds of reloading per second and page.
+        """Return the worth of keeping an idle item, in seconds of reloading saved per second and page.
 
-        Infinite if the policy knows no such figure: nothing that is merely guessed may then displace it.
+        Infinite if the policy has another unit: a forecast then displaces no item.
         """
         ...

@@ -1,13 +1,13 @@
-"""One order over idle adapters and idle prefix blocks: what keeping each saves, per page.
+"""One order over idle adapters and idle prefix blocks, by the time that keeping each saves per page.
 
 ::
 
-    price = seconds to bring it back * uses expected per second / pages
+    price = seconds to reload it * uses expected per second / pages
 
-A page of an adapter and a page of a prefix are the same memory, and a second spent copying weights is a second a
-request waits just as one spent recomputing a prompt is. So both are priced in one currency, seconds saved per
-second and page, and the cheapest goes. Seconds are measured (``costs.py``), the chance is learnt (``reuse.py``),
-for adapters and blocks apart: nothing is weighted by hand.
+Adapters and prefixes use the same memory, and a request waits for copies of weights as for recomputed prompts. So both
+have a price in the same unit, seconds saved per second and page, and the cheapest item is dropped. Reload times are
+measured (``costs.py``) and rates of reuse are learnt (``reuse.py``), for adapters and blocks separately. No weight is
+set by hand.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ SIZES_PER_OCTAVE = 4
 
 
 class PriceEviction:
-    """Cheapest first, of either kind.
-
-    Args:
-        costs: What bringing something back takes.
-    """
+    """Drops the cheapest item of either kind first."""
 
     keeps_idle_adapters = True
 
@@ -42,7 +38,7 @@ class PriceEviction:
         self._wanted = Ranking(self.price)
 
     def used(self, key: ItemKey, now: float) -> None:
-        """Learn a gap."""
+        """Record the gap between two uses."""
         if isinstance(key, str):
             self._adapter_reuse.used(key, now)
         else:
@@ -55,9 +51,9 @@ class PriceEviction:
         self._adapter_reuse.forget(key, now)
 
     def add(self, item: IdleItem, depth: Depth) -> None:
-        """Put an item among those that differ from it in age alone (and by less than a fifth in size)."""
+        """Add an item to the group of items that differ only in age (and by less than a fifth in size)."""
         if isinstance(item.key, str):
-            # One that is waited for is no longer between two uses.
+            # An adapter that requests wait for is no longer between two uses.
             learn = self._adapter_reuse.idle if depth is Depth.IDLE else self._adapter_reuse.group
             size = math.floor(SIZES_PER_OCTAVE * math.log2(item.num_pages))
             group = (learn(item.key, item.idle_since), size, item.read_bytes > 0)
@@ -66,21 +62,21 @@ class PriceEviction:
         self._ranking(depth).add(item, group, item.idle_since)
 
     def remove(self, key: ItemKey) -> None:
-        """Take an item out."""
+        """Remove an item."""
         (self._idle if key in self._idle else self._wanted).remove(key)
 
     def evict(self, key: ItemKey, now: float) -> None:
-        """Take out a dropped item. An adapter's gap goes on; a page number means another block from here on."""
+        """Remove a dropped item. An adapter's gap continues; a page number will be reused for another block."""
         self.remove(key)
         if not isinstance(key, str):
             self._block_reuse.forget(key, now)
 
     def victim(self, depth: Depth, now: float, spare: AdapterKey | None = None) -> IdleItem | None:
-        """Return the cheapest."""
+        """Return the cheapest item."""
         return self._ranking(depth).least(now, spare)
 
     def price(self, item: IdleItem, now: float) -> float:
-        """Return seconds saved per second and page by keeping it."""
+        """Return the seconds saved per second and page by keeping an item."""
         if isinstance(item.key, str):
             rate = self._adapter_reuse.rate(item.key, now)
         else:

@@ -1,8 +1,8 @@
-"""Finds the least worthy of thousands of idle items without looking at each.
+"""Finds the item of least worth among thousands of idle ones without scoring each.
 
-Worth changes with time, so no heap of scores stays true. But among items that differ in nothing but how long
-they have been idle, the order never changes. So items are kept in *groups*, each a heap that stays true, and only
-the head of each group is scored:
+Worth changes with time, so a heap of scores would become invalid. But the order of items that differ only in their idle
+time never changes. So items are kept in *groups*, each a heap that stays valid, and only the head of each group is
+scored:
 
 ::
 
@@ -10,9 +10,9 @@ the head of each group is scored:
     group (used 4x, 8 pages)    [idle 70 s] idle 2 s              <- one score per group: min of the heads
     group (used 4x, 32 pages)   [idle 31 s]
 
-Scores of heads are kept while the time stands still, so a claim that drops many items scores each group once
-and then only the groups it took from; and of those not a head that differs from the one before in its name alone, as
-the blocks of one prompt do.
+Scores of heads are valid for one time, so a claim that drops many items scores each group once, and then only the
+groups of dropped items. A head that differs from the previous one only in its key, as blocks of one prompt do, keeps
+its score.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Entry = tuple[float, int, ItemKey]  # order, serial, key
 
 
 class Ranking:
-    """Idle items in groups; within a group the lowest ``order`` is worth least, whatever the time.
+    """Idle items in groups; within a group the item of lowest ``order`` is worth least at any time.
 
     Args:
-        worth: Score of an item at a time, in seconds; the lowest goes first. In one group and with one ``order``, items
-            that are equal but for their keys have the same.
+        worth: Score of an item at a time in seconds; the lowest goes first. Items of one group and ``order`` that are
+            equal except for their keys must have equal scores.
     """
 
     def __init__(self, worth: Callable[[IdleItem, float], float]) -> None:
@@ -52,7 +52,7 @@ class Ranking:
         return key in self._items
 
     def add(self, item: IdleItem, group: Hashable, order: float) -> None:
-        """Take in an item."""
+        """Add an item."""
         assert item.key not in self._items
         self._serial += 1
         self._items[item.key] = (item, group, order, self._serial)
@@ -63,7 +63,7 @@ class Ranking:
             self._unscored[group] = None
 
     def remove(self, key: ItemKey) -> IdleItem:
-        """Take out an item; its entry in the heap is skipped from here on."""
+        """Remove an item; its entry in the heap is skipped later."""
         item, group, order, serial = self._items.pop(key)
         self._num_live[group] -= 1
         heap = self._heaps[group]
@@ -85,16 +85,16 @@ class Ranking:
         return item
 
     def rescore(self) -> None:
-        """Score every group again: worth has changed by something other than time."""
+        """Score every group again, after worth has changed for another reason than time."""
         self._scored_at = None
 
     def least(self, now: float, spare: ItemKey | None = None) -> IdleItem | None:
-        """Return the item worth least, other than ``spare``; of equals the one that came first."""
+        """Return the item of least worth, other than ``spare``; of equal items the first added."""
         if now != self._scored_at:
             self._scored_at = now
             self._unscored = dict.fromkeys(self._heaps)
         if spare is not None and spare in self._items:
-            # Rare (the one adapter a claim is made for): look behind it.
+            # Rare: the adapter for which a claim is made.
             item, group, order, _ = self._items[spare]
             self.remove(spare)
             found = self.least(now)
@@ -107,7 +107,7 @@ class Ranking:
         return self._items[min(self._heads.values())[2]][0] if self._heads else None
 
     def _head_of(self, heap: list[_Entry]) -> _Entry:
-        """Return the first live entry of a group, which has one; those before it are gone from here on."""
+        """Return the first live entry of a group, which has one, and remove those before it."""
         while not self._is_live(heap[0]):
             heappop(heap)
         return heap[0]

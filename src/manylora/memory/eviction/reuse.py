@@ -1,23 +1,22 @@
-"""How likely an idle item is used again: a hazard rate, learnt online from every gap between two uses.
+"""The rate at which an idle item is used again: a hazard rate, learnt online from gaps between uses.
 
-*Frequency* says how often it was used, *recency* how long ago; which of them tells more differs from one workload
-to the next (independent draws: frequency alone; sessions: recency almost alone). So neither is weighted by
-hand. The rate at which an idle item is used again is taken as a product
+Whether *frequency* or *recency* predicts reuse depends on the workload (independent draws: frequency alone; sessions:
+recency almost alone). So neither is weighted by hand. The rate is a product
 
 ::
 
     rate(item, age) = popularity[class] * ageing[age]          per second
                        by uses so far      by seconds idle      (classes and ages in steps of sqrt 2 and 2)
 
-which is a proportional-hazards model with both factors free. They are fitted together to counts of uses and to
-time at risk: the seconds that items of each class spent idle at each age, whether or not a use ended them. So an item
-evicted (blocks) or not used again (adapters) still counts as evidence against reuse, and popularity is not
-mistaken for youth: with independent draws the fit finds ``ageing`` flat, with sessions steep.
+which is a proportional-hazards model with both factors free. They are fitted together to counts of uses and to time at
+risk: the seconds that items of each class were idle at each age, whether or not a use followed. An item that is evicted
+(blocks) or not used again (adapters) thus counts as evidence against reuse, and popularity is told apart from youth:
+for independent draws the fit finds ``ageing`` flat, for sessions steep.
 
-An item used once inherits what items used once did before it: the table is its prior. Uses fade (half after
-``HALF_LIFE`` uses of anything), and so does the evidence, so the fit follows a workload that drifts.
+The prior of an item used once is the history of other items used once. Uses and evidence fade (half after
+``HALF_LIFE`` uses of any item), so the fit follows a workload that drifts.
 
-Source: the hazard rate per byte is what bounds every policy that does not know the future: Panigrahy et al., "A new
+Source: the hazard rate per byte bounds every policy without knowledge of the future: Panigrahy et al., "A new
 upper bound on cache hit probability for non-anticipative caching policies" (2020); classes and online counting after
 Beckmann et al., LHD (NSDI '18); the factors by iterative proportional fitting of a Poisson model.
 """
@@ -36,7 +35,7 @@ import numpy as np
 __all__ = ["ReuseModel"]
 
 HALF_LIFE = 2000
-"""Uses of anything after which a use counts half."""
+"""Uses of any item after which a use counts half."""
 CLASSES_PER_OCTAVE = 2
 NUM_CLASSES = 28
 FIRST_AGE, NUM_AGES = -10, 36
@@ -54,30 +53,30 @@ _Key = TypeVar("_Key", bound=Hashable)
 @dataclass(slots=True)
 class _History:
     num_uses: float = 0.0  # faded
-    counted_at: int = 0  # uses of anything by then
-    since: float = 0.0  # its last use, or the end of it
+    counted_at: int = 0  # uses of any item by then
+    since: float = 0.0  # begin or end of its last use
     is_idle: bool = False
     group: int = 0  # class when last idle
-    stocked_s: float = 0.0  # age up to which its time at risk is in the books
+    booked_s: float = 0.0  # age up to which its time at risk is in the table
 
 
 class ReuseModel(Generic[_Key]):
-    """Learns gaps of one kind of item, and answers with rates."""
+    """Learns the gaps between uses of one kind of item, and returns rates."""
 
     def __init__(self) -> None:
-        self._histories: OrderedDict[_Key, _History] = OrderedDict()  # those whose time at risk to book next in front
+        self._histories: OrderedDict[_Key, _History] = OrderedDict()  # in the order of the next booking
         self._num_uses = 0
         ages = 2.0 ** (FIRST_AGE + np.arange(NUM_AGES) - 0.5)  # middle of each bucket, in seconds
         self._typical_s = ages
         self._uses_by_class = [0.0] * NUM_CLASSES
         self._uses_by_age = [0.0] * NUM_AGES
         self._at_risk = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]  # seconds
-        # Before any evidence every item is as likely as its age says: rate 1 / age, which is LRU.
+        # The prior depends on age alone: rate 1 / age, which is LRU.
         self._ageing: list[float] = (1.0 / ages).tolist()
         self._popularity = [1.0] * NUM_CLASSES
 
     def used(self, key: _Key, now: float) -> None:
-        """Learn that a request needs ``key``, idle or not, present or evicted."""
+        """Record that a request needs ``key``, idle or not, present or evicted."""
         self._num_uses += 1
         history = self._history(key, now)
         if history.is_idle:
@@ -95,7 +94,7 @@ class ReuseModel(Generic[_Key]):
             self._fit()
 
     def idle(self, key: _Key, now: float) -> int:
-        """Learn that ``key`` is idle since ``now``; saying so twice changes nothing. Return its class."""
+        """Record that ``key`` is idle since ``now`` and return its class; a repeated call changes nothing."""
         history = self._history(key, now)
         if history.is_idle:
             if history.since == now:
@@ -103,22 +102,22 @@ class ReuseModel(Generic[_Key]):
             self._book(history, now - history.since)
         history.is_idle = True
         history.since = now
-        history.stocked_s = 0.0
+        history.booked_s = 0.0
         history.group = _class(history.num_uses)
         return history.group
 
     def forget(self, key: _Key, now: float) -> None:
-        """Close the books of something that will not be seen again."""
+        """Book the time at risk of an item and remove it."""
         history = self._histories.pop(key, None)
         if history is not None and history.is_idle:
             self._book(history, now - history.since)
 
     def group(self, key: _Key, now: float) -> int:
-        """Return the class of an item, whose members share a popularity."""
+        """Return the class of an item; items of a class have one popularity."""
         return self._history(key, now).group
 
     def rate(self, key: _Key, now: float) -> float:
-        """Return the rate, per second, at which an item is used again just now."""
+        """Return the current rate of reuse of an item, per second."""
         history = self._histories.get(key) or self._history(key, now)
         return self._popularity[history.group] * self._ageing[_bucket(now - history.since)]
 
@@ -129,7 +128,7 @@ class ReuseModel(Generic[_Key]):
         return history
 
     def _book_others(self, now: float) -> None:
-        """Book the time at risk of the next in turn: all are booked in time, and no use pays for all."""
+        """Book the time at risk of two items in turn, so that the cost is spread over uses."""
         for _ in range(2):
             key = next(iter(self._histories))
             self._histories.move_to_end(key)
@@ -138,8 +137,8 @@ class ReuseModel(Generic[_Key]):
                 self._book(history, now - history.since)
 
     def _book(self, history: _History, age: float) -> None:
-        """Put the seconds at risk from the last booking up to ``age`` into the table, bucket by bucket."""
-        row, begin = self._at_risk[history.group], history.stocked_s
+        """Add the seconds at risk from the last booking up to ``age`` to the table, bucket by bucket."""
+        row, begin = self._at_risk[history.group], history.booked_s
         first, last = _bucket(begin) if begin else 0, _bucket(age)
         if first < last:
             row[first] += _ENDS[first] - begin
@@ -147,17 +146,17 @@ class ReuseModel(Generic[_Key]):
             begin = _ENDS[last - 1]
         if age > begin:
             row[last] += age - begin
-        history.stocked_s = max(age, history.stocked_s)
+        history.booked_s = max(age, history.booked_s)
 
     def _fit(self) -> None:
-        """Fit both factors in turn, from where they were; a factor without evidence goes back to its guess."""
+        """Fit both factors in turn, from their last values; a factor without evidence returns to its prior."""
         at_risk = np.array(self._at_risk)
         by_class, by_age = np.array(self._uses_by_class), np.array(self._uses_by_age)
         popularity, ageing = np.array(self._popularity), np.array(self._ageing)
         for _ in range(NUM_PASSES):
-            # One use more and one expected more: one observation's worth of guess.
+            # One more use and one more expected use: a prior of one observation.
             popularity = (by_class + 1.0) / (at_risk @ ageing + 1.0)
-            # Only the product means anything: keep the typical use at popularity 1, or both drift.
+            # Only the product is determined: keep the typical use at popularity 1, or both factors drift.
             popularity /= np.exp(by_class @ np.log(popularity) / max(1.0, by_class.sum()))
             ageing = (by_age + 1.0) / (popularity @ at_risk + self._typical_s)
         self._popularity, self._ageing = popularity.tolist(), ageing.tolist()
@@ -175,7 +174,7 @@ def _bucket(age: float) -> int:
 
 
 def _class(num_uses: float) -> int:
-    """Return the class of a faded number of uses; class 4 begins at one use, those below have faded."""
+    """Return the class of a faded number of uses; class 4 begins at one use, lower classes have faded."""
     if num_uses <= 0.0:
         return 0
     return min(max(4 + math.floor(CLASSES_PER_OCTAVE * math.log2(num_uses) + 1e-9), 1), NUM_CLASSES - 1)

@@ -5,12 +5,12 @@
     score = F * uses / most uses of any adapter  +  R * (1 - idle / window)  +  S * pages / most pages of any adapter
                 (both within the window)                (0 beyond the window)       (seen so far)
 
-The paper says "within a specific time frame" and gives neither its length nor how the terms are normalised. Here
-the window is five minutes (the paper's own period for everything else it refreshes), and each term lies in [0, 1]:
-frequency against the most used adapter in the window, recency against the window, size against the largest
-adapter seen. Normalisers do not depend on the set of idle adapters, so dropping one adapter changes no other's score.
+The paper says "within a specific time frame" and gives neither its length nor the normalisation. Here the window is
+five minutes (the paper's period for other refreshes), and each term lies in [0, 1]: frequency relative to the most used
+adapter in the window, recency to the window, size to the largest adapter seen. These do not depend on the set of idle
+adapters, so dropping one adapter changes no other's score.
 
-Large adapters score high as the paper has it (a miss costs more): the score is per adapter, not per byte.
+Large adapters score high as in the paper (a miss costs more): the score is per adapter, not per byte.
 
 Source: Chameleon, section 4.2, "Cost-Aware Eviction Policy"; ``fair`` is its ablation with equal weights (fig. 17).
 """
@@ -29,14 +29,7 @@ WINDOW_S = 300.0
 
 
 class WeightedScore:
-    """Frequency, recency and size, weighted.
-
-    Args:
-        frequency: Weight F.
-        recency: Weight R.
-        size: Weight S.
-        window_s: Length of the window in seconds.
-    """
+    """Frequency, recency and size, with the weights F, R and S."""
 
     def __init__(self, frequency: float, recency: float, size: float, *, window_s: float = WINDOW_S) -> None:
         self._weights = (frequency, recency, size)
@@ -54,23 +47,23 @@ class WeightedScore:
         self._change(key, 1)
 
     def forget(self, key: AdapterKey) -> None:
-        """Uncount its uses."""
+        """Remove its uses."""
         if key in self._num_uses:
             self._recent = deque(use for use in self._recent if use[1] != key)
             self._change(key, -self._num_uses[key])
         self._moved.pop(key, None)
 
     def evicted(self, item: IdleItem) -> None:
-        """Uses count on: an adapter that comes back is as popular as it was."""
+        """Do nothing: uses of an adapter that is reloaded still count."""
 
     def place(self, item: IdleItem) -> tuple[Hashable, float]:
-        """Group those that differ in age alone."""
+        """Group adapters that differ only in age."""
         assert isinstance(item.key, str)
         self._most_pages = max(self._most_pages, item.num_pages)
         return (self._num_uses.get(item.key, 0), item.num_pages), item.idle_since
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
-        """Return those with a use that has left the window, or that were counted while idle."""
+        """Return the adapters whose number of uses in the window has changed."""
         while self._recent and self._recent[0][0] < now - self._window_s:
             self._change(self._recent.popleft()[1], -1)
         moved, self._moved = self._moved, {}
@@ -85,7 +78,7 @@ class WeightedScore:
         return frequency * uses + recency * freshness + size * item.num_pages / self._most_pages
 
     def _change(self, key: AdapterKey, by: int) -> None:
-        """Change a count, and follow the largest: it moves by one at a time except when an adapter is forgotten."""
+        """Change a count and update the largest, which changes by one except when an adapter is forgotten."""
         old = self._num_uses.pop(key, 0)
         new = old + by
         if old:

@@ -6,10 +6,9 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 
-from manylora.adapters.layout import AdapterLayout
+from manylora.adapters.layout import AdapterLayout, make_version
 from manylora.adapters.methods import PLAIN_LORA
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.size import make_version
 from manylora.errors import AdapterError
 from manylora.types import AdapterKey, AdapterVersion
 from manylora.workloads import AdapterSpec
