@@ -64,7 +64,7 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
         is_sampled: Whether the last of these tokens yields one (False for all but the last prompt chunk).
         seed: The seed its draws are keyed by (the request's own, or one drawn for it).
         awaits_token: Whether its last token, at ``start + num_tokens - 1``, is not in ``tokens`` yet: the step that
-            was in flight at the launch yields it (``engine/plan_ahead.py`` fills it in).
+            was in flight at the launch yields it (``engine/steps/plan_ahead.py`` fills it in).
         placement: Where the adapter's weights are when the step is launched.
     """
 

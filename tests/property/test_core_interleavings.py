@@ -21,7 +21,8 @@ from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
 from manylora.memory import EVICTION_POLICIES
 from manylora.plan import PlannedSequence
-from manylora.scheduling import POLICIES, ChameleonPolicy, queue_plan
+from manylora.scheduling import POLICIES, ChameleonPolicy
+from manylora.scheduling.policies.chameleon import queue_plan
 from manylora.sim.run.executor import synthetic_token
 from manylora.types import FinishReason, Request
 

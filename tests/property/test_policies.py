@@ -31,7 +31,7 @@ from manylora.scheduling import (
     make_policy,
     queue_plan,
 )
-from manylora.scheduling.bypass import MAX_BYPASS
+from manylora.scheduling.policies.bypass import MAX_BYPASS
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import Request, SamplingParams
 

@@ -9,8 +9,8 @@ from harness import make_rig, policy_context, request
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig
-from manylora.engine import running
 from manylora.engine.loop import EngineLoop
+from manylora.engine.steps import running
 from manylora.errors import (
     AdapterError,
     AdapterExists,

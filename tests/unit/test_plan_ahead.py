@@ -10,7 +10,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.costs.model import FixedCost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.plan_ahead import fill_in, plan_at
+from manylora.engine.steps.plan_ahead import fill_in, plan_at
 from manylora.events import Event, RequestPreempted
 from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
 from manylora.ports import EngineParts

@@ -9,9 +9,9 @@ from harness import make_rig, policy_context, request, sequence, version
 
 from manylora.events import RequestSquashed
 from manylora.scheduling import ChameleonPolicy, Nearness, Outcome, Sequence
-from manylora.scheduling.bypass import MAX_BYPASS
-from manylora.scheduling.queue_plan import QueuePlan
-from manylora.scheduling.quota import QuotaLedger
+from manylora.scheduling.policies.bypass import MAX_BYPASS
+from manylora.scheduling.policies.chameleon.queue_plan import QueuePlan
+from manylora.scheduling.policies.chameleon.quota import QuotaLedger
 
 # Sizes are answer lengths over 100: small below 0.2, medium below 0.6. Demands are prompt and answer, twice the length.
 SMALL, MEDIUM, LARGE = 10, 40, 100

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from harness import make_rig, policy_context, request, sequence, version
 
 from manylora.scheduling import AdapterAwarePolicy, Nearness, Outcome, Policy, Sequence, ShortestFirstPolicy
-from manylora.scheduling.bypass import MAX_BYPASS
+from manylora.scheduling.policies.bypass import MAX_BYPASS
 
 
 def step(policy: Policy, outcome: Callable[[Sequence], Outcome], seats: int = 100) -> list[int]:

@@ -7,10 +7,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from manylora.scheduling.clustering import choose, cluster, cut_offs
-from manylora.scheduling.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
-from manylora.scheduling.quota import QueueLoad, QuotaLedger, in_proportion, minimum_quota, share_out
-from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.policies.chameleon.clustering import choose, cluster, cut_offs
+from manylora.scheduling.policies.chameleon.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
+from manylora.scheduling.policies.chameleon.quota import QueueLoad, QuotaLedger, in_proportion, minimum_quota, share_out
+from manylora.scheduling.policies.request_size import Demand, RequestSizer
 
 RECENT = [Demand(100, 50, 10), Demand(1000, 200, 80), Demand(10, 400, 20)]  # maxima: 1000, 400, 80
 

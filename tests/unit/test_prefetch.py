@@ -6,7 +6,7 @@ import pytest
 from harness import Rig, make_rig, request
 
 from manylora.config import AdapterConfig
-from manylora.engine.forecast import MIN_GAPS, Forecast
+from manylora.engine.adapters.forecast import MIN_GAPS, Forecast
 from manylora.errors import ConfigError
 from manylora.types import AdapterKey, Tier
 

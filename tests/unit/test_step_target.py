@@ -9,7 +9,7 @@ from harness import sequence, version
 
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts, StepLoad
-from manylora.engine.step_budget import LEAST_OF_TARGET, LEAST_TOKENS, StepBudget, target_s
+from manylora.engine.steps.budget import LEAST_OF_TARGET, LEAST_TOKENS, StepBudget, target_s
 from manylora.errors import ConfigError
 from manylora.events import Event, StepFinished
 from manylora.sim.run.simulation import simulate

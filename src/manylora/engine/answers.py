@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from manylora.engine.adapter_cache import AdapterCache
-from manylora.engine.running import RunningSet
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
 from manylora.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
 from manylora.types import FinishReason, Output, SampledToken

@@ -24,16 +24,16 @@ from manylora.adapters.residency import TierState
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.catalog import AdapterCatalog
+from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.answers import Answers
-from manylora.engine.catalog import AdapterCatalog
 from manylora.engine.integrity import check_integrity
 from manylora.engine.limits import RequestLimits
-from manylora.engine.prefetch import Prefetcher
-from manylora.engine.running import RunningSet
 from manylora.engine.snapshot import take_snapshot
 from manylora.engine.status import Counters, EngineStats
-from manylora.engine.steps import Step, StepsInFlight
+from manylora.engine.steps.in_flight import Step, StepsInFlight
+from manylora.engine.steps.running import RunningSet
 from manylora.errors import CapacityError, RequestError
 from manylora.events import (
     Event,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from manylora.adapters.residency import TierState
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache
 from manylora.memory import PageCache
 from manylora.plan import PlannedSequence, StepPlan
 from manylora.scheduling import Sequence, SequenceStatus

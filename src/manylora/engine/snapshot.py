@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import Residency, TierState
-from manylora.engine.adapter_cache import AdapterCache
-from manylora.engine.prefetch import Prefetcher
-from manylora.engine.running import RunningSet
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.status import Counters, EngineStats
+from manylora.engine.steps.running import RunningSet
 from manylora.memory import Owner, PageAllocator
 from manylora.scheduling import Policy
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 from functools import partial
 
 from manylora.plugins import find_factory, made_by, options_for
-from manylora.scheduling.adapter_aware import AdapterAwarePolicy
-from manylora.scheduling.boost import BoostPolicy
-from manylora.scheduling.chameleon import ChameleonPolicy, StaticQueuesPolicy
-from manylora.scheduling.fifo import FifoPolicy
-from manylora.scheduling.keyed_policy import KeyedPolicy
+from manylora.scheduling.policies.adapter_aware import AdapterAwarePolicy
+from manylora.scheduling.policies.boost import BoostPolicy
+from manylora.scheduling.policies.chameleon.policy import ChameleonPolicy, StaticQueuesPolicy
+from manylora.scheduling.policies.fifo import FifoPolicy
+from manylora.scheduling.policies.keyed import KeyedPolicy
+from manylora.scheduling.policies.sjf import ShortestFirstPolicy
+from manylora.scheduling.policies.strict_fifo import StrictFifoPolicy
 from manylora.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
 from manylora.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
 from manylora.scheduling.s_lora_steps import ChunkedSLoraSteps, SLoraSteps
 from manylora.scheduling.sequence import Sequence, SequenceStatus
-from manylora.scheduling.sjf import ShortestFirstPolicy
 from manylora.scheduling.step_composition import MixedSteps, StepComposition, WholePromptSteps
-from manylora.scheduling.strict_fifo import StrictFifoPolicy
 
 __all__ = [
     "POLICIES",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from manylora.engine.plan_ahead import fill_in
+from manylora.engine.steps.plan_ahead import fill_in
 from manylora.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.sim.run.executor import synthetic_token
 from manylora.types import AdapterKey, SampledToken, Tier

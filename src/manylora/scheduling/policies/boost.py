@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections import deque
 from math import log
 
-from manylora.scheduling.keyed_policy import KeyedPolicy
+from manylora.scheduling.policies.keyed import KeyedPolicy
+from manylora.scheduling.policies.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.policy import Outcome, PolicyContext
-from manylora.scheduling.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["BoostPolicy"]

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 
 from manylora.adapters.registry import AdapterRegistry, NamedAdapter
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound
 from manylora.plan import ON_DEVICE

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manylora.scheduling.keyed_line import KeyedLine
-from manylora.scheduling.line import Line
+from manylora.scheduling.policies.keyed_line import KeyedLine
+from manylora.scheduling.policies.line import Line
 from manylora.scheduling.policy import Outcome, QueueStatus
 from manylora.scheduling.sequence import Sequence
 

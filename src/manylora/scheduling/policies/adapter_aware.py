@@ -13,8 +13,8 @@ cold requests starve; the due date is ours. Only the oldest ``LOOK_AHEAD`` are p
 
 from __future__ import annotations
 
-from manylora.scheduling.bypass import LOOK_AHEAD, MAX_BYPASS
-from manylora.scheduling.line import Line
+from manylora.scheduling.policies.bypass import LOOK_AHEAD, MAX_BYPASS
+from manylora.scheduling.policies.line import Line
 from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.scheduling.sequence import Sequence
 

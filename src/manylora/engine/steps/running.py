@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts, StepLoad
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.status import Counters
-from manylora.engine.step_budget import StepBudget, target_s
+from manylora.engine.steps.budget import StepBudget, target_s
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
 from manylora.plan import ON_DEVICE, Placement

@@ -12,10 +12,10 @@ this is.
 
 from __future__ import annotations
 
-from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.policies.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.policies.strict_fifo import StrictFifoPolicy
 from manylora.scheduling.policy import Outcome, PolicyContext
 from manylora.scheduling.sequence import Sequence
-from manylora.scheduling.strict_fifo import StrictFifoPolicy
 
 __all__ = ["FifoPolicy"]
 

@@ -7,7 +7,7 @@ Source: S-LoRA's queue, as the baseline that is published against; ``docs/adr/00
 
 from __future__ import annotations
 
-from manylora.scheduling.line import Line
+from manylora.scheduling.policies.line import Line
 from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.scheduling.sequence import Sequence
 

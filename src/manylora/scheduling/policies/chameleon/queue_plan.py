@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from manylora.scheduling.clustering import choose, cluster, cut_offs
-from manylora.scheduling.quota import QueueLoad, in_proportion, share_out
-from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.policies.chameleon.clustering import choose, cluster, cut_offs
+from manylora.scheduling.policies.chameleon.quota import QueueLoad, in_proportion, share_out
+from manylora.scheduling.policies.request_size import Demand, RequestSizer
 
 __all__ = ["QueuePlan", "RequestHistory", "plan_queues", "plan_static"]
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from manylora.costs.online import StepLoad
-from manylora.engine.plan_ahead import plan_at
+from manylora.engine.steps.plan_ahead import plan_at
 from manylora.memory import ReloadCosts
 from manylora.plan import StepPlan, StepResult
 from manylora.ports import Work

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from manylora.adapters.residency import TierState
 from manylora.config import AdapterConfig
-from manylora.engine.adapter_cache import AdapterCache
-from manylora.engine.forecast import Forecast
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.forecast import Forecast
 from manylora.memory import Depth, PageCache, num_blocks
 from manylora.scheduling import Policy
 from manylora.types import AdapterKey, AdapterVersion, Tier

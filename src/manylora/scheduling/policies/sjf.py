@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manylora.options import check_options, option
-from manylora.scheduling.keyed_policy import KeyedPolicy
+from manylora.scheduling.policies.keyed import KeyedPolicy
 from manylora.scheduling.policy import PolicyContext
 from manylora.scheduling.sequence import Sequence
 

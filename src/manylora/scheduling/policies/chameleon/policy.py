@@ -31,14 +31,14 @@ from dataclasses import dataclass, field
 from math import inf
 
 from manylora.options import option
-from manylora.scheduling import queue_plan
-from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
-from manylora.scheduling.line import Line
-from manylora.scheduling.opportunity import Opportunity, Running, steps_to_end
+from manylora.scheduling.policies.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.policies.chameleon import queue_plan
+from manylora.scheduling.policies.chameleon.opportunity import Opportunity, Running, steps_to_end
+from manylora.scheduling.policies.chameleon.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
+from manylora.scheduling.policies.chameleon.quota import QuotaLedger
+from manylora.scheduling.policies.line import Line
+from manylora.scheduling.policies.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
-from manylora.scheduling.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
-from manylora.scheduling.quota import QuotaLedger
-from manylora.scheduling.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["ChameleonPolicy", "StaticQueuesPolicy"]

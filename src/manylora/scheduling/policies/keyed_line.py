@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.policies.bypass import LOOK_AHEAD, Bypass
 from manylora.scheduling.policy import Outcome
 from manylora.scheduling.sequence import Sequence
 
