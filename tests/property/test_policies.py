@@ -29,9 +29,9 @@ from manylora.scheduling import (
     Policy,
     PolicyContext,
     make_policy,
-    queue_plan,
 )
 from manylora.scheduling.policies.bypass import MAX_BYPASS
+from manylora.scheduling.policies.chameleon import queue_plan
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import Request, SamplingParams
 

@@ -78,7 +78,6 @@ NOT_YET = {
     "src/manylora/measure",
     "src/manylora/memory",
     "src/manylora/planning",
-    "src/manylora/scheduling",
     "src/manylora/server",
     "src/manylora/text",
     "src/manylora/workloads",

@@ -1,7 +1,6 @@
 """A sequence: a request's state in the engine.
 
-It is changed by its own verbs alone: each notes one thing that happened to it, and leaves it consistent. All other code
-reads its attributes.
+Only its own methods change it: each records one event and leaves it consistent. All other code reads its attributes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["Sequence", "SequenceStatus"]
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -25,7 +24,7 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """One request on its way.
+    """One request in the engine.
 
     ::
 
@@ -38,17 +37,15 @@ class Sequence:
                  |-- KV in pages --|------ to run (1 when decoding) ------|
 
     Tokens count as computed from the launch of the step that runs them. The token that a step in flight will yield is
-    *pending*: so the next step can be planned meanwhile.
+    *pending*, so that the next step can be planned meanwhile.
 
     Args:
         seq_id: Unique for the life of the engine; also the order of arrival.
-        request: The request.
         version: The adapter version it was resolved to on arrival, ``None`` for the base.
         name: The registered name of that adapter, empty for the base.
         table: Its block table, empty.
         max_tokens: Most tokens to generate.
-        stop_token_ids: Tokens that end it.
-        seed: Seed of its draws.
+        seed: Seed of its sampling.
         arrived_at: Seconds on the loop's clock.
         reserves_output: Whether it claims pages for its longest answer when it is admitted.
     """
@@ -149,7 +146,7 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it will run no more, whatever the steps in flight yield: it is over, cancelled or at its longest."""
+        """Whether it will not run again, for any result of the steps in flight: finished, cancelled or at its cap."""
         return (
             self.is_cancelled
             or self.status is SequenceStatus.FINISHED
@@ -169,11 +166,11 @@ class Sequence:
     # -- while it waits ----------------------------------------------------------------------------------------------
 
     def passed(self) -> None:
-        """A younger one was admitted before it."""
+        """A younger sequence was admitted before it."""
         self.num_bypassed += 1
 
     def looked_at(self, *, is_resident: bool) -> bool:
-        """Its adapter was asked for; return whether this was the first time, the one that counts as hit or miss."""
+        """Its adapter was looked up; return whether for the first time, which counts as hit or miss."""
         if self.was_looked_at:
             return False
         self.was_looked_at = True
@@ -181,11 +178,11 @@ class Sequence:
         return True
 
     def awaited(self, load: int) -> None:
-        """It waits for nothing but the load of its adapter with this number."""
+        """It waits only for the load of its adapter with this number."""
         self.awaited_load = load
 
     def admitted(self, now: float, *, shared: Seq[int], pages: Seq[int], placement: Placement = ON_DEVICE) -> bool:
-        """It runs from now on; return whether for the first time.
+        """It starts to run; return whether for the first time.
 
         Args:
             now: In seconds.
@@ -208,7 +205,7 @@ class Sequence:
     # -- while it runs -----------------------------------------------------------------------------------------------
 
     def launched(self, num_tokens: int) -> PlannedSequence:
-        """So many of its tokens run in the next step; return its part of that step's plan."""
+        """``num_tokens`` of its tokens run in the next step; return its part of that step's plan."""
         tokens, start, num_pending = self.tokens, self.num_computed, self.num_pending
         self.num_computed = end = start + num_tokens
         self.num_in_flight += 1
@@ -232,15 +229,15 @@ class Sequence:
         )
 
     def moved(self, placement: Placement) -> None:
-        """Its adapter's weights are elsewhere now."""
+        """Its adapter's weights have moved."""
         self.placement = placement
 
     def took_chunk(self) -> None:
-        """A step ran a part of its prompt, and yields no token."""
+        """A step ran a part of its prompt and yielded no token."""
         self.num_in_flight -= 1
 
     def took_token(self, token_id: int, now: float) -> bool:
-        """A step yielded its next token; return whether it is kept: not if the sequence is over or cancelled."""
+        """A step yielded its next token; return whether it is kept: not after the sequence ended or was cancelled."""
         self.num_in_flight -= 1
         self.num_pending -= 1
         if self.is_cancelled or self.status is SequenceStatus.FINISHED:
@@ -251,15 +248,15 @@ class Sequence:
         return True
 
     def sent_back(self) -> None:
-        """It waits again, without its pages; its tokens stay and are computed again."""
+        """It waits again without its pages; its tokens are kept, and their KV is computed again."""
         self.num_preemptions += 1
         self.num_computed = 0
         self.status = SequenceStatus.WAITING
 
     def cancelled(self) -> None:
-        """Its client gave up, and it ends with the steps in flight."""
+        """It ends with the steps in flight."""
         self.is_cancelled = True
 
     def finished(self) -> None:
-        """It is over."""
+        """It has ended."""
         self.status = SequenceStatus.FINISHED
