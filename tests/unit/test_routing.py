@@ -165,7 +165,7 @@ def test_first_fit_fills_one_replica_after_the_other():
 def test_wrong_settings_are_named():
     with pytest.raises(ConfigError, match=r"'nearest'.*affinity"):
         make_router("nearest", Random(0))
-    with pytest.raises(ConfigError, match="what steps take"):
+    with pytest.raises(ConfigError, match="needs the cost of steps"):
         make_router("rank-aware", Random(0), steps=None)
     with pytest.raises(ConfigError, match="overload"):
         AffinityRouter(overload=1.0)

@@ -1,4 +1,4 @@
-"""Reads an engine's gauges and counters off its parts."""
+"""Collects an engine's gauges and counters from its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def take_snapshot(
     prefetcher: Prefetcher,
     counters: Counters,
 ) -> EngineStats:
-    """Return gauges and counters of the engine that has these parts."""
+    """Return gauges and counters of the engine with these parts."""
     residencies = cache.residencies()
 
     def names(residencies: list[Residency]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""How long a request takes when nothing else runs: the yardstick that service levels are set by.
+"""The duration of a request on an idle engine, on which SLOs are based.
 
-Chameleon, and most of the field, call a request in time when it takes no more than five times as long as the mean
-request takes by itself. By itself a prompt is one step and every token after the first another, each a token longer.
+Chameleon and many others set the SLO to five times the mean duration of a request by itself. By itself a prompt is one
+step, and every token after the first is another, with one more token of context each.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ __all__ = ["AloneTime", "decode_step", "prompt_step", "time_alone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AloneTime:
-    """A request by itself.
-
-    Args:
-        ttft_s: Until its first token, its adapter's load included.
-        e2e_s: Until its last.
-    """
+    """The times from arrival to first and last token of a request by itself, its adapter's load included."""
 
     ttft_s: float
     e2e_s: float
@@ -30,14 +25,9 @@ class AloneTime:
 def time_alone(
     cost: RooflineCost, num_prompt_tokens: int, num_output_tokens: int, *, rank: int = 0, load_s: float = 0.0
 ) -> AloneTime:
-    """Return how long a request takes on an idle replica, its prompt in one step.
+    """Return the times of a request on an idle replica, with its prompt in one step and at least one output token.
 
-    Args:
-        cost: What steps cost.
-        num_prompt_tokens: Length of the prompt.
-        num_output_tokens: Length of the answer, at least 1.
-        rank: Rank of its adapter; 0 for the base.
-        load_s: Time to bring its adapter to the device, before the prompt runs; 0 where it is there.
+    ``rank`` is 0 for the base; ``load_s`` is the time to load its adapter before the prompt runs.
     """
     ttft_s = load_s + sum(cost.price(prompt_step(num_prompt_tokens, rank)))
     num_steps = num_output_tokens - 1
@@ -47,12 +37,7 @@ def time_alone(
 
 
 def prompt_step(num_tokens: int, rank: int = 0) -> StepFeatures:
-    """Return a step of one whole prompt.
-
-    Args:
-        num_tokens: Its length, more than 1.
-        rank: Rank of its adapter; 0 for the base.
-    """
+    """Return a step of one whole prompt of more than one token; rank 0 is the base."""
     return StepFeatures(
         num_decodes=0,
         num_prompts=1,
@@ -78,10 +63,10 @@ def decode_step(context_tokens: int, rank: int = 0, *, num_sequences: int = 1, n
     """Return a step of sequences that decode with adapters of one rank.
 
     Args:
-        context_tokens: Tokens of KV that each reads, its own included.
+        context_tokens: Tokens of KV that each sequence reads, its new one included.
         rank: Rank of the adapters; 0 for the base.
-        num_sequences: How many sequences.
-        num_adapters: How many adapters they share, if they have any.
+        num_sequences: Number of sequences.
+        num_adapters: Number of adapters that they share, if they have any.
     """
     return StepFeatures(
         num_decodes=num_sequences,

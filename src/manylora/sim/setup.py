@@ -42,12 +42,7 @@ __all__ = ["Setup", "make_config", "read_dims"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The engines of a simulation.
-
-    Args:
-        scheduler: Limits of a step, and the order of requests.
-        adapters: The adapter cache.
-    """
+    """The engines of a simulation."""
 
     model: str = option(
         "llama-3-8b",
@@ -115,7 +110,7 @@ def read_dims(model: str) -> ModelDims:
     """Return the dimensions of a known model, or of a ``config.json`` or the folder that holds one.
 
     Raises:
-        ConfigError: It is neither, or the file is not usable.
+        ConfigError: The model is unknown, or the file is not usable.
     """
     file = Path(model)
     if file.is_dir():
@@ -134,12 +129,12 @@ def read_dims(model: str) -> ModelDims:
 
 
 def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, seed: int = 0) -> SimulationConfig:
-    """Return what the simulator needs for a setup.
+    """Return the simulator's configuration for a setup.
 
     Args:
-        setup: What serves.
+        setup: The engines.
         targets: Modules that adapters change.
-        seed: Of the router's draws, of the noisy predictor, and of a profile's jitter.
+        seed: Seeds the router, the noisy predictor, and the jitter of a profile.
 
     Raises:
         ConfigError: A name is unknown, a file is not usable, or the model does not fit.
