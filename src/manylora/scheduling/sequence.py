@@ -6,6 +6,7 @@ Only its own methods change it: each records one event and leaves it consistent.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from enum import Enum
 
 from manylora.memory import BlockTable
@@ -23,6 +24,7 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Sequence:
     """One request in the engine.
 
@@ -50,81 +52,42 @@ class Sequence:
         reserves_output: Whether it claims pages for its longest answer when it is admitted.
     """
 
-    __slots__ = (
-        "_rank",
-        "adapter",
-        "admitted_at",
-        "arrived_at",
-        "awaited_load",
-        "first_token_at",
-        "found_resident",
-        "is_cancelled",
-        "max_tokens",
-        "name",
-        "num_bypassed",
-        "num_cached",
-        "num_computed",
-        "num_in_flight",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_shared_pages",
-        "placement",
-        "request",
-        "reserves_output",
-        "seed",
-        "seq_id",
-        "status",
-        "stop_token_ids",
-        "table",
-        "tokens",
-        "version",
-        "was_looked_at",
-    )
+    seq_id: int
+    request: Request
+    version: AdapterVersion | None
+    name: str = ""
+    table: BlockTable
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    seed: int
+    arrived_at: float
+    reserves_output: bool = False
+    adapter: AdapterKey | None = field(init=False)
+    rank: int = field(init=False)  # of its adapter; 0 for the base
+    placement: Placement = field(default=ON_DEVICE, init=False)  # of its adapter's weights, while it runs
+    status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
+    tokens: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_computed: int = field(default=0, init=False)
+    num_pending: int = field(default=0, init=False)  # tokens that steps in flight will yield
+    num_in_flight: int = field(default=0, init=False)  # steps in flight that it is part of
+    num_cached: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    num_shared_pages: int = field(default=0, init=False)  # found in the prefix cache when it was admitted
+    num_bypassed: int = field(default=0, init=False)
+    admitted_at: float | None = field(default=None, init=False)
+    first_token_at: float | None = field(default=None, init=False)
+    is_cancelled: bool = field(default=False, init=False)
+    was_looked_at: bool = field(default=False, init=False)
+    awaited_load: int = field(default=0, init=False)  # number of the last load of its adapter that it waited for
+    found_resident: bool = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        seq_id: int,
-        request: Request,
-        version: AdapterVersion | None,
-        name: str = "",
-        table: BlockTable,
-        max_tokens: int,
-        stop_token_ids: frozenset[int],
-        seed: int,
-        arrived_at: float,
-        reserves_output: bool = False,
-    ) -> None:
-        self.seq_id = seq_id
-        self.request = request
-        self.version = version
-        self.adapter: AdapterKey | None = version.key if version else None
-        self._rank = version.rank if version else 0
-        self.name = name
-        self.table = table
-        self.max_tokens = max_tokens
-        self.stop_token_ids = stop_token_ids
-        self.seed = seed
-        self.arrived_at = arrived_at
-        self.reserves_output = reserves_output
-        self.status = SequenceStatus.WAITING
-        self.placement = ON_DEVICE  # of its adapter's weights, while it runs
-        self.tokens: list[int] = list(request.prompt)
+    def __post_init__(self) -> None:
+        self.adapter = self.version.key if self.version else None
+        self.rank = self.version.rank if self.version else 0
+        self.tokens = list(self.request.prompt)
         self.num_prompt_tokens = len(self.tokens)
-        self.num_computed = 0
-        self.num_pending = 0  # tokens that steps in flight will yield
-        self.num_in_flight = 0  # steps in flight that it is part of
-        self.num_cached = 0
-        self.num_preemptions = 0
-        self.num_shared_pages = 0  # found in the prefix cache when it was admitted
-        self.num_bypassed = 0
-        self.admitted_at: float | None = None
-        self.first_token_at: float | None = None
-        self.is_cancelled = False
-        self.was_looked_at = False
-        self.awaited_load = 0  # the number of the last load of its adapter that it waited for
-        self.found_resident = version is None
+        self.found_resident = self.version is None
 
     def __repr__(self) -> str:
         return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed}/{len(self.tokens)} computed)"
@@ -220,7 +183,7 @@ class Sequence:
             num_tokens=num_tokens,
             pages=self.table.pages,
             adapter=self.adapter,
-            rank=self._rank,
+            rank=self.rank,
             sampling=self.request.sampling,
             is_sampled=is_sampled,
             seed=self.seed,

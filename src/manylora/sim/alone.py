@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora.costs.features import StepFeatures
+from manylora.costs.features import StepFeatures, step_features
 from manylora.costs.roofline import RooflineCost
+from manylora.costs.synthetic_plan import Part, synthetic_plan
+from manylora.types import AdapterKey
 
 __all__ = ["AloneTime", "decode_step", "prompt_step", "time_alone"]
 
@@ -38,25 +40,7 @@ def time_alone(
 
 def prompt_step(num_tokens: int, rank: int = 0) -> StepFeatures:
     """Return a step of one whole prompt of more than one token; rank 0 is the base."""
-    return StepFeatures(
-        num_decodes=0,
-        num_prompts=1,
-        num_prompt_tokens=num_tokens,
-        num_sampled=1,
-        context_tokens=0,
-        prompt_pairs=num_tokens * (num_tokens + 1) // 2,
-        num_adapters=int(rank > 0),
-        sum_rank=rank,
-        max_rank=rank,
-        num_adapted_decodes=0,
-        decode_row_rank=0,
-        prompt_row_rank=num_tokens * rank,
-        prompt_context_tokens=num_tokens,
-        num_adapted_prompts=int(rank > 0),
-        num_adapted_prompt_tokens=num_tokens if rank else 0,
-        prompt_rank=rank,
-        num_ranks=int(rank > 0),
-    )
+    return step_features(synthetic_plan([Part(0, num_tokens, _adapter(0, rank), rank)]))
 
 
 def decode_step(context_tokens: int, rank: int = 0, *, num_sequences: int = 1, num_adapters: int = 1) -> StepFeatures:
@@ -68,18 +52,12 @@ def decode_step(context_tokens: int, rank: int = 0, *, num_sequences: int = 1, n
         num_sequences: Number of sequences.
         num_adapters: Number of adapters that they share, if they have any.
     """
-    return StepFeatures(
-        num_decodes=num_sequences,
-        num_prompts=0,
-        num_prompt_tokens=0,
-        num_sampled=num_sequences,
-        context_tokens=num_sequences * context_tokens,
-        prompt_pairs=0,
-        num_adapters=num_adapters if rank else 0,
-        sum_rank=rank * num_adapters,
-        max_rank=rank,
-        num_adapted_decodes=num_sequences if rank else 0,
-        decode_row_rank=rank * num_sequences,
-        prompt_row_rank=0,
-        num_ranks=int(rank > 0),
+    return step_features(
+        synthetic_plan(
+            Part(context_tokens - 1, 1, _adapter(index % num_adapters, rank), rank) for index in range(num_sequences)
+        )
     )
+
+
+def _adapter(index: int, rank: int) -> AdapterKey | None:
+    return AdapterKey(str(index)) if rank else None

@@ -74,13 +74,11 @@ class StepBudget:
         num_tokens = min(sequence.num_to_run, self._num_tokens)
         if self._seconds is None:
             return num_tokens
-        rank = sequence.version.rank if sequence.version else 0
-        in_time = int(self._seconds / max(1e-9, self._costs.token_s(rank)))
+        in_time = int(self._seconds / max(1e-9, self._costs.token_s(sequence.rank)))
         return min(num_tokens, max(LEAST_TOKENS, in_time))
 
     def spend(self, sequence: Sequence, num_tokens: int) -> None:
         """Subtract a chunk, which may exceed the room."""
         self._num_tokens -= num_tokens
         if self._seconds is not None:
-            rank = sequence.version.rank if sequence.version else 0
-            self._seconds -= num_tokens * self._costs.token_s(rank)
+            self._seconds -= num_tokens * self._costs.token_s(sequence.rank)
