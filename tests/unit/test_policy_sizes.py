@@ -126,12 +126,12 @@ def test_shares_are_whole_and_never_nothing():
 
 def test_the_ledger_returns_tokens_to_where_they_came_from():
     ledger = QuotaLedger((100, 50, 20))
-    ledger.take(1, 60, [0])
-    ledger.take(2, 65, [1, 2])  # lent by two
+    ledger.charge(1, 60, [0])
+    ledger.charge(2, 65, [1, 2])  # lent by two
     assert [ledger.used(queue) for queue in range(3)] == [60, 50, 15]
     assert ledger.free([0]) == 40
     assert ledger.free([0, 1, 2]) == 45
-    assert ledger.give_back(2) == 65
+    assert ledger.release(2) == 65
     assert [ledger.used(queue) for queue in range(3)] == [60, 0, 0]
     ledger.check_integrity()
 
@@ -142,8 +142,8 @@ def test_an_overdrawn_queue_gives_nothing_and_the_total_holds():
     assert ledger.free([0]) == 0
     assert ledger.free([1]) == 10  # of 50, for 90 of 100 are held
     with pytest.raises(AssertionError):
-        ledger.take(2, 20, [1])
-    ledger.give_back(1)
+        ledger.charge(2, 20, [1])
+    ledger.release(1)
     assert ledger.free([1]) == 50
 
 

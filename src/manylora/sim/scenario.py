@@ -42,7 +42,7 @@ class Scenario:
         0, panel="Workload", at_least=0, help="Seed of the workload, the router and the noisy predictor."
     )
     warm_up_s: float = option(
-        0.0, panel="Objective", unit="s", at_least=0, help="Requests of this first time are served and not counted."
+        0.0, panel="Objective", unit="s", at_least=0, help="Requests of this initial period are served and not counted."
     )
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path_or_name: str | Path, *, revision: str | None = None) -> Tokenizer:
-        """Load a tokenizer from a directory (or hub name where a network is at hand).
+        """Load a tokenizer from a directory or, with a network, from the hub.
 
         Raises:
             ConfigError: The tokenizer is missing, unreadable, or not a fast one.

@@ -47,8 +47,8 @@ class NoisyPredictor:
         accuracy: In (0.5, 1].
         truth: As the oracle's. Estimates never exceed the cap, so where that is the truth, only those below err.
 
-    Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without saying what accuracy is; this
-    reading is ours.
+    Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without a definition of accuracy; this
+    one is ours.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)

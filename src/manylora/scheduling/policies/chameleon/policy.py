@@ -4,7 +4,7 @@
 
     arrivals --size--> [ small  ] --own quota--\
                        [ medium ] --own quota---+--> running        pass 1: each queue up to its own quota
-                       [ large  ] --own quota--/                    pass 2: the others share what empty ones left
+                       [ large  ] --own quota--/                    pass 2: the others share tokens of empty ones
 
 A request is charged its prompt, its predicted answer and its adapter, in tokens, until it ends, and at least one
 seat's share of the tokens. Tokens lent in pass 2 are charged to the empty queues and return to them. A request whose
@@ -64,8 +64,8 @@ class ChameleonPolicy:
             "elbow",
             panel="Scheduling",
             choices=("elbow", "wcss"),
-            help="Under chameleon: the number of queues; elbow stops where another explains little more, wcss takes "
-            "the least sum of squares (in practice always the most).",
+            help="Under chameleon: criterion for the number of queues; elbow stops where another queue explains little "
+            "more, wcss takes the least sum of squares (in practice always the most queues).",
         )
         refresh_s: float = option(
             300.0,
@@ -73,14 +73,14 @@ class ChameleonPolicy:
             flag="--queue-refresh",
             unit="s",
             above=0,
-            help="Under chameleon: time between two settings of queues and quotas.",
+            help="Under chameleon: time between two plans of queues and quotas.",
         )
         slo_s: float | None = option(
             None,
             panel="Scheduling",
             unit="s",
             above=0,
-            help="Under chameleon: time a request may take in all, for quotas; by default five times the mean.",
+            help="Under chameleon: SLO of a request's duration, for quotas; by default five times the mean.",
         )
 
     def __init__(self, context: PolicyContext) -> None:
@@ -143,7 +143,7 @@ class ChameleonPolicy:
     def _stop(self, sequence: Sequence) -> tuple[Demand, int]:
         entry = self._running.pop(sequence.seq_id)
         self._opportunity.stopped(sequence)
-        return entry.demand, self._ledger.give_back(sequence.seq_id)
+        return entry.demand, self._ledger.release(sequence.seq_id)
 
     def _take_out(self, sequence: Sequence) -> _Entry:
         entry = self._waiting.pop(sequence.seq_id)
@@ -196,7 +196,7 @@ class ChameleonPolicy:
         self._outcome = outcome
         if outcome is Outcome.ADMITTED:
             entry = self._running[sequence.seq_id] = self._take_out(sequence)
-            self._ledger.take(sequence.seq_id, *self._charging)
+            self._ledger.charge(sequence.seq_id, *self._charging)
             self._opportunity.admitted(sequence)
             entry.passed = [older for older, _ in self._lacking.get(entry.queue, ()) if older.seq_id < sequence.seq_id]
             if self._bypass.admit(sequence):

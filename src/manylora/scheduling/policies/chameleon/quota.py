@@ -106,7 +106,7 @@ class QuotaLedger:
         own = sum(max(0, self.quotas[queue] - self._used[queue]) for queue in queues)
         return min(own, self.total - self.held)
 
-    def take(self, seq_id: int, tokens: int, queues: Seq[int]) -> None:
+    def charge(self, seq_id: int, tokens: int, queues: Seq[int]) -> None:
         """Charge a request to these queues, the first ones first."""
         assert tokens <= self.free(queues), "more tokens than are free"
         loans = []
@@ -120,7 +120,7 @@ class QuotaLedger:
         self.held += tokens
         self._loans[seq_id] = loans
 
-    def give_back(self, seq_id: int) -> int:
+    def release(self, seq_id: int) -> int:
         """Release a request's tokens to the queues charged; return their number."""
         tokens = 0
         for queue, part in self._loans.pop(seq_id):
