@@ -1,7 +1,7 @@
 """The engine core under every interleaving that hypothesis thinks of.
 
 The fake executor holds a model of device memory and fails on stale KV, overwritten weights or a copy from
-nowhere; here we only make things happen, and check that everything adds up and everybody is served.
+nowhere; here we only make things happen, and check that everything adds up and every request is served.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the core promises, one promise a test."""
+"""The guarantees of the core, one per test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dating back: order of arrival while the line is short, small ones ahead when it is long, and nobody for ever last."""
+"""Dating back: order of arrival while the line is short, small ones ahead when it is long, and no request starved."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_oldest_is_passed_so_often_and_no_more():
     assert admitted.index(0) == MAX_BYPASS
 
 
-def test_who_is_refused_stays_first_in_line():
+def test_a_refused_request_stays_first_in_line():
     policy = boost(prompt_s=0.02)
     line_up(policy, 40)
     policy.begin(0.0)

@@ -101,7 +101,7 @@ def test_minimum_quota_by_hand():
     assert minimum_quota(load(500, 2.0, 0.0), 4.0) == pytest.approx(250)
 
 
-def test_what_is_left_is_shared_in_proportion_to_the_minima():
+def test_the_rest_is_shared_in_proportion_to_the_minima():
     # Minima 3250 and 1750: the 5000 left over go 65 : 35.
     loads = [load(500, 2.0, 3.0), load(1000, 1.0, 1.5)]
     assert [minimum_quota(one, 4.0) for one in loads] == pytest.approx([3250, 1750])
