@@ -28,7 +28,7 @@ from manylora.clock import WallClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.plan_ahead import fill_in
+from manylora.engine.steps.plan_ahead import fill_in
 from manylora.execution.executor import FutureWork
 from manylora.execution.machine import describe_machine
 from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult

@@ -1,8 +1,7 @@
-"""Time, told: the one place where a clock is read.
+"""Clocks: the one place where time is read.
 
-The loop asks ``now`` and waits until the next event. On the wall clock that blocks, and ``wake`` cuts the
-wait short when a device or a client has news; on the virtual clock it jumps. Nothing else differs between
-serving and simulating.
+The loop asks ``now`` and waits until the next event. On the wall clock that blocks, and ``wake`` ends the wait when a
+device or a client has an event; on the virtual clock it jumps. Nothing else differs between serving and simulating.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["Clock", "VirtualClock", "WallClock"]
 
 
 class Clock(Protocol):
-    """What the loop needs of time; seconds, from an origin that never moves."""
+    """Seconds from a fixed origin, and a wait that can be ended."""
 
     def now(self) -> float:
         """Return the current time in seconds."""
@@ -27,7 +26,7 @@ class Clock(Protocol):
         ...
 
     def wake(self) -> None:
-        """Cut the current or the next wait short; safe from any thread."""
+        """End the current or the next wait; safe from any thread."""
         ...
 
 
@@ -64,8 +63,8 @@ class VirtualClock:
 
     def wait_until(self, deadline: float) -> None:
         """Jump to ``deadline``."""
-        assert not math.isinf(deadline), "nothing would ever happen"
+        assert not math.isinf(deadline), "waiting for ever: no event is pending"
         self._now = max(self._now, deadline)
 
     def wake(self) -> None:
-        """Do nothing: nobody else is there to wake."""
+        """Do nothing: no other thread exists to be woken."""

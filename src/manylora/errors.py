@@ -1,18 +1,16 @@
-"""Every error that a user or load can cause, as one tree.
+"""The tree of errors that users or load can cause; bugs are assertions.
 
-    ManyloraError
-    ├── ConfigError              wrong configuration; raised before anything starts
-    ├── RequestError     4xx     wrong request; other requests are untouched
-    │   └── ModelNotFound  404   the request names a model that is not served
-    ├── AdapterError     4xx     wrong adapter; names the adapter and the reason
-    │   ├── AdapterNotFound  404 no such adapter, or no such path
-    │   ├── AdapterExists    400 the name is taken
-    │   └── AdapterForbidden 403 the path lies outside the allowed roots
-    ├── CapacityError    429/503 no room now; says when to try again
-    ├── EngineDead       500     the engine process is gone; in-flight requests end with this
-    └── Stalled                  requests are left but nothing is pending: a bug in a policy
-
-Raise these for what users or load can cause; assert for what only a bug can.
+ManyloraError
+├── ConfigError              wrong configuration; raised before anything starts
+├── RequestError     4xx     wrong request; other requests are untouched
+│   └── ModelNotFound  404   the request names a model that is not served
+├── AdapterError     4xx     wrong adapter; names the adapter and the reason
+│   ├── AdapterNotFound  404 no such adapter, or no such path
+│   ├── AdapterExists    400 the name is taken
+│   └── AdapterForbidden 403 the path lies outside the allowed roots
+├── CapacityError    429/503 no room now; says when to try again
+├── EngineDead       500     the engine process is gone; in-flight requests end with this
+└── Stalled                  requests are left but nothing is pending: a bug in a policy
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ __all__ = [
 
 
 class ManyloraError(Exception):
-    """Root of the tree; ``status`` is the HTTP status the server answers with."""
+    """Root of the tree; ``status`` is the HTTP status of the server's answer."""
 
     status: int = 500
 
@@ -45,12 +43,7 @@ class ConfigError(ManyloraError):
 
 
 class RequestError(ManyloraError):
-    """A request is wrong.
-
-    Args:
-        message: What was wrong with what.
-        param: The request field at fault, if one is.
-    """
+    """A request is wrong; ``param`` is the field at fault, if one is."""
 
     status = 400
 
@@ -69,8 +62,8 @@ class AdapterError(ManyloraError):
     """An adapter cannot be served.
 
     Args:
-        adapter: The name (or path) the caller used.
-        reason: What is wrong with it, in words that let its owner mend it.
+        adapter: The name (or path) in the request.
+        reason: The fault, in words that let the owner of the adapter repair it.
     """
 
     status = 400
@@ -82,7 +75,7 @@ class AdapterError(ManyloraError):
 
 
 class AdapterNotFound(AdapterError):
-    """No adapter of that name is loaded, or nothing is at that path."""
+    """No adapter of that name is loaded, or the path does not exist."""
 
     status = 404
 
@@ -101,9 +94,8 @@ class CapacityError(ManyloraError):
     """There is no room now.
 
     Args:
-        message: What is full.
-        retry_after_s: When trying again makes sense, in seconds.
-        status: 429 where the caller should slow down, 503 where the service is going or gone.
+        retry_after_s: Time in seconds after which to try again.
+        status: 429 if the caller should slow down, 503 if the service is stopping or gone.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, status: int = 429) -> None:
@@ -113,7 +105,7 @@ class CapacityError(ManyloraError):
 
 
 class EngineDead(ManyloraError):
-    """The engine is gone; what it was working on is lost, later requests may succeed."""
+    """The engine is gone; its requests in flight are lost, later ones may succeed."""
 
 
 class Stalled(ManyloraError):

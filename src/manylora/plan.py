@@ -56,11 +56,11 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
         pages: Block table: page of every ``block_size`` positions, long enough for ``start + num_tokens``.
         adapter: Version to apply, ``None`` for the base alone.
         rank: Its largest rank, 0 for the base; for cost models.
-        sampling: Sampling parameters of the next token.
+            sampling: Sampling parameters of the next token.
         is_sampled: Whether the step yields a token (False for all but the last prompt chunk).
         seed: Seed of its draws (the request's own, or one drawn for it).
         awaits_token: Whether its last token, at ``start + num_tokens - 1``, is not in ``tokens`` yet: the step in
-            flight at the launch yields it (``engine/plan_ahead.py`` fills it in).
+            flight at the launch yields it (``engine/steps/plan_ahead.py`` fills it in).
         placement: Place of the adapter's weights at the launch of the step.
     """
 

@@ -1,7 +1,7 @@
 """The engine core under every interleaving that hypothesis thinks of.
 
 The fake executor holds a model of device memory and fails on stale KV, overwritten weights or a copy from
-nowhere; here we only make things happen, and check that everything adds up and everybody is served.
+nowhere; here we only make things happen, and check that everything adds up and every request is served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
 from manylora.memory import EVICTION_POLICIES
 from manylora.plan import PlannedSequence
-from manylora.scheduling import POLICIES, ChameleonPolicy, queue_plan
+from manylora.scheduling import POLICIES, ChameleonPolicy
+from manylora.scheduling.policies.chameleon import queue_plan
 from manylora.sim.run.executor import synthetic_token
 from manylora.types import FinishReason, Request
 

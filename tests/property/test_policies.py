@@ -1,4 +1,4 @@
-"""What every policy promises under any arrivals, and what Chameleon promises of its queues.
+"""Guarantees of every policy under any arrivals, and of Chameleon for its queues.
 
 The engine runs on the simulated executor and the virtual clock here: time passes as work does, so that "waits too
 long" means something.
@@ -29,15 +29,15 @@ from manylora.scheduling import (
     Policy,
     PolicyContext,
     make_policy,
-    queue_plan,
 )
-from manylora.scheduling.bypass import MAX_BYPASS
+from manylora.scheduling.policies.bypass import MAX_BYPASS
+from manylora.scheduling.policies.chameleon import queue_plan
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import Request, SamplingParams
 
 NUM_ADAPTERS = 8
 LEAST_WORK = f"{Path(__file__).parents[2] / 'examples' / 'own_policy.py'}:least_work"
-# Somebody's own, module:Name or file.py:Name, held to the same promises: docs/scheduling.md, "Writing a policy".
+# A plug-in, module:Name or file.py:Name, held to the same guarantees: docs/scheduling.md, "Writing a policy".
 NAMES_OF_POLICIES = [*sorted(POLICIES), LEAST_WORK, *os.environ.get("OWN_POLICY", "").split()]
 LONGEST_FIRST = f"{__name__}:longest_first"
 
@@ -198,7 +198,7 @@ def test_a_key_alone_lets_nobody_wait_for_ever():
 )
 @settings(max_examples=150)
 def test_a_queue_with_work_and_quota_is_never_skipped(demands, refusals, num_pages, policy):
-    """After a step, whoever heads a queue was offered, or needs more than its queue has free; and quotas add up."""
+    """After a step, the head of every queue was offered, or needs more than its queue has free; and quotas add up."""
     made = make_policy(policy, policy_context(num_pages=num_pages, policy_options={"refresh_s": 3.0}))
     assert isinstance(made, ChameleonPolicy)
     outcomes = iter(refusals)

@@ -1,4 +1,4 @@
-"""What the core promises, one promise a test."""
+"""The guarantees of the core, one per test."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from harness import make_rig, policy_context, request
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig
-from manylora.engine import running
 from manylora.engine.loop import EngineLoop
+from manylora.engine.steps import running
 from manylora.errors import (
     AdapterError,
     AdapterExists,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness import make_rig, policy_context, request, sequence
 
 from manylora.scheduling import FifoPolicy, Outcome
-from manylora.scheduling.bypass import MAX_BYPASS
+from manylora.scheduling.policies.bypass import MAX_BYPASS
 
 
 def offered(policy: FifoPolicy, outcome: Outcome) -> list[int]:

@@ -10,7 +10,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.costs.model import FixedCost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
-from manylora.engine.plan_ahead import fill_in, plan_at
+from manylora.engine.steps.plan_ahead import fill_in, plan_at
 from manylora.events import Event, RequestPreempted
 from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
 from manylora.ports import EngineParts
@@ -43,7 +43,7 @@ def test_one_step_runs_and_the_next_is_planned() -> None:
     assert [part.awaits_token for part in (*first.sequences, *second.sequences)] == [False, False, True, True]
 
 
-def test_whoever_arrives_before_it_is_planned_is_in_it() -> None:
+def test_a_request_that_arrives_before_it_is_planned_is_in_it() -> None:
     rig = ahead()
     rig.add(request("a"))
     rig.turn()
@@ -202,7 +202,7 @@ def test_by_default_on_a_device_of_its_own(asked: bool | None, is_accelerated: b
 
 
 def simulate(*, plan_ahead: bool, decide_s: float = 0.002) -> tuple[float, dict[str, list[int]], int]:
-    """Serve thirty requests; return when the last ended, everybody's tokens, and the number of steps."""
+    """Serve thirty requests; return when the last ended, all tokens, and the number of steps."""
     events: list[Event] = []
     tokens: dict[str, list[int]] = {}
     core = EngineCore(

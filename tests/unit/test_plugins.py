@@ -68,7 +68,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_policy_is_found_in_a_file_and_in_a_module(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(make_policy(f"{file}:newest", policy_context())) == 0
-    assert isinstance(make_policy("manylora.scheduling.fifo:FifoPolicy", policy_context()), FifoPolicy)
+    assert isinstance(make_policy("manylora.scheduling.policies.fifo:FifoPolicy", policy_context()), FifoPolicy)
     monkeypatch.syspath_prepend(file.parent)
     assert len(make_policy("ideas:newest", policy_context())) == 0
 
@@ -193,6 +193,6 @@ def test_a_suite_that_does_not_exist_is_said(tmp_path: Path) -> None:
 def test_where_the_code_of_a_name_is() -> None:
     assert source_of("fifo") is None
     assert source_of("x.py:Policy") == Path("x.py")
-    found = source_of("manylora.scheduling.fifo:FifoPolicy")
+    found = source_of("manylora.scheduling.policies.fifo:FifoPolicy")
     assert found is not None and found.name == "fifo.py"
     assert source_of("no_such_module_anywhere:Policy") is None

@@ -1,11 +1,11 @@
-"""Dating back: order of arrival while the line is short, small ones ahead when it is long, and nobody for ever last."""
+"""Dating back: order of arrival while the line is short, small ones ahead when it is long, and no request starved."""
 
 from __future__ import annotations
 
 from harness import policy_context, sequence, version
 
 from manylora.scheduling import BoostPolicy, Outcome, Sequence
-from manylora.scheduling.bypass import MAX_BYPASS
+from manylora.scheduling.policies.bypass import MAX_BYPASS
 
 
 def boost(prompt_s: float = 0.001) -> BoostPolicy:
@@ -80,7 +80,7 @@ def test_the_oldest_is_passed_so_often_and_no_more():
     assert admitted.index(0) == MAX_BYPASS
 
 
-def test_who_is_refused_stays_first_in_line():
+def test_a_refused_request_stays_first_in_line():
     policy = boost(prompt_s=0.02)
     line_up(policy, 40)
     policy.begin(0.0)
@@ -97,10 +97,10 @@ def test_a_wrong_guess_of_a_length_moves_a_request_a_little():
     """Answers predicted twice as long date a request back less, by at most two halvings of its size."""
     policy = boost(prompt_s=0.01)
     line_up(policy, *[20] * 12, gap_s=0.01)
-    keys = [policy._line._keys[index][0] for index in range(12)]
+    keys = [policy._keys[index][0] for index in range(12)]
     twice = sequence(12, num_prompt=20, max_tokens=16, arrived_at=0.11)
     policy.add(twice, 0.11)
-    assert 0 < policy._line._keys[12][0] - keys[11] < policy._scale_s * 2 * 0.7
+    assert 0 < policy._keys[12][0] - keys[11] < policy._scale_s * 2 * 0.7
 
 
 def test_sequences_leave_nothing_behind():
@@ -112,5 +112,5 @@ def test_sequences_leave_nothing_behind():
     policy.finish(gone, 1.0)
     assert len(policy) == 0
     assert abs(policy._backlog_s) < 1e-12
-    assert not policy._line._order
+    assert not policy._order
     assert policy.queues()[0].num_waiting == 0

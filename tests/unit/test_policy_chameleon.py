@@ -9,9 +9,9 @@ from harness import make_rig, policy_context, request, sequence, version
 
 from manylora.events import RequestSquashed
 from manylora.scheduling import ChameleonPolicy, Nearness, Outcome, Sequence
-from manylora.scheduling.bypass import MAX_BYPASS
-from manylora.scheduling.queue_plan import QueuePlan
-from manylora.scheduling.quota import QuotaLedger
+from manylora.scheduling.policies.bypass import MAX_BYPASS
+from manylora.scheduling.policies.chameleon.queue_plan import QueuePlan
+from manylora.scheduling.policies.chameleon.quota import QuotaLedger
 
 # Sizes are answer lengths over 100: small below 0.2, medium below 0.6. Demands are prompt and answer, twice the length.
 SMALL, MEDIUM, LARGE = 10, 40, 100
@@ -103,7 +103,7 @@ def test_a_request_larger_than_its_queues_quota_runs_once_the_queue_holds_nothin
     policy = Planned((60, 170, 90))
     large = fill(policy, LARGE, LARGE)
     small = fill(policy, *[SMALL] * 4, first_id=10)
-    fill(policy, *[MEDIUM] * 3, first_id=20)  # nobody has anything to lend
+    fill(policy, *[MEDIUM] * 3, first_id=20)  # no queue has tokens to lend
     assert step(policy) == [10, 11, 12, 20, 21, 0]
     assert policy.queues()[2].used_tokens == 90
     end(policy, small[0])
@@ -189,7 +189,7 @@ def test_a_younger_request_passes_only_if_it_ends_before_the_memory_comes():
     assert story.policy.squash(1.0) == []
 
 
-def test_who_passed_is_squashed_when_the_older_could_run_after_all():
+def test_a_passer_is_squashed_when_the_older_could_run_after_all():
     story = Bypassing()
     young = story.arrive(2, max_tokens=10)
     assert story.step() == [2]
@@ -199,7 +199,7 @@ def test_who_passed_is_squashed_when_the_older_could_run_after_all():
     story.policy.finish(story.runner, 1.0)
     story.free_pages = 10
     assert story.policy.squash(1.0) == [young]
-    # With 11 free nobody need go.
+    # With 11 free no request is squashed.
     story.free_pages = 11
     assert story.policy.squash(1.0) == []
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from harness import make_rig, policy_context, request, sequence, version
 
 from manylora.scheduling import AdapterAwarePolicy, Nearness, Outcome, Policy, Sequence, ShortestFirstPolicy
-from manylora.scheduling.bypass import MAX_BYPASS
+from manylora.scheduling.policies.bypass import MAX_BYPASS
 
 
 def step(policy: Policy, outcome: Callable[[Sequence], Outcome], seats: int = 100) -> list[int]:
@@ -57,7 +57,7 @@ def test_a_long_request_is_not_starved_by_short_ones_that_keep_coming():
     assert 48 <= at <= 51
 
 
-def test_who_is_first_in_line_stays_so_until_admitted():
+def test_the_first_in_line_stays_so_until_admitted():
     policy = shortest((50, 0))
     lacks_room = {0}
 

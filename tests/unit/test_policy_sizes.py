@@ -7,10 +7,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from manylora.scheduling.clustering import choose, cluster, cut_offs
-from manylora.scheduling.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
-from manylora.scheduling.quota import QueueLoad, QuotaLedger, in_proportion, minimum_quota, share_out
-from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.policies.chameleon.clustering import choose, cluster, cut_offs
+from manylora.scheduling.policies.chameleon.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
+from manylora.scheduling.policies.chameleon.quota import QueueLoad, QuotaLedger, in_proportion, minimum_quota, share_out
+from manylora.scheduling.policies.request_size import Demand, RequestSizer
 
 RECENT = [Demand(100, 50, 10), Demand(1000, 200, 80), Demand(10, 400, 20)]  # maxima: 1000, 400, 80
 
@@ -101,7 +101,7 @@ def test_minimum_quota_by_hand():
     assert minimum_quota(load(500, 2.0, 0.0), 4.0) == pytest.approx(250)
 
 
-def test_what_is_left_is_shared_in_proportion_to_the_minima():
+def test_the_rest_is_shared_in_proportion_to_the_minima():
     # Minima 3250 and 1750: the 5000 left over go 65 : 35.
     loads = [load(500, 2.0, 3.0), load(1000, 1.0, 1.5)]
     assert [minimum_quota(one, 4.0) for one in loads] == pytest.approx([3250, 1750])
@@ -126,12 +126,12 @@ def test_shares_are_whole_and_never_nothing():
 
 def test_the_ledger_returns_tokens_to_where_they_came_from():
     ledger = QuotaLedger((100, 50, 20))
-    ledger.take(1, 60, [0])
-    ledger.take(2, 65, [1, 2])  # lent by two
+    ledger.charge(1, 60, [0])
+    ledger.charge(2, 65, [1, 2])  # lent by two
     assert [ledger.used(queue) for queue in range(3)] == [60, 50, 15]
     assert ledger.free([0]) == 40
     assert ledger.free([0, 1, 2]) == 45
-    assert ledger.give_back(2) == 65
+    assert ledger.release(2) == 65
     assert [ledger.used(queue) for queue in range(3)] == [60, 0, 0]
     ledger.check_integrity()
 
@@ -142,8 +142,8 @@ def test_an_overdrawn_queue_gives_nothing_and_the_total_holds():
     assert ledger.free([0]) == 0
     assert ledger.free([1]) == 10  # of 50, for 90 of 100 are held
     with pytest.raises(AssertionError):
-        ledger.take(2, 20, [1])
-    ledger.give_back(1)
+        ledger.charge(2, 20, [1])
+    ledger.release(1)
     assert ledger.free([1]) == 50
 
 

@@ -6,7 +6,7 @@ import pytest
 from harness import Rig, make_rig, request
 
 from manylora.config import AdapterConfig
-from manylora.engine.forecast import MIN_GAPS, Forecast
+from manylora.engine.adapters.forecast import MIN_GAPS, Forecast
 from manylora.errors import ConfigError
 from manylora.types import AdapterKey, Tier
 
@@ -80,7 +80,7 @@ def test_only_the_next_few_are_looked_at():
 
 def test_nothing_is_prefetched_onto_a_busy_link():
     rig = rig_of("x", "y")
-    rig.core.adapters.warm("y", rig.now)  # somebody asked for this copy
+    rig.core.adapters.warm("y", rig.now)  # this copy was demanded
     rig.add(request("one", model="x"))
     rig.turn()
     assert loading(rig) == ["y to device"]
@@ -103,7 +103,7 @@ def test_reads_and_copies_do_not_wait_for_each_other():
     assert loading(rig) == ["x to device"]
 
 
-def test_what_those_ahead_need_is_left_to_them():
+def test_pages_that_those_ahead_need_are_left_to_them():
     # Pool of 16: the running request holds 2 and may grow; the next in line needs 10 of the 14 left.
     for num_prompt, expected in ((40, ["x to device"]), (41, [])):
         rig = rig_of("x", num_pages=16, max_model_len=64)
@@ -175,7 +175,7 @@ class TestForecast:
             forecast.used(KEY, now)
         assert all(forecast.due(now + 0.01 * 2.0 ** (age / 2)) == [] for age in range(24))
 
-    def test_what_is_forgotten_is_not_due(self):
+    def test_a_forgotten_adapter_is_not_due(self):
         forecast = self.taught(10.0)
         forecast.forget(KEY)
         assert forecast.due(10.0 * MIN_GAPS + 9.0) == []

@@ -141,7 +141,7 @@ def test_a_large_rank_goes_where_it_slows_others_down_least(is_padded: bool, rep
     assert router.choose(request(0, "large"), [loaded(*[8] * 20), loaded(*[64] * 22)]) == replica
 
 
-def test_a_promise_about_to_break_comes_last():
+def test_a_replica_that_would_miss_the_slo_comes_last():
     router = make_router("rank-aware", Random(0), {"tbt_s": 0.03}, ranks={"large": 64})
     # Padded, 20 requests beside rank 64 take 0.02 + 0.0021 + 21 x 64 x 0.00001 = 0.036 s a step; 8 take 0.027 s.
     assert router.choose(request(0, "large"), [loaded(*[64] * 20), loaded(*[8] * 8)]) == 1
@@ -165,7 +165,7 @@ def test_first_fit_fills_one_replica_after_the_other():
 def test_wrong_settings_are_named():
     with pytest.raises(ConfigError, match=r"'nearest'.*affinity"):
         make_router("nearest", Random(0))
-    with pytest.raises(ConfigError, match="what steps take"):
+    with pytest.raises(ConfigError, match="needs the cost of steps"):
         make_router("rank-aware", Random(0), steps=None)
     with pytest.raises(ConfigError, match="overload"):
         AffinityRouter(overload=1.0)

@@ -118,7 +118,7 @@ def test_what_is_wrong_is_named_by_where_it_stands(table: dict[str, object], mes
         read_scenario(table)
 
 
-def test_a_made_up_service_needs_no_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_synthetic_service_needs_no_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert run_main(monkeypatch, "simulate", "--requests", "30", "--warm-up", "0", "--adapters", "7") == 0
     printed = capsys.readouterr().out
     assert "30 requests" in printed

@@ -1,4 +1,4 @@
-"""Whole runs: what they hold to be true, whoever schedules."""
+"""Whole runs: invariants under every policy."""
 
 from __future__ import annotations
 

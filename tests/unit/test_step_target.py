@@ -9,7 +9,7 @@ from harness import sequence, version
 
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts, StepLoad
-from manylora.engine.step_budget import LEAST_OF_TARGET, LEAST_TOKENS, StepBudget, target_s
+from manylora.engine.steps.budget import LEAST_OF_TARGET, LEAST_TOKENS, StepBudget, target_s
 from manylora.errors import ConfigError
 from manylora.events import Event, StepFinished
 from manylora.sim.run.simulation import simulate
@@ -65,7 +65,7 @@ def test_a_budget_is_cut_by_rank():
     for one in (small, large):
         budget = StepBudget(2000, costs, step_s=0.1)
         num_tokens = budget.room_for(one)
-        budget.take(one, num_tokens)
+        budget.spend(one, num_tokens)
         assert budget.is_spent
         rooms.append(num_tokens)
         load = StepLoad(1.0, num_tokens, num_tokens * one.version.rank, num_tokens)

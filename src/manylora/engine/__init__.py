@@ -1,1 +1,1 @@
-"""The engine: decides each step. Its loop drives one, live or simulated."""
+"""The engine: decides each step and each load. One loop drives it, live or simulated."""

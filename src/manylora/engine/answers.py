@@ -1,17 +1,17 @@
-"""Answers: the tokens that requests get in a turn, and the end of each request.
+"""Answers: the new tokens of each request, and its end.
 
 ::
 
     step's token --> token() --> Output          or, if it is the last one,
-                       +-------> finish() --> Output with a reason, everything given back, ``released`` in the next plan
+                       +-------> finish() --> Output with a reason, all memory released, ``released`` in the next plan
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from manylora.engine.adapter_cache import AdapterCache
-from manylora.engine.running import RunningSet
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
 from manylora.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
 from manylora.types import FinishReason, Output, SampledToken
@@ -19,19 +19,15 @@ from manylora.types import FinishReason, Output, SampledToken
 __all__ = ["Answers"]
 
 FINISH_WINDOW = 64
-"""Finished requests over which the rate of finishing is taken, for Retry-After."""
+"""Finished requests over which the rate of finishing is measured, for Retry-After."""
 
 
 class Answers:
     """Collects outputs, and ends requests.
 
     Args:
-        sequences: All requests in flight by id; one that ends is taken out.
-        running: The running ones.
-        policy: The waiting ones.
-        cache: The adapters.
+        sequences: All requests in flight by id; one that ends is removed.
         predictor: Learns the lengths of answers.
-        emit: Takes events.
     """
 
     def __init__(
@@ -69,7 +65,7 @@ class Answers:
         return released
 
     def retry_after_s(self, num_waiting: int, now: float) -> float:
-        """Estimate when a place in the queue will be free, from how fast requests ended lately."""
+        """Estimate when a place in the queue will be free, from the rate at which requests ended lately."""
         if len(self._finish_times) < 2:
             return 1.0
         per_request = (now - self._finish_times[0]) / len(self._finish_times)
@@ -101,7 +97,7 @@ class Answers:
         token: SampledToken | None = None,
         error: str | None = None,
     ) -> None:
-        """End a sequence: give everything back, at the latest when no step in flight uses it, and report it."""
+        """End a sequence: release its memory, at the latest when no step in flight uses it, and report it."""
         if sequence.status is SequenceStatus.RUNNING:
             if not sequence.num_in_flight:
                 self._running.stop(sequence, now)

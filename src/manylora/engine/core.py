@@ -1,4 +1,4 @@
-"""The engine core: decides each step, and knows no tensor, no clock and no socket.
+"""The engine core: decides each step; no tensor, clock or socket is needed.
 
 A turn is *collect* completed work, then *launch* the next step:
 
@@ -8,9 +8,9 @@ A turn is *collect* completed work, then *launch* the next step:
                        ^                                         |
                        +------------- pre-empted ----------------+
 
-It holds the pieces together: ``running.py`` plans steps, ``steps.py`` keeps those in flight, ``answers.py`` hands
-tokens out and ends requests, ``adapter_cache.py`` moves weights, ``catalog.py`` acts on adapters by name,
-``memory/cache.py`` owns every page.
+It connects the parts: ``steps/running.py`` plans steps, ``steps/in_flight.py`` holds those in flight, ``answers.py``
+delivers tokens and ends requests, ``adapters/cache.py`` moves weights, ``adapters/catalog.py`` has the operations on
+adapters by name, ``memory/cache.py`` owns every page.
 """
 
 from __future__ import annotations
@@ -24,34 +24,19 @@ from manylora.adapters.residency import TierState
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.catalog import AdapterCatalog
+from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.answers import Answers
-from manylora.engine.catalog import AdapterCatalog
 from manylora.engine.integrity import check_integrity
 from manylora.engine.limits import RequestLimits
-from manylora.engine.prefetch import Prefetcher
-from manylora.engine.running import RunningSet
 from manylora.engine.snapshot import take_snapshot
 from manylora.engine.status import Counters, EngineStats
-from manylora.engine.steps import Step, StepsInFlight
+from manylora.engine.steps.in_flight import Step, StepsInFlight
+from manylora.engine.steps.running import RunningSet
 from manylora.errors import CapacityError, RequestError
-from manylora.events import (
-    Event,
-    EventSink,
-    PrefixEvicted,
-    RequestArrived,
-    StepFinished,
-    StepLaunched,
-    TokensEmitted,
-)
-from manylora.memory import (
-    BlockTable,
-    Depth,
-    PageCache,
-    ReloadCosts,
-    make_eviction_policy,
-    prefix_root,
-)
+from manylora.events import Event, EventSink, PrefixEvicted, RequestArrived, StepFinished, StepLaunched, TokensEmitted
+from manylora.memory import BlockTable, Depth, PageCache, ReloadCosts, make_eviction_policy, prefix_root
 from manylora.plan import ON_DEVICE, StepPlan, StepResult
 from manylora.ports import EngineParts, Executor
 from manylora.scheduling import (
@@ -72,19 +57,15 @@ class EngineCore:
     """One replica's scheduler, cache and memory.
 
     Args:
-        base: The base model's shape.
         num_pages: Pages in the pool.
-        executor: Carries steps and loads out.
-        scheduler: Limits, policy and composition of steps.
-        memory: Block size and prefix caching.
-        adapters: The adapter cache's limits.
+        executor: Runs steps and loads.
         served_name: Name of the base model in requests.
-        seed: Seed for the draws of requests that bring no seed.
-        sinks: Take every event, in order.
-        predictor: Guesses answer lengths; the one that ``scheduler`` names by default.
+        seed: Seeds the sampling of requests without a seed.
+        sinks: Receive every event, in order.
+        predictor: Predicts answer lengths; by default the one that ``scheduler`` names.
 
     Raises:
-        ConfigError: No policy or predictor has the name given.
+        ConfigError: No policy or predictor has the given name.
     """
 
     def __init__(
@@ -200,11 +181,11 @@ class EngineCore:
         """Return a core on parts that were built for ``config``.
 
         Args:
-            parts: Made by a builder.
-            config: The configuration they were made for.
+            parts: The parts, from a builder.
+            config: The configuration that they were built for.
             served_name: Name of the base model in requests.
-            executor: In place of the parts' own, as one that logs.
-            sinks: Take every event, in order.
+            executor: Replaces that of the parts, for example by one that logs.
+            sinks: Receive every event, in order.
         """
         scheduler = config.scheduler
         if scheduler.plan_ahead is None:
@@ -225,7 +206,7 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is waiting, running, or has output left to collect."""
+        """Whether any request waits, runs, or has output to collect."""
         return bool(self._sequences or self._answers)
 
     @property
@@ -238,7 +219,7 @@ class EngineCore:
 
         Raises:
             ModelNotFound: Neither the base nor an adapter has that name.
-            RequestError: It can never be served: empty, unknown tokens, too long for the model or the pool.
+            RequestError: It can never be served: empty, unknown tokens, or too long for the model or the pool.
             CapacityError: Too many requests wait (429).
         """
         named = self.adapters.resolve(request.model, self.served_name)
@@ -296,7 +277,7 @@ class EngineCore:
         if sequence is None:
             return False
         if sequence.num_in_flight:
-            sequence.cancelled()  # the device may be writing its pages now: it ends when the step does
+            sequence.cancelled()  # the device may be writing its pages: it ends with the step
         else:
             self._answers.finish(sequence, FinishReason.CANCELLED, now)
         return True
@@ -304,7 +285,7 @@ class EngineCore:
     # -- one turn: collect -------------------------------------------------------------------------------------------
 
     def collect(self, now: float) -> list[Output]:
-        """Take in completed work; return the outputs of requests since the last call.
+        """Process completed work; return the outputs of requests since the last call.
 
         Raises:
             Exception: The device failed in a step; the engine is lost.
@@ -312,12 +293,12 @@ class EngineCore:
         for key, error in self._cache.poll(now):
             self._fail_waiting(key, error, now)
         while (completed := self._steps.take_completed(now)) is not None:
-            self._take_in(*completed, now)
+            self._process(*completed, now)
             self._steps.begin_next(now)
         return self._answers.take()
 
-    def _take_in(self, step: Step, result: StepResult, now: float) -> None:
-        """Give every sequence of a step its token, then end those that are over."""
+    def _process(self, step: Step, result: StepResult, now: float) -> None:
+        """Append each sequence's token of a step, then end the finished sequences."""
         prefix_caching, tokens, answer = self._memory.prefix_caching, result.tokens, self._answers.token
         served: list[Sequence] = []
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
@@ -332,7 +313,7 @@ class EngineCore:
             self._emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in served])))
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if sequence.status is SequenceStatus.FINISHED:
-                self._running.stop(sequence, now)  # it ended while this step was in flight
+                self._running.stop(sequence, now)  # it ended while this step ran
             elif sequence.is_cancelled:
                 self._answers.finish(sequence, FinishReason.CANCELLED, now)
             elif part.is_sampled:
@@ -344,7 +325,7 @@ class EngineCore:
         self._emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
 
     def _fail_waiting(self, key: str, error: str, now: float) -> None:
-        """End the sequences that wait for an adapter which could not be loaded."""
+        """End the sequences that wait for an adapter that failed to load."""
         for sequence in list(self._sequences.values()):
             if sequence.adapter == key and sequence.status is SequenceStatus.WAITING:
                 message = f"adapter {sequence.name!r}: {error}"
@@ -353,13 +334,13 @@ class EngineCore:
     # -- one turn: launch --------------------------------------------------------------------------------------------
 
     def launch(self, now: float) -> None:
-        """Start the next step, and the loads that are worth starting meanwhile."""
+        """Start the next step, and prefetches."""
         if self._steps.may_plan(now):
             self._launch_step(now)
         self._prefetcher.launch(now)
 
     def _launch_step(self, now: float) -> None:
-        """Plan and start the next step, behind the one in flight if there is one, unless there is nothing to run."""
+        """Plan and start the next step, behind the one in flight if there is one, if any sequence can run."""
         num_ahead = len(self._steps)
         self._steps.planning()
         if not self._sequences:
@@ -381,7 +362,7 @@ class EngineCore:
             self._emit(StepLaunched(now, plan.step_id, len(sequences), num_tokens, num_adapters))
 
     def next_event_at(self) -> float:
-        """Return when the work in flight completes, as far as is known, or is to be planned; infinite otherwise."""
+        """Return the next time at which work completes or a step is to be planned; infinite if unknown."""
         return min(self._steps.next_event_at(), self._cache.next_event_at())
 
     # -- its state ---------------------------------------------------------------------------------------------------
@@ -411,7 +392,7 @@ class EngineCore:
         )
 
     def _nearness(self, sequence: Sequence) -> Nearness:
-        """Return how near a sequence's adapter is to the device."""
+        """Return the distance of a sequence's adapter to the device."""
         if sequence.adapter is None:
             return Nearness.DEVICE
         residency = self._cache.residency(sequence.adapter)

@@ -1,4 +1,4 @@
-"""The invariants of an engine that span its parts; checked by tests and soak runs."""
+"""Invariants across the parts of an engine, for tests and soak runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from manylora.adapters.residency import TierState
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache
 from manylora.memory import PageCache
 from manylora.plan import PlannedSequence, StepPlan
 from manylora.scheduling import Sequence, SequenceStatus
@@ -27,14 +27,7 @@ def check_integrity(
 ) -> None:
     """Assert that memory, references and queues agree; slow.
 
-    Args:
-        sequences: Of all requests in flight.
-        running: Those that run, and those that ended while a step in flight still uses them.
-        num_waiting: Sequences that the policy holds.
-        plans: Steps in flight.
-        page_cache: The pages.
-        cache: The adapters.
-        block_size: Tokens of KV in a page.
+    ``sequences`` are those of all requests in flight; ``running`` also has ended ones that a step in flight still uses.
     """
     page_cache.check_integrity()
     over = [sequence for sequence in running if sequence.status is SequenceStatus.FINISHED]
@@ -54,7 +47,7 @@ def check_integrity(
 
 
 def _holds(cache: AdapterCache, part: PlannedSequence) -> bool:
-    """Whether weights are where a step in flight reads them; where layers are missing, they may be on their way."""
+    """Whether weights are where a step in flight reads them; missing layers may be loading."""
     if part.adapter is None:
         return True
     residency = cache.residency(part.adapter)

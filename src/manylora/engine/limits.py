@@ -1,4 +1,4 @@
-"""The limits of a request: one that could never be served is refused on arrival, with the reason."""
+"""Admission checks: a request that could never be served is refused on arrival, with the reason."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ class RequestLimits:
     """The limits of the base model and of the pool.
 
     Args:
-        base: The base model's shape.
         num_pages: Pages in the pool.
         block_size: Tokens of KV in a page.
-        num_pinned_pages: Pages that pinned adapters hold, besides a version that may be one of them.
+        num_pinned_pages: Pages that pinned adapters other than the given version hold.
     """
 
     def __init__(
@@ -37,11 +36,7 @@ class RequestLimits:
         self._num_pinned_pages = num_pinned_pages
 
     def check(self, request: Request, version: AdapterVersion | None) -> int:
-        """Return how many tokens a request may generate.
-
-        Args:
-            request: The request.
-            version: The adapter it runs with.
+        """Return how many tokens a request may generate with an adapter.
 
         Raises:
             RequestError: It is empty, has unknown tokens, or is too long for the model or the pool.
@@ -60,8 +55,7 @@ class RequestLimits:
                 f"together more than this model's context of {limit}",
                 param="max_tokens",
             )
-        # It must fit with nothing but pinned adapters beside it, else it could wait for ever. The last token
-        # generated needs no KV.
+        # It must fit beside the pinned adapters alone, else it could wait for ever. The last token needs no KV.
         num_free = self._num_pages - self._num_pinned_pages(version)
         num_kv_pages = num_free - (version.num_pages if version else 0)
         room = num_kv_pages * self._block_size + 1 - num_prompt

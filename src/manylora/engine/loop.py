@@ -1,37 +1,69 @@
 """The loop of one engine, on the wall clock or on a virtual one.
 
-A turn never blocks except in ``clock.wait_until``: collect completed work, take arrivals that are due, launch, hand out
+A turn never blocks except in ``clock.wait_until``: collect completed work, add arrivals that are due, launch, deliver
 the collected outputs (while the device works already), wait for the next event.
 
-Several simulated engines on one clock have a driver of their own (``sim/run/driver.py``), made of the same turn.
+``sim/run/driver.py`` runs the same turn for several simulated engines on one clock.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from manylora.clock import Clock
-from manylora.engine.arrivals import Arrivals
 from manylora.engine.core import EngineCore
-from manylora.errors import Stalled
+from manylora.errors import ManyloraError, Stalled
 from manylora.types import Output, Request
 
-__all__ = ["EngineLoop"]
+__all__ = ["Arrivals", "EngineLoop"]
 
 Command = Callable[[EngineCore, float], None]
+
+
+class Arrivals:
+    """Requests by time of arrival, for simulations, replays and benchmarks.
+
+    Args:
+        requests: With their times of arrival in seconds, in order; drawn one by one.
+        on_rejected: Called with a request that the engine refused, and the time; without it the error is raised.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[tuple[float, Request]] = (),
+        on_rejected: Callable[[Request, ManyloraError, float], None] | None = None,
+    ) -> None:
+        self._requests: Iterator[tuple[float, Request]] = iter(requests)
+        self._next = next(self._requests, None)
+        self._on_rejected = on_rejected
+
+    @property
+    def next_at(self) -> float:
+        """The next time of arrival, in seconds; infinite when no request is left."""
+        return math.inf if self._next is None else self._next[0]
+
+    def submit_due(self, now: float, engine_for: Callable[[Request], EngineCore]) -> None:
+        """Add the requests that are due, each to the engine that is chosen for it."""
+        while self._next is not None and self._next[0] <= now:
+            request = self._next[1]
+            try:
+                engine_for(request).add_request(request, now)
+            except ManyloraError as error:
+                if self._on_rejected is None:
+                    raise
+                self._on_rejected(request, error, now)
+            self._next = next(self._requests, None)
 
 
 class EngineLoop:
     """Drives an engine core.
 
     Args:
-        core: The engine.
-        clock: Wall or virtual.
-        on_outputs: Takes the outputs of a turn, and the time in seconds; called on the loop's thread.
+        on_outputs: Called on the loop's thread with the outputs of a turn, and the time in seconds.
         arrivals: Requests by time of arrival in seconds, in order; one that is refused raises.
-        live: Keep waiting for posted commands when nothing is left, until ``stop``.
+        live: Wait for posted commands when no request is left, until ``stop``.
     """
 
     def __init__(
@@ -52,10 +84,7 @@ class EngineLoop:
         self._is_stopping = False
 
     def post(self, command: Command) -> None:
-        """Run ``command(core, now)`` on the loop's thread, soon; safe from any thread.
-
-        It must deal with its own errors: one that escapes ends the loop.
-        """
+        """Run ``command(core, now)`` soon on the loop's thread; safe from any thread. Its errors end the loop."""
         self._inbox.append(command)
         self._clock.wake()
 
@@ -68,7 +97,7 @@ class EngineLoop:
         """Run until stopped, or (unless live) until no request is left.
 
         Raises:
-            Stalled: Requests are left and nothing is pending that could move them.
+            Stalled: Requests are left, and no step, load or arrival is pending.
             Exception: The device failed.
         """
         core = self._core
@@ -77,7 +106,7 @@ class EngineLoop:
             while self._inbox:
                 self._inbox.popleft()(core, now)
             outputs = core.collect(now)
-            self._arrivals.hand_over(now, lambda request: core)
+            self._arrivals.submit_due(now, lambda request: core)
             core.launch(now)
             if outputs:
                 self._on_outputs(outputs, now)

@@ -1,13 +1,13 @@
-"""Reads an engine's gauges and counters off its parts."""
+"""Collects an engine's gauges and counters from its parts."""
 
 from __future__ import annotations
 
 from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import Residency, TierState
-from manylora.engine.adapter_cache import AdapterCache
-from manylora.engine.prefetch import Prefetcher
-from manylora.engine.running import RunningSet
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.status import Counters, EngineStats
+from manylora.engine.steps.running import RunningSet
 from manylora.memory import Owner, PageAllocator
 from manylora.scheduling import Policy
 
@@ -24,7 +24,7 @@ def take_snapshot(
     prefetcher: Prefetcher,
     counters: Counters,
 ) -> EngineStats:
-    """Return gauges and counters of the engine that has these parts."""
+    """Return gauges and counters of the engine with these parts."""
     residencies = cache.residencies()
 
     def names(residencies: list[Residency]) -> tuple[str, ...]:

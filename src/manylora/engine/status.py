@@ -1,4 +1,4 @@
-"""Snapshots of the engine for people, routers and metrics: plain data, made on request."""
+"""Snapshots of the engine for status pages, clients and metrics: plain data, made on request."""
 
 from __future__ import annotations
 
@@ -30,19 +30,14 @@ class AdapterStatus:
     """One registered name.
 
     Args:
-        name: The name requests use.
-        version: The version it points to now.
         generation: 1 when first loaded, one more with every replacement in place.
         tier: Highest tier its weights are in.
         state: ``idle``, ``active``, ``loading`` or ``evicting`` (waiting for its last request to end).
-        is_pinned: Never evicted while set.
-        num_running: Running requests that use it.
-        num_waiting: Waiting requests that use it.
-        num_requests: Requests it has been asked for since it was loaded.
+        num_requests: Requests for it since it was loaded.
         num_hits: Those that found it on the device.
         last_used_s: Seconds since its last use, ``None`` if never used.
-        price: The worth of keeping it on the device while it idles there, in seconds of reloading saved per second and
-            page; ``None`` where it is in use, elsewhere, or the eviction policy has another unit.
+        price: Value of keeping it on the device while it idles there, in seconds of reloading saved per second and
+            page; ``None`` where it is in use, in another tier, or the eviction policy has another unit.
     """
 
     name: str
@@ -64,34 +59,27 @@ class EngineStats:
     """Gauges and counters of one engine; counters are since start.
 
     Args:
-        num_running: Running sequences.
-        num_waiting: Waiting sequences.
-        num_pages: Pages in the pool.
-        num_free_pages: Unowned pages.
         num_kv_pages: Pages of running sequences (shared prefix pages in use count here).
-        num_prefix_pages: Idle prefix blocks.
-        num_adapter_pages: Pages of adapters on the device or on their way.
+        num_prefix_pages: Pages of idle prefix blocks.
+        num_adapter_pages: Pages of adapters on the device or loading.
         num_registered: Registered adapter names.
         num_resident: Adapter versions on the device.
-        num_loading: Versions on their way to the device.
-        num_active: Versions used by a running sequence.
+        num_loading: Versions loading to the device.
+        num_active: Versions that a running sequence uses.
         num_host: Versions in the host tier.
-        host_bytes: Bytes of the host tier in use.
         running_adapters: Names of adapters with running requests, sorted.
         waiting_adapters: Names of adapters with waiting requests, sorted.
         num_loads: Host to device copies completed.
         num_disk_loads: Disk to host reads completed by the engine.
         num_evictions: Adapters dropped from the device for room.
         num_prefix_evictions: Prefix pages dropped for room.
-        num_preemptions: Sequences that gave their pages back because memory was short.
-        num_steps: Steps completed.
+        num_preemptions: Sequences pre-empted because memory was short.
         num_prompt_tokens: Prompt tokens of admitted requests.
         num_cached_tokens: Those that the prefix cache held.
-        num_generated_tokens: Tokens generated.
-        num_adapter_requests: Requests that asked for an adapter.
-        num_adapter_hits: Those that found it on the device when first looked at.
-        num_squashes: Sequences that gave their place back to one they had passed.
-        num_prefetches: Loads begun before a sequence's turn.
+        num_adapter_requests: Requests for an adapter.
+        num_adapter_hits: Those that found it on the device when first looked up.
+        num_squashes: Sequences pre-empted for one that they had passed.
+        num_prefetches: Loads started before the admission of their sequences.
         queues: The policy's queues, smallest requests first.
     """
 

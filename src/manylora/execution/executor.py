@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from manylora.clock import Clock
-from manylora.engine.plan_ahead import fill_in
+from manylora.engine.steps.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.page_tensor import PageTensor

@@ -14,8 +14,8 @@ from manylora.experiments.cases import Case, read_setup, read_workload
 from manylora.experiments.request_alone import RequestAlone, request_alone
 from manylora.experiments.result import Curve, Result, cdf
 from manylora.measure import RequestRecord, Slo
-from manylora.scheduling.clustering import cluster, cut_offs
-from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.policies.chameleon.clustering import cluster, cut_offs
+from manylora.scheduling.policies.request_size import Demand, RequestSizer
 from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.sim.setup import make_config

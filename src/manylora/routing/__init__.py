@@ -1,4 +1,4 @@
-"""Which replica serves a request."""
+"""Routing: the choice of the replica that serves a request."""
 
 from manylora.routing.dispatcher import Dispatcher
 from manylora.routing.policies import (

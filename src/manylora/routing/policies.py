@@ -1,14 +1,14 @@
-"""Routing policies: by chance, by load, by adapter, and the two of them together; by rank in ``rank_aware.py``.
+"""Routing policies: random, by load, and by adapter within a bound on load; by rank in ``rank_aware.py``.
 
-Where a request goes decides which replica needs its adapter. Spread evenly, every replica comes to hold every adapter;
-kept together, each holds a share of them and hits its cache more often, but a popular adapter may be more than one
-replica can serve. ``affinity`` does the second until load calls for the first.
+The route of a request decides which replica needs its adapter. Spread evenly, every replica comes to hold every
+adapter. Kept together, each holds a share of them and hits its cache more often, but a popular adapter can exceed the
+capacity of one replica. ``affinity`` keeps requests together until the load exceeds a bound.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -33,37 +33,30 @@ __all__ = [
 ]
 
 OVERLOAD = 1.25
-"""How far above the mean a replica's load may go before an adapter spills over; the factor of the source's examples."""
+"""Most load of a replica, relative to the mean, before an adapter spills over; the factor of the source's examples."""
 
 
 class RandomRouter:
-    """Any replica, with equal chance.
-
-    Args:
-        rng: Its chance.
-    """
+    """Any replica, with equal probability."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
     def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
-        """Draw one."""
+        """Draw a replica."""
         return self._rng.randrange(len(replicas))
 
 
 class LeastLoadedRouter:
-    """The replica with the fewest requests under way; of equals, that with the fewest prompt tokens."""
+    """The replica with the fewest requests in flight; of equals, that with the fewest prompt tokens."""
 
     def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
-        """Look at all of them."""
-        return min(range(len(replicas)), key=lambda index: _load(replicas, index))
+        """Compare all of them."""
+        return _least_loaded(replicas)
 
 
 class FirstFitRouter:
-    """The first replica with a free seat: fills one after the other, so that the last ones could be switched off.
-
-    Args:
-        max_num_seqs: Seats of a replica. When all are taken, the least loaded gets the request.
+    """The first replica with a free seat, so that the last ones can be switched off; the least loaded if none has.
 
     Source: the bin packing that Punica uses to consolidate, and CaraServe compares with.
     """
@@ -72,18 +65,15 @@ class FirstFitRouter:
         self._max_num_seqs = max_num_seqs
 
     def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
-        """Go from the first on."""
+        """Search from the first on."""
         for index, replica in enumerate(replicas):
             if replica.num_requests < self._max_num_seqs:
                 return index
-        return min(range(len(replicas)), key=lambda index: _load(replicas, index))
+        return _least_loaded(replicas)
 
 
 class PowerOfTwoRouter:
-    """The less loaded of two that chance picks: nearly as even as looking at all, and no herd forms.
-
-    Args:
-        rng: Its chance.
+    """The less loaded of two random replicas: nearly as even as comparing all, without herding.
 
     Source: Mitzenmacher, "The power of two choices in randomized load balancing", 2001.
     """
@@ -92,19 +82,19 @@ class PowerOfTwoRouter:
         self._rng = rng
 
     def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
-        """Look at two of them."""
+        """Compare two of them."""
         if len(replicas) == 1:
             return 0
-        return min(self._rng.sample(range(len(replicas)), 2), key=lambda index: _load(replicas, index))
+        return _least_loaded(replicas, self._rng.sample(range(len(replicas)), 2))
 
 
 class AffinityRouter:
-    """The replica that an adapter belongs to; the next in the adapter's own order while that one is overloaded.
+    """The home replica of an adapter; the next in the adapter's own order while that one is overloaded.
 
-    Every adapter orders the replicas by a hash of both names (rendezvous hashing): another replica takes over its fair
-    share and moves nothing else. A replica is passed over while it has ``overload`` times its share of what is under
-    way, so a popular adapter spreads over as many as it needs, always the same ones. Requests for the base have nothing
-    to be near to, and go where load is least.
+    Every adapter orders the replicas by a hash of both names (rendezvous hashing): a new replica takes over its fair
+    share of adapters and moves no others. A replica is skipped while it has ``overload`` times its share of the load,
+    so a popular adapter spreads over as many as it needs, always the same ones. Requests for the base go to the least
+    loaded replica.
 
     Args:
         base_name: The base model's name in requests.
@@ -122,15 +112,15 @@ class AffinityRouter:
         self._orders: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
-        """Go down the adapter's order to the first replica with room; there always is one below the mean."""
+        """Return the first replica with room in the adapter's order; one always is at or below the mean."""
         if request.model in ("", self._base_name):
-            return min(range(len(replicas)), key=lambda index: _load(replicas, index))
+            return _least_loaded(replicas)
         num_requests = 1 + sum(replica.num_requests for replica in replicas)
         most = math.ceil(self._overload * num_requests / len(replicas))
         return next(index for index in self._order(request.model, len(replicas)) if replicas[index].num_requests < most)
 
     def _order(self, adapter: str, num_replicas: int) -> tuple[int, ...]:
-        """Return the replicas in the order of an adapter; hashes are taken once."""
+        """Return the replicas in the order of an adapter, cached."""
         order = self._orders.get((adapter, num_replicas))
         if order is None:
             order = tuple(sorted(range(num_replicas), key=lambda index: _rank(adapter, index)))
@@ -140,15 +130,14 @@ class AffinityRouter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterContext:
-    """What a router may be told of the service it stands in front of.
+    """The view that a router has of the service.
 
     Args:
-        rng: The chance of those that draw.
         base_name: The base model's name in requests.
         max_num_seqs: Requests that a replica runs at once.
         ranks: Rank of each adapter by name.
-        steps: What steps take, where it is known.
-        mean_answer_tokens: Usual length of an answer.
+        steps: The cost of steps, if known.
+        mean_answer_tokens: Mean length of an answer.
         options: The router's own ``Options``, checked; ``None`` where it has none.
     """
 
@@ -164,7 +153,7 @@ class RouterContext:
 @takes(RankAwareRouter.Options)
 def _rank_aware(context: RouterContext) -> Router:
     if context.steps is None:
-        raise ConfigError("Router 'rank-aware' needs to know what steps take")
+        raise ConfigError("Router 'rank-aware' needs the cost of steps")
     return RankAwareRouter(
         context.steps, context.ranks, mean_answer_tokens=context.mean_answer_tokens, tbt_s=context.options.tbt_s
     )
@@ -184,12 +173,12 @@ def make_router(name: str, context: RouterContext, given: Mapping[str, object] |
     """Make a router by its name.
 
     Args:
-        name: In ``ROUTERS``, or one's own (``plugins.py``).
-        context: What it may know, beside its options.
+        name: In ``ROUTERS``, or a plug-in (``plugins.py``).
+        context: Its view of the service; ``options`` is set here.
         given: Its options, by key.
 
     Raises:
-        ConfigError: There is none of that name, an option is wrong, or it needs the times of steps and there are none.
+        ConfigError: No router has that name, an option is wrong, or it needs the cost of steps and that is unknown.
     """
     options = options_for("router", name, ROUTERS, given or {})
     return made_by(
@@ -197,8 +186,9 @@ def make_router(name: str, context: RouterContext, given: Mapping[str, object] |
     )
 
 
-def _load(replicas: Seq[ReplicaLoad], index: int) -> tuple[int, int, int]:
-    return replicas[index].num_requests, replicas[index].num_prompt_tokens, index
+def _least_loaded(replicas: Seq[ReplicaLoad], indices: Iterable[int] | None = None) -> int:
+    among = range(len(replicas)) if indices is None else indices
+    return min(among, key=lambda index: (replicas[index].num_requests, replicas[index].num_prompt_tokens, index))
 
 
 def _rank(adapter: str, replica: int) -> bytes:

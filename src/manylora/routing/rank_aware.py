@@ -1,8 +1,8 @@
-"""Routing by rank: a request goes where it slows others down least.
+"""Routing by rank: a request goes to the replica where it slows the others down least.
 
-Ranks are not equal. Under padded kernels one adapter of rank 64 makes every row of a batch pay for 64; under unpadded
-ones rows pay for their own, and what counts is the sum. A router that knows which, and what a step takes, keeps small
-ranks apart from large ones, or spreads them, as the case may be.
+Under padded kernels one adapter of rank 64 makes every row of a batch cost 64; under unpadded ones each row costs its
+own rank, and the sum counts. A router that knows the kernels and the cost of a step separates small ranks from large
+ones, or spreads them, accordingly.
 
 Source: CaraServe, "Rank-aware request scheduling", algorithm 1.
 """
@@ -21,20 +21,20 @@ from manylora.types import Request
 __all__ = ["RankAwareRouter", "StepModel"]
 
 PENALTY_S = 1.0
-"""Added where the SLO would be missed: more than any step takes, so that such a replica is the last resort."""
+"""Added where the SLO would be missed: longer than any step, so that such a replica is the last resort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """What a step takes, as a line: coarse, and enough to say which replica would feel a request more.
+    """A linear model of the duration of a step, in seconds: coarse, and enough to compare replicas.
 
     Args:
-        step_s: Fixed cost of a decode step, in seconds.
-        request_s: For each request that decodes.
-        rank_s: For each unit of rank: of the largest times the requests where ``is_padded``, else of the sum.
-        prompt_token_s: For each token of a prompt.
-        prompt_token_rank_s: For each token of a prompt and unit of its rank.
-        is_padded: Whether every row pays for the largest rank in the batch.
+        step_s: Fixed cost of a decode step.
+        request_s: Cost of each request that decodes.
+        rank_s: Cost of each unit of rank: of the largest times the requests if ``is_padded``, else of the sum.
+        prompt_token_s: Cost of each token of a prompt.
+        prompt_token_rank_s: Cost of each token of a prompt and unit of its rank.
+        is_padded: Whether every row costs the largest rank in the batch.
     """
 
     step_s: float
@@ -45,35 +45,34 @@ class StepModel:
     is_padded: bool
 
     def decode_s(self, num_requests: int, sum_rank: int, max_rank: int) -> float:
-        """Return how long a decode step takes, in seconds."""
+        """Return the duration of a decode step, in seconds."""
         rank = num_requests * max_rank if self.is_padded else sum_rank
         return self.step_s + self.request_s * num_requests + self.rank_s * rank
 
     def prompt_s(self, num_tokens: int, rank: int) -> float:
-        """Return what a prompt adds to the steps that it is part of, in seconds."""
+        """Return the time that a prompt adds to its steps, in seconds."""
         return num_tokens * (self.prompt_token_s + self.prompt_token_rank_s * rank)
 
 
 class RankAwareRouter:
-    """The replica where the added time, for all that is under way there, is least.
+    """The replica where the time added to all requests in flight is least.
 
-    The time is what a request adds to each token of the others: its prompt, spread over an answer, and its part in
-    every decode step; with a penalty where decoding would get slower than the SLO. Where nothing is under way it is
-    nothing.
+    That is the time a request adds to each token of the others: its prompt, spread over an answer, and its part in
+    every decode step, with a penalty where decoding would be slower than the SLO. At an idle replica it is 0.
 
-    We differ from the source in one thing: a prompt is priced by itself, not with those that wait beside it, for a
-    router that sees what it sent and what came back cannot tell which prompts have begun.
+    We differ from the source in one thing: a prompt is priced by itself, not with those that wait beside it, because
+    this router cannot know which prompts have begun.
 
     Args:
-        steps: What steps take.
+        steps: The cost of steps.
         ranks: Rank of each adapter by name.
-        mean_answer_tokens: Usual length of an answer.
+        mean_answer_tokens: Mean length of an answer.
         tbt_s: SLO of the time between tokens, in seconds; ``None`` for none.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Options:
-        """The SLO that it keeps to."""
+        """The SLO."""
 
         tbt_s: float | None = option(None, unit="s", above=0, help="Under rank-aware: SLO of the time between tokens.")
 
@@ -91,7 +90,7 @@ class RankAwareRouter:
         self._tbt_s = tbt_s
 
     def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
-        """Price the request everywhere."""
+        """Compare the added time at every replica."""
         rank = self._ranks.get(request.model, 0)
         prompt_s = self._steps.prompt_s(len(request.prompt), rank) / self._mean_answer_tokens
 

@@ -1,7 +1,7 @@
-"""The interface of routing policies: one question, answered from what a router can know.
+"""The interface of routing policies, and the load of a replica as a router sees it.
 
-A router sees what it sent and what came back, not the inside of replicas: so the same policy works in front of
-simulated engines, of processes and of other machines, and none rests on figures that are old when they arrive.
+A router counts the requests that it sent and that ended; it does not look inside replicas. So the same policy works for
+simulated engines, for processes and for other machines, and none depends on figures that arrive late.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ class ReplicaLoad:
     """The requests in flight at one replica.
 
     Args:
-        num_requests: Requests sent to it that have not ended.
-        num_prompt_tokens: Their prompts, in tokens.
+        num_prompt_tokens: Tokens of their prompts.
         sum_rank: Sum of the ranks of their adapters.
-        ranks: How many of them have an adapter of each rank; the base is rank 0.
+        ranks: Number of requests by the rank of their adapter; the base is rank 0.
     """
 
     num_requests: int = 0
@@ -38,14 +37,14 @@ class ReplicaLoad:
         return max(self.ranks, default=0)
 
     def add(self, num_prompt_tokens: int, rank: int) -> None:
-        """Count a request that is sent."""
+        """Count a request in."""
         self.num_requests += 1
         self.num_prompt_tokens += num_prompt_tokens
         self.sum_rank += rank
         self.ranks[rank] += 1
 
     def remove(self, num_prompt_tokens: int, rank: int) -> None:
-        """Count a request that is over."""
+        """Count a request out."""
         self.num_requests -= 1
         self.num_prompt_tokens -= num_prompt_tokens
         self.sum_rank -= rank
@@ -55,7 +54,7 @@ class ReplicaLoad:
 
 
 class Router(Protocol):
-    """Picks a replica. Told its chance on construction; reads no clock."""
+    """Chooses replicas. It gets its random generator on construction, and reads no clock."""
 
     def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
         """Return the index of the replica that is to serve ``request``; there is at least one."""

@@ -1,6 +1,6 @@
-"""A line through a cost model: the costs of steps for a router, read off a few synthetic plans.
+"""The linear step model of a router, computed from a cost model on a few synthetic plans.
 
-CaraServe fits its router's lines to profiles; where a cost model is at hand, so are the points to draw them through.
+CaraServe fits the lines of its router to profiles.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ PROMPT = 1024
 
 
 def step_model(cost: CostModel) -> StepModel:
-    """Return the line: its slopes over requests, ranks and prompt tokens, and whether kernels pad.
+    """Return the slopes over requests, ranks and prompt tokens, and whether kernels pad.
 
-    Kernels pad if a batch of small ranks and one large costs nearer to the largest for all than to the sum.
+    Kernels pad if the cost of a batch of small ranks and one large rank is nearer to the largest for all than to the
+    sum.
     """
 
     def decode_s(ranks: Seq[int]) -> float:

@@ -1,4 +1,4 @@
-"""Scheduling: the order in which waiting sequences are tried, and the composition of steps; one file per policy."""
+"""Scheduling: the state of a sequence, the order in which waiting ones are admitted, and the composition of steps."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from dataclasses import replace
 from functools import partial
 
 from manylora.plugins import find_factory, made_by, options_for
-from manylora.scheduling.adapter_aware import AdapterAwarePolicy
-from manylora.scheduling.boost import BoostPolicy
-from manylora.scheduling.chameleon import ChameleonPolicy, StaticQueuesPolicy
-from manylora.scheduling.fifo import FifoPolicy
-from manylora.scheduling.keyed_policy import KeyedPolicy
+from manylora.scheduling.policies.adapter_aware import AdapterAwarePolicy
+from manylora.scheduling.policies.boost import BoostPolicy
+from manylora.scheduling.policies.chameleon.policy import ChameleonPolicy, StaticQueuesPolicy
+from manylora.scheduling.policies.fifo import FifoPolicy
+from manylora.scheduling.policies.keyed import KeyedPolicy
+from manylora.scheduling.policies.sjf import ShortestFirstPolicy
+from manylora.scheduling.policies.strict_fifo import StrictFifoPolicy
 from manylora.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
 from manylora.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
-from manylora.scheduling.s_lora_steps import ChunkedSLoraSteps, SLoraSteps
 from manylora.scheduling.sequence import Sequence, SequenceStatus
-from manylora.scheduling.sjf import ShortestFirstPolicy
-from manylora.scheduling.step_composition import MixedSteps, StepComposition, WholePromptSteps
-from manylora.scheduling.strict_fifo import StrictFifoPolicy
+from manylora.scheduling.step_composition import (
+    ChunkedSLoraSteps,
+    MixedSteps,
+    SLoraSteps,
+    StepComposition,
+    WholePromptSteps,
+)
 
 __all__ = [
     "POLICIES",
@@ -71,10 +76,10 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
 
     Args:
         name: In ``POLICIES``, or a plug-in (``plugins.py``).
-        context: The part of the engine that it may know; its options are read from the configuration.
+        context: Its view of the engine; ``options`` is set here, from the configuration.
 
     Raises:
-        ConfigError: No policy has that name, it is none, or an option of it is wrong.
+        ConfigError: No policy has that name, it lacks a method, or an option of it is wrong.
     """
     factory = find_factory("policy", name, POLICIES)
     options = options_for("policy", name, POLICIES, context.config.policy_options)
@@ -88,7 +93,7 @@ def make_step_composition(name: str) -> StepComposition:
         name: In ``STEP_COMPOSITIONS``, or a plug-in (``plugins.py``).
 
     Raises:
-        ConfigError: No step composition has that name, or it is none.
+        ConfigError: No step composition has that name, or it lacks a method.
     """
     factory = find_factory("step_composition", name, STEP_COMPOSITIONS)
     return made_by("step_composition", name, factory, seam=StepComposition)

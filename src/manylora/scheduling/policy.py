@@ -1,9 +1,9 @@
-"""The order of waiting sequences: the interface every policy implements, and its view of the engine.
+"""The interface of scheduling policies, which order the waiting sequences, and their view of the engine.
 
-Each step the core asks the policy for one waiting sequence after the other, tries to admit it, and reports the
-outcome; the policy decides whether to go on to the next, and never touches memory itself. The
-policy names one sequence *first in line*: the core lets it claim all pages that running sequences do not hold and keeps
-its adapter from younger ones.
+In each step the core asks the policy for one waiting sequence after the other, tries to admit it, and reports the
+outcome. The policy decides whether to offer another one; it never touches memory. It names one sequence *first in
+line*: the core lets that one claim every page that running sequences do not hold, and keeps its adapter from younger
+ones.
 
 ::
 
@@ -16,7 +16,7 @@ its adapter from younger ones.
 No request starves under a policy that keeps three rules (each policy says how it does):
 
 1. a sequence that is first in line and was refused stays first in line until admitted, but for older arrivals;
-2. it is passed a bounded number of times, not counting while its adapter is on its way;
+2. it is passed a bounded number of times, not counting while its adapter is loading;
 3. every sequence comes to be first in line, or is admitted before.
 """
 
@@ -41,15 +41,15 @@ class Outcome(Enum):
     NO_PAGES = "no_pages"
     """No room for its KV."""
     ADAPTER_LOADING = "adapter_loading"
-    """Its adapter is on its way to the device and has its pages."""
+    """Its adapter is on the way to the device and has its pages."""
     ADAPTER_NO_PAGES = "adapter_no_pages"
     """Its adapter is not on the device and there is no room for it."""
     ADAPTER_CAP = "adapter_cap"
-    """As many distinct adapters run as may."""
+    """The limit of distinct adapters in a step is reached."""
 
 
 class Nearness(IntEnum):
-    """How near a sequence's adapter is to the device; the base is always there."""
+    """The distance of a sequence's adapter to the device; the base is always there."""
 
     DEVICE = 0
     LOADING = 1
@@ -59,14 +59,14 @@ class Nearness(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStatus:
-    """One queue of a policy, as people are shown it.
+    """One queue of a policy, for status pages.
 
     Args:
         num_waiting: Sequences in it.
-        num_running: Admitted from it and not ended, where the policy keeps count.
-        below: Sizes of its requests lie below this; ``None`` for no upper cut-off.
-        quota_tokens: What its running requests may hold together; ``None`` where there are no quotas.
-        used_tokens: What of that is taken, lent tokens included.
+        num_running: Sequences admitted from it that have not ended, where the policy counts them.
+        below: Upper bound of the sizes of its requests; ``None`` for the last queue.
+        quota_tokens: Tokens that its running requests may hold together; ``None`` where there are no quotas.
+        used_tokens: Tokens of the quota in use, those lent to other queues included.
     """
 
     num_waiting: int
@@ -81,13 +81,10 @@ class PolicyContext:
     """The view that a policy has of its engine.
 
     Args:
-        config: The configuration.
-        num_pages: Pages in the pool.
         block_size: Tokens of KV in a page.
-        predictor: Guesses output lengths.
-        nearness: Where a sequence's adapter is.
-        num_claimable_pages: Pages an admission could get now; with ``True``, that of the first in line.
-        prompt_s: Seconds of the device that a sequence's prompt takes, as learnt so far.
+        predictor: Predicts output lengths.
+        num_claimable_pages: Pages that an admission could get now; with ``True``, that of the first in line.
+        prompt_s: Device time of a sequence's prompt in seconds, by the costs learned so far.
         options: The policy's own ``Options``, checked; ``None`` where it has none.
     """
 
@@ -102,26 +99,29 @@ class PolicyContext:
 
 
 class Policy(Protocol):
-    """Holds the waiting sequences and decides their order. Told the time, in seconds; reads no clock."""
+    """Holds the waiting sequences and decides their order. It gets the time in seconds, and reads no clock.
+
+    A class that inherits from it has one queue, squashes nothing and keeps nothing about running sequences.
+    """
 
     def __len__(self) -> int:
-        """Return how many sequences wait."""
+        """Return the number of waiting sequences."""
         ...
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Take in a sequence that arrived."""
+        """Add a sequence that arrived."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a waiting sequence: it was cancelled or failed."""
+        """Forget a waiting sequence that was cancelled or failed."""
         ...
 
     def squash(self, now: float) -> list[Sequence]:
         """Name running sequences to pre-empt before the step, because one that they passed can run after all.
 
-        They go on while a step that writes their pages is in flight: a sequence that still should go is named again.
+        They run on while a step that writes their pages is in flight: a sequence that should still go is named again.
         """
-        ...
+        return []
 
     def begin(self, now: float) -> None:
         """Begin a step."""
@@ -129,7 +129,7 @@ class Policy(Protocol):
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The sequence that is owed whatever running ones do not hold.
+        """The sequence that may claim every page that running ones do not hold.
 
         Fixed from ``begin`` to the next ``begin``; once it is admitted, another may be named.
         """
@@ -145,16 +145,16 @@ class Policy(Protocol):
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Learn that an admitted sequence ended."""
-        ...
+        return
 
     def send_back(self, sequence: Sequence, now: float) -> None:
-        """Take an admitted sequence in again that was pre-empted or squashed; its tokens are kept."""
-        ...
+        """Add an admitted sequence again that was pre-empted or squashed; its tokens are kept."""
+        self.add(sequence, now)
 
     def upcoming(self, count: int) -> list[Sequence]:
-        """Return up to ``count`` waiting sequences, likeliest to go next first: their adapters are worth fetching."""
+        """Return up to ``count`` waiting sequences, likeliest to be next first: their adapters are worth fetching."""
         ...
 
     def queues(self) -> tuple[QueueStatus, ...]:
-        """Return its queues, smallest requests first, for people to look at; one line is one queue."""
-        ...
+        """Return its queues for status pages, smallest requests first."""
+        return (QueueStatus(num_waiting=len(self)),)

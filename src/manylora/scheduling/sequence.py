@@ -1,12 +1,12 @@
 """A sequence: a request's state in the engine.
 
-It is changed by its own verbs alone: each notes one thing that happened to it, and leaves it consistent. All other code
-reads its attributes.
+Only its own methods change it: each records one event and leaves it consistent. All other code reads its attributes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from enum import Enum
 
 from manylora.memory import BlockTable
@@ -17,15 +17,16 @@ __all__ = ["Sequence", "SequenceStatus"]
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Sequence:
-    """One request on its way.
+    """One request in the engine.
 
     ::
 
@@ -38,96 +39,55 @@ class Sequence:
                  |-- KV in pages --|------ to run (1 when decoding) ------|
 
     Tokens count as computed from the launch of the step that runs them. The token that a step in flight will yield is
-    *pending*: so the next step can be planned meanwhile.
+    *pending*, so that the next step can be planned meanwhile.
 
     Args:
         seq_id: Unique for the life of the engine; also the order of arrival.
-        request: The request.
         version: The adapter version it was resolved to on arrival, ``None`` for the base.
         name: The registered name of that adapter, empty for the base.
         table: Its block table, empty.
         max_tokens: Most tokens to generate.
-        stop_token_ids: Tokens that end it.
-        seed: Seed of its draws.
+        seed: Seed of its sampling.
         arrived_at: Seconds on the loop's clock.
         reserves_output: Whether it claims pages for its longest answer when it is admitted.
     """
 
-    __slots__ = (
-        "_rank",
-        "adapter",
-        "admitted_at",
-        "arrived_at",
-        "awaited_load",
-        "first_token_at",
-        "found_resident",
-        "is_cancelled",
-        "max_tokens",
-        "name",
-        "num_bypassed",
-        "num_cached",
-        "num_computed",
-        "num_in_flight",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_shared_pages",
-        "placement",
-        "request",
-        "reserves_output",
-        "seed",
-        "seq_id",
-        "status",
-        "stop_token_ids",
-        "table",
-        "tokens",
-        "version",
-        "was_looked_at",
-    )
+    seq_id: int
+    request: Request
+    version: AdapterVersion | None
+    name: str = ""
+    table: BlockTable
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    seed: int
+    arrived_at: float
+    reserves_output: bool = False
+    adapter: AdapterKey | None = field(init=False)
+    rank: int = field(init=False)  # of its adapter; 0 for the base
+    placement: Placement = field(default=ON_DEVICE, init=False)  # of its adapter's weights, while it runs
+    status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
+    tokens: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_computed: int = field(default=0, init=False)
+    num_pending: int = field(default=0, init=False)  # tokens that steps in flight will yield
+    num_in_flight: int = field(default=0, init=False)  # steps in flight that it is part of
+    num_cached: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    num_shared_pages: int = field(default=0, init=False)  # found in the prefix cache when it was admitted
+    num_bypassed: int = field(default=0, init=False)
+    admitted_at: float | None = field(default=None, init=False)
+    first_token_at: float | None = field(default=None, init=False)
+    is_cancelled: bool = field(default=False, init=False)
+    was_looked_at: bool = field(default=False, init=False)
+    awaited_load: int = field(default=0, init=False)  # number of the last load of its adapter that it waited for
+    found_resident: bool = field(init=False)
 
-    def __init__(
-        self,
-        *,
-        seq_id: int,
-        request: Request,
-        version: AdapterVersion | None,
-        name: str = "",
-        table: BlockTable,
-        max_tokens: int,
-        stop_token_ids: frozenset[int],
-        seed: int,
-        arrived_at: float,
-        reserves_output: bool = False,
-    ) -> None:
-        self.seq_id = seq_id
-        self.request = request
-        self.version = version
-        self.adapter: AdapterKey | None = version.key if version else None
-        self._rank = version.rank if version else 0
-        self.name = name
-        self.table = table
-        self.max_tokens = max_tokens
-        self.stop_token_ids = stop_token_ids
-        self.seed = seed
-        self.arrived_at = arrived_at
-        self.reserves_output = reserves_output
-        self.status = SequenceStatus.WAITING
-        self.placement = ON_DEVICE  # of its adapter's weights, while it runs
-        self.tokens: list[int] = list(request.prompt)
+    def __post_init__(self) -> None:
+        self.adapter = self.version.key if self.version else None
+        self.rank = self.version.rank if self.version else 0
+        self.tokens = list(self.request.prompt)
         self.num_prompt_tokens = len(self.tokens)
-        self.num_computed = 0
-        self.num_pending = 0  # tokens that steps in flight will yield
-        self.num_in_flight = 0  # steps in flight that it is part of
-        self.num_cached = 0
-        self.num_preemptions = 0
-        self.num_shared_pages = 0  # found in the prefix cache when it was admitted
-        self.num_bypassed = 0
-        self.admitted_at: float | None = None
-        self.first_token_at: float | None = None
-        self.is_cancelled = False
-        self.was_looked_at = False
-        self.awaited_load = 0  # the number of the last load of its adapter that it waited for
-        self.found_resident = version is None
+        self.found_resident = self.version is None
 
     def __repr__(self) -> str:
         return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed}/{len(self.tokens)} computed)"
@@ -149,7 +109,7 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it will run no more, whatever the steps in flight yield: it is over, cancelled or at its longest."""
+        """Whether it will not run again, for any result of the steps in flight: finished, cancelled or at its cap."""
         return (
             self.is_cancelled
             or self.status is SequenceStatus.FINISHED
@@ -169,11 +129,11 @@ class Sequence:
     # -- while it waits ----------------------------------------------------------------------------------------------
 
     def passed(self) -> None:
-        """A younger one was admitted before it."""
+        """A younger sequence was admitted before it."""
         self.num_bypassed += 1
 
     def looked_at(self, *, is_resident: bool) -> bool:
-        """Its adapter was asked for; return whether this was the first time, the one that counts as hit or miss."""
+        """Its adapter was looked up; return whether for the first time, which counts as hit or miss."""
         if self.was_looked_at:
             return False
         self.was_looked_at = True
@@ -181,11 +141,11 @@ class Sequence:
         return True
 
     def awaited(self, load: int) -> None:
-        """It waits for nothing but the load of its adapter with this number."""
+        """It waits only for the load of its adapter with this number."""
         self.awaited_load = load
 
     def admitted(self, now: float, *, shared: Seq[int], pages: Seq[int], placement: Placement = ON_DEVICE) -> bool:
-        """It runs from now on; return whether for the first time.
+        """It starts to run; return whether for the first time.
 
         Args:
             now: In seconds.
@@ -208,7 +168,7 @@ class Sequence:
     # -- while it runs -----------------------------------------------------------------------------------------------
 
     def launched(self, num_tokens: int) -> PlannedSequence:
-        """So many of its tokens run in the next step; return its part of that step's plan."""
+        """``num_tokens`` of its tokens run in the next step; return its part of that step's plan."""
         tokens, start, num_pending = self.tokens, self.num_computed, self.num_pending
         self.num_computed = end = start + num_tokens
         self.num_in_flight += 1
@@ -223,7 +183,7 @@ class Sequence:
             num_tokens=num_tokens,
             pages=self.table.pages,
             adapter=self.adapter,
-            rank=self._rank,
+            rank=self.rank,
             sampling=self.request.sampling,
             is_sampled=is_sampled,
             seed=self.seed,
@@ -232,15 +192,15 @@ class Sequence:
         )
 
     def moved(self, placement: Placement) -> None:
-        """Its adapter's weights are elsewhere now."""
+        """Its adapter's weights have moved."""
         self.placement = placement
 
     def took_chunk(self) -> None:
-        """A step ran a part of its prompt, and yields no token."""
+        """A step ran a part of its prompt and yielded no token."""
         self.num_in_flight -= 1
 
     def took_token(self, token_id: int, now: float) -> bool:
-        """A step yielded its next token; return whether it is kept: not if the sequence is over or cancelled."""
+        """A step yielded its next token; return whether it is kept: not after the sequence ended or was cancelled."""
         self.num_in_flight -= 1
         self.num_pending -= 1
         if self.is_cancelled or self.status is SequenceStatus.FINISHED:
@@ -251,15 +211,15 @@ class Sequence:
         return True
 
     def sent_back(self) -> None:
-        """It waits again, without its pages; its tokens stay and are computed again."""
+        """It waits again without its pages; its tokens are kept, and their KV is computed again."""
         self.num_preemptions += 1
         self.num_computed = 0
         self.status = SequenceStatus.WAITING
 
     def cancelled(self) -> None:
-        """Its client gave up, and it ends with the steps in flight."""
+        """It ends with the steps in flight."""
         self.is_cancelled = True
 
     def finished(self) -> None:
-        """It is over."""
+        """It has ended."""
         self.status = SequenceStatus.FINISHED

@@ -1,27 +1,28 @@
-"""What a step is made of: how prompts share it with decoding, and when waiting sequences may join.
+"""The composition of steps: how prompts share a step with decoding, and when waiting sequences may join.
 
 The running set asks one strategy, chosen by name (``SchedulerConfig.step_composition``). The default, ``mixed``, cuts
-prompts to the room that decoding leaves and admits at every step, after Sarathi-Serve. The others make steps as
-published baselines do, so that their figures can be compared on this engine (``docs/adr/0016``).
+prompts to the room that decoding leaves and admits at every step, after Sarathi-Serve. The others compose steps as
+published baselines do, so that their figures can be compared on this engine. ``docs/adr/0016`` maps each part of the
+``s-lora`` ones to S-LoRA's router and request queue.
 
 ::
 
     mixed            | decodes | chunk | chunk |      prompts cut to the step
     whole-prompts    | decodes | prompt ........ |    the last prompt may overshoot the budget
-    s-lora           | decodes |  or  | prompts ... |  prompts in steps of their own (``s_lora_steps.py``)
+    s-lora           | decodes |  or  | prompts ... |  prompts in steps of their own
 """
 
 from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-__all__ = ["MixedSteps", "StepComposition", "WholePromptSteps"]
+__all__ = ["ChunkedSLoraSteps", "MixedSteps", "SLoraSteps", "StepComposition", "WholePromptSteps"]
 
 T = TypeVar("T")
 
 
 class StepComposition(Protocol):
-    """Decides what shares a step. It may keep state from step to step, and belongs to one engine."""
+    """Decides which sequences share a step. It may keep state from step to step, and belongs to one engine."""
 
     def most_tokens(self, budget: int, longest: int) -> int:
         """Return the most tokens that a step can hold, for buffers and memory estimates.
@@ -53,8 +54,8 @@ class StepComposition(Protocol):
         """Learn the outcome of a round of admission; return whether the step is held back for loads.
 
         Args:
-            has_admitted: Some sequence was admitted.
-            is_loading: Some sequence was not, because its adapter is on its way.
+            has_admitted: A sequence was admitted.
+            is_loading: A sequence was not admitted because its adapter is loading.
         """
         ...
 
@@ -64,7 +65,7 @@ class StepComposition(Protocol):
 
 
 class MixedSteps:
-    """Prompts, cut to the step, run beside decoding; sequences join at every step, and copies hide behind steps."""
+    """Prompts, cut to the step, run beside decoding; sequences join at every step, and copies overlap with steps."""
 
     def most_tokens(self, budget: int, longest: int) -> int:
         """Return the budget."""
@@ -79,7 +80,7 @@ class MixedSteps:
         return decodes
 
     def may_admit(self) -> bool:
-        """At every step."""
+        """Admit at every step."""
         return True
 
     def round_ended(self, *, has_admitted: bool, is_loading: bool) -> bool:
@@ -87,11 +88,11 @@ class MixedSteps:
         return False
 
     def step_planned(self) -> None:
-        """Nothing is kept from step to step."""
+        """Keep no state."""
 
 
 class WholePromptSteps(MixedSteps):
-    """As ``MixedSteps``, but each prompt runs whole: a step is as long as its last prompt makes it."""
+    """As ``MixedSteps``, but each prompt runs whole: the last one may overshoot the budget."""
 
     def most_tokens(self, budget: int, longest: int) -> int:
         """Return the budget but for one token, and the longest prompt in its place."""
@@ -100,3 +101,46 @@ class WholePromptSteps(MixedSteps):
     def chunk(self, num_tokens: int, room: int) -> int:
         """Return all of the prompt."""
         return num_tokens
+
+
+class SLoraSteps(WholePromptSteps):
+    """Whole prompts in steps of their own, and a fixed number of decode steps between two admissions, as in S-LoRA.
+
+    A step waits for the adapters of the sequences it was about to admit, and nothing runs meanwhile. The wait ends:
+    loads complete or fail, and a round of admission ends with the seats or the step's tokens.
+
+    Args:
+        steps_between_admissions: Steps that run before others are admitted, while any sequence runs.
+    """
+
+    def __init__(self, steps_between_admissions: int = 10) -> None:
+        self._gap = steps_between_admissions
+        self._num_since_admission = steps_between_admissions
+        self._is_held_back = False
+
+    def beside_prompts(self, decodes: list[T]) -> list[T]:
+        """Return none: decoding waits while prompts run."""
+        return []
+
+    def may_admit(self) -> bool:
+        """Admit after the gap, and again after each load that an admission waits for."""
+        return self._is_held_back or self._num_since_admission >= self._gap
+
+    def round_ended(self, *, has_admitted: bool, is_loading: bool) -> bool:
+        """Hold the step back while an adapter is loading."""
+        if has_admitted:
+            self._num_since_admission = -1  # the step about to be planned is the prompts' own
+        self._is_held_back = is_loading
+        return is_loading
+
+    def step_planned(self) -> None:
+        """Count it."""
+        self._num_since_admission += 1
+
+
+class ChunkedSLoraSteps(MixedSteps):
+    """As ``MixedSteps``, but a step waits for the adapters of the sequences it was about to admit, as S-LoRA's does."""
+
+    def round_ended(self, *, has_admitted: bool, is_loading: bool) -> bool:
+        """Hold the step back while an adapter is loading."""
+        return is_loading

@@ -1,1 +1,1 @@
-"""Simulation: the engine on a virtual clock and a cost model."""
+"""Simulation: the setup, target and scenario of simulated engines; the runs are in ``run/``."""

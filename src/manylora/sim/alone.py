@@ -1,27 +1,24 @@
-"""How long a request takes when nothing else runs: the yardstick that service levels are set by.
+"""The duration of a request on an idle engine, on which SLOs are based.
 
-Chameleon, and most of the field, call a request in time when it takes no more than five times as long as the mean
-request takes by itself. By itself a prompt is one step and every token after the first another, each a token longer.
+Chameleon and many others set the SLO to five times the mean duration of a request by itself. By itself a prompt is one
+step, and every token after the first is another, with one more token of context each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora.costs.features import StepFeatures
+from manylora.costs.features import StepFeatures, step_features
 from manylora.costs.roofline import RooflineCost
+from manylora.costs.synthetic_plan import Part, synthetic_plan
+from manylora.types import AdapterKey
 
 __all__ = ["AloneTime", "decode_step", "prompt_step", "time_alone"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AloneTime:
-    """A request by itself.
-
-    Args:
-        ttft_s: Until its first token, its adapter's load included.
-        e2e_s: Until its last.
-    """
+    """The times from arrival to first and last token of a request by itself, its adapter's load included."""
 
     ttft_s: float
     e2e_s: float
@@ -30,14 +27,9 @@ class AloneTime:
 def time_alone(
     cost: RooflineCost, num_prompt_tokens: int, num_output_tokens: int, *, rank: int = 0, load_s: float = 0.0
 ) -> AloneTime:
-    """Return how long a request takes on an idle replica, its prompt in one step.
+    """Return the times of a request on an idle replica, with its prompt in one step and at least one output token.
 
-    Args:
-        cost: What steps cost.
-        num_prompt_tokens: Length of the prompt.
-        num_output_tokens: Length of the answer, at least 1.
-        rank: Rank of its adapter; 0 for the base.
-        load_s: Time to bring its adapter to the device, before the prompt runs; 0 where it is there.
+    ``rank`` is 0 for the base; ``load_s`` is the time to load its adapter before the prompt runs.
     """
     ttft_s = load_s + sum(cost.price(prompt_step(num_prompt_tokens, rank)))
     num_steps = num_output_tokens - 1
@@ -47,54 +39,25 @@ def time_alone(
 
 
 def prompt_step(num_tokens: int, rank: int = 0) -> StepFeatures:
-    """Return a step of one whole prompt.
-
-    Args:
-        num_tokens: Its length, more than 1.
-        rank: Rank of its adapter; 0 for the base.
-    """
-    return StepFeatures(
-        num_decodes=0,
-        num_prompts=1,
-        num_prompt_tokens=num_tokens,
-        num_sampled=1,
-        context_tokens=0,
-        prompt_pairs=num_tokens * (num_tokens + 1) // 2,
-        num_adapters=int(rank > 0),
-        sum_rank=rank,
-        max_rank=rank,
-        num_adapted_decodes=0,
-        decode_row_rank=0,
-        prompt_row_rank=num_tokens * rank,
-        prompt_context_tokens=num_tokens,
-        num_adapted_prompts=int(rank > 0),
-        num_adapted_prompt_tokens=num_tokens if rank else 0,
-        prompt_rank=rank,
-        num_ranks=int(rank > 0),
-    )
+    """Return a step of one whole prompt of more than one token; rank 0 is the base."""
+    return step_features(synthetic_plan([Part(0, num_tokens, _adapter(0, rank), rank)]))
 
 
 def decode_step(context_tokens: int, rank: int = 0, *, num_sequences: int = 1, num_adapters: int = 1) -> StepFeatures:
     """Return a step of sequences that decode with adapters of one rank.
 
     Args:
-        context_tokens: Tokens of KV that each reads, its own included.
+        context_tokens: Tokens of KV that each sequence reads, its new one included.
         rank: Rank of the adapters; 0 for the base.
-        num_sequences: How many sequences.
-        num_adapters: How many adapters they share, if they have any.
+        num_sequences: Number of sequences.
+        num_adapters: Number of adapters that they share, if they have any.
     """
-    return StepFeatures(
-        num_decodes=num_sequences,
-        num_prompts=0,
-        num_prompt_tokens=0,
-        num_sampled=num_sequences,
-        context_tokens=num_sequences * context_tokens,
-        prompt_pairs=0,
-        num_adapters=num_adapters if rank else 0,
-        sum_rank=rank * num_adapters,
-        max_rank=rank,
-        num_adapted_decodes=num_sequences if rank else 0,
-        decode_row_rank=rank * num_sequences,
-        prompt_row_rank=0,
-        num_ranks=int(rank > 0),
+    return step_features(
+        synthetic_plan(
+            Part(context_tokens - 1, 1, _adapter(index % num_adapters, rank), rank) for index in range(num_sequences)
+        )
     )
+
+
+def _adapter(index: int, rank: int) -> AdapterKey | None:
+    return AdapterKey(str(index)) if rank else None

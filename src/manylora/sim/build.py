@@ -1,4 +1,4 @@
-"""Put a simulated engine's parts together: everything but a model."""
+"""The parts of a simulated engine; no model is loaded."""
 
 from __future__ import annotations
 
@@ -26,24 +26,21 @@ DEFAULT_POOL_BYTES = 1 << 30
 
 
 class SimulatedReader:
-    """Makes adapter versions from ``adapter_config.json`` alone; weights are neither needed nor read.
+    """Makes adapter versions from ``adapter_config.json`` alone; weights are not needed.
 
-    The identity is the hash of the folder's configuration and of the weight file's bytes if there is one, so a
-    changed adapter is a new version here as well.
-
-    Args:
-        base: The base model's shape.
+    The identity is the hash of the configuration and of the weight file, if there is one, so a changed adapter is a new
+    version here as well.
     """
 
     def __init__(self, base: BaseShape) -> None:
         self._base = base
 
     def read(self, name: str, path: str) -> AdapterVersion:
-        """Return the version that an adapter of this rank and these targets would be.
+        """Return the version of an adapter with this rank and these targets.
 
         Raises:
             AdapterNotFound: There is no ``adapter_config.json``.
-            AdapterError: It names no rank or no module of this base.
+            AdapterError: It has no rank, or no module of this base.
         """
         config_file = Path(path) / "adapter_config.json"
         if not config_file.is_file():
@@ -71,17 +68,16 @@ class SimulatedReader:
 def build_simulated_parts(
     config: EngineConfig, clock: Clock, *, cost: CostModel | None = None, shape: BaseShape | None = None
 ) -> EngineParts:
-    """Build parts whose executor makes tokens up, at the speed of a cost model.
+    """Build parts whose executor makes synthetic tokens, at the speed of a cost model.
 
     Args:
-        config: Sizes of the pool and the target to simulate (``simulate``) are read from it; no model is loaded.
-        clock: Not needed, because simulated work is done by time alone; an argument so that this builder is
-            interchangeable with the torch one.
-        cost: Step and load times, in place of those of the target.
-        shape: The base model's shape, in place of the target's; by default Llama-3-8B's.
+        config: Names the target (``simulate``), and sets the size of the pool.
+        clock: Unused, because simulated work ends by time alone; makes this builder interchangeable with the torch one.
+        cost: Step and load times; replaces those of the target.
+        shape: The base model's shape; replaces that of the target, by default Llama-3-8B's.
 
     Raises:
-        ConfigError: ``simulate`` names nothing.
+        ConfigError: ``simulate`` names no target.
     """
     if config.simulate is not None and cost is None and shape is None:
         target = find_target(config.simulate, config)

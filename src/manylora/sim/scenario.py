@@ -33,13 +33,7 @@ __all__ = ["Scenario", "read_scenario", "read_setting", "read_table", "with_sett
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A workload, the engines that serve it, and the SLO.
-
-    Args:
-        workload: The requests and adapters.
-        setup: The engines and devices.
-        slo: The limits that requests should keep.
-    """
+    """A workload, the engines that serve it, and the SLO."""
 
     workload: WorkloadSpec
     setup: Setup = field(default_factory=Setup)
@@ -48,7 +42,7 @@ class Scenario:
         0, panel="Workload", at_least=0, help="Seed of the workload, the router and the noisy predictor."
     )
     warm_up_s: float = option(
-        0.0, panel="Objective", unit="s", at_least=0, help="Requests of this first time are served and not counted."
+        0.0, panel="Objective", unit="s", at_least=0, help="Requests of this initial period are served and not counted."
     )
 
     def __post_init__(self) -> None:
@@ -58,12 +52,12 @@ class Scenario:
         """Make the workload.
 
         Raises:
-            ConfigError: A trace cannot be read, or the parts do not fit together.
+            ConfigError: A trace cannot be read, or its parts are inconsistent.
         """
         return make_workload(self.workload, self.seed)
 
     def make_config(self) -> SimulationConfig:
-        """Return what the simulator runs on.
+        """Return the simulator's configuration.
 
         Raises:
             ConfigError: A name is unknown, a file is not usable, or the model does not fit.
@@ -75,7 +69,7 @@ def read_table(file: Path) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        ConfigError: It cannot be read, or is no TOML.
+        ConfigError: It cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -86,14 +80,14 @@ def read_table(file: Path) -> dict[str, Any]:
 
 
 def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -> Scenario:
-    """Make a scenario of what a TOML file holds.
+    """Make a scenario from the content of a TOML file.
 
     Args:
-        table: Its content.
-        folders: Where traces with relative paths are looked for, first to last.
+        table: The content.
+        folders: Searched in order for traces with relative paths.
 
     Raises:
-        ConfigError: A key is unknown or a value wrong; the message says where it stands.
+        ConfigError: A key is unknown or a value is wrong; the message has its place.
     """
     return TableReader(KINDS, folders).read(Scenario, with_files_found(table, folders), "scenario")
 
@@ -102,7 +96,7 @@ def read_setting(text: str) -> tuple[str, Any]:
     """Read `KEY=VALUE`; the value is TOML, or a bare word.
 
     Raises:
-        ConfigError: There is no `=`.
+        ConfigError: The text has no `=`.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
@@ -114,15 +108,10 @@ def read_setting(text: str) -> tuple[str, Any]:
 
 
 def with_setting(table: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a scenario's table with one value changed, however deep; the one given stays as it is.
-
-    Args:
-        table: What a TOML file holds.
-        key: Where, such as ``setup.scheduler.policy``.
-        value: The new value.
+    """Return a copy of a scenario's table with the value of a dotted key, such as ``setup.scheduler.policy``, changed.
 
     Raises:
-        ConfigError: Something on the way is no table.
+        ConfigError: A part of the key is not a table.
     """
     name, _, rest = key.partition(".")
     if not rest:

@@ -42,12 +42,7 @@ __all__ = ["Setup", "make_config", "read_dims"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The engines of a simulation.
-
-    Args:
-        scheduler: Limits of a step, and the order of requests.
-        adapters: The adapter cache.
-    """
+    """The engines of a simulation."""
 
     model: str = option(
         "llama-3-8b",
@@ -67,19 +62,21 @@ class Setup:
     num_pages: int | None = option(
         None, unit="pages", help="Size of the pool; by default as many as fit beside the weights."
     )
-    lora_kernel: str = option("ragged", help="Family of kernels that compute adapters.")
-    copies: str | None = option(None, help="How adapters are copied; by default as goes with the kernels.")
+    lora_kernel: str = option("ragged", help="Kernels that compute adapters.")
+    copies: str | None = option(None, help="Path of adapter copies; by default that of the kernels.")
     link_share: float | None = option(
         None,
         above=0,
         at_most=1,
-        help="Part of the link that copies reach, in place of that of `copies`: to ask what if.",
+        help="Share of the link's bandwidth that copies reach; replaces that of `copies`.",
     )
     tensor_parallel: int = option(1, panel="Setup", unit="devices", help="Devices that share each layer of a replica.")
     num_replicas: int = option(
         1, panel="Setup", flag="--replicas", unit="replicas", help="Replicas that share the requests."
     )
-    router: str = option("affinity", panel="Setup", plugin="router", help="Which replica gets a request.")
+    router: str = option(
+        "affinity", panel="Setup", plugin="router", help="Routing policy: chooses the replica of a request."
+    )
     router_options: Mapping[str, Any] = option(
         factory=dict,
         panel="Setup",
@@ -91,7 +88,7 @@ class Setup:
     host_s: float = option(
         1e-3, unit="s", at_least=0, help="Time that the device waits for the host between two steps."
     )
-    scheduler_time_s: float = option(0.0, unit="s", help="Time that deciding a step takes.")
+    scheduler_time_s: float = option(0.0, unit="s", help="Time to decide a step.")
     block_size: int = option(16, unit="tokens", at_least=1, help="Tokens of KV in a page.")
     prefix_caching: bool = option(False, help="Keep the KV of finished prompts in idle pages.")
     weight_bits: int | None = option(
@@ -100,9 +97,9 @@ class Setup:
     max_model_len: int | None = option(
         None, unit="tokens", at_least=2, help="Longest context; by default the model's own."
     )
-    max_tokens: int | None = option(None, unit="tokens", help="Cap that requests come with; by default as many as fit.")
+    max_tokens: int | None = option(None, unit="tokens", help="Cap of every request; by default as many as fit.")
     exact_caps: bool = option(
-        False, help="Let requests come with the length of their answer as cap, as clients of benchmarks ask."
+        False, help="Set each request's cap to the length of its answer, as benchmark clients do."
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
@@ -115,7 +112,7 @@ def read_dims(model: str) -> ModelDims:
     """Return the dimensions of a known model, or of a ``config.json`` or the folder that holds one.
 
     Raises:
-        ConfigError: It is neither, or the file is not usable.
+        ConfigError: The model is unknown, or the file is not usable.
     """
     file = Path(model)
     if file.is_dir():
@@ -134,12 +131,12 @@ def read_dims(model: str) -> ModelDims:
 
 
 def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, seed: int = 0) -> SimulationConfig:
-    """Return what the simulator needs for a setup.
+    """Return the simulator's configuration for a setup.
 
     Args:
-        setup: What serves.
+        setup: The engines.
         targets: Modules that adapters change.
-        seed: Of the router's draws, of the noisy predictor, and of a profile's jitter.
+        seed: Seeds the router, the noisy predictor, and the jitter of a profile.
 
     Raises:
         ConfigError: A name is unknown, a file is not usable, or the model does not fit.

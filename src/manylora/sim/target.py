@@ -1,6 +1,6 @@
-"""The target of a simulated engine: a machine that was measured, or one that is known by its data sheet.
+"""The target of a simulated engine: a machine that was measured, or one given by its data sheet.
 
-Its vocabulary is that of the given checkpoint folder, as the tokenizer is. Costs do not depend on it.
+Its vocabulary is that of the checkpoint folder, like the tokenizer. Costs do not depend on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from manylora.types import SampledToken, Tier
 __all__ = ["MEAN_ANSWER_TOKENS", "SimulatedTarget", "find_target", "make_token_source"]
 
 MEAN_ANSWER_TOKENS = 200
-"""Mean length of synthetic answers that nothing else ends."""
+"""Mean length of synthetic answers without a cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +34,11 @@ class SimulatedTarget:
     """The machine and the model that a simulated engine imitates.
 
     Args:
-        base: The base model's shape.
         num_pages: Pages in its pool.
-        cost: What its steps and loads take.
-        machine: What it would run on, in words.
-        interference: How much loads slow down the step beside them, by tier.
-        speed: How slow the machine is over time; steady when ``None``.
+        cost: Times of its steps and loads.
+        machine: The hardware, for status pages.
+        interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
+        speed: Speed of the machine over time; constant when ``None``.
     """
 
     base: BaseShape
@@ -51,14 +50,14 @@ class SimulatedTarget:
 
 
 def find_target(name: str, config: EngineConfig) -> SimulatedTarget:
-    """Return what ``--simulate NAME`` names.
+    """Return the target of ``--simulate NAME``.
 
     Args:
         name: The file of a cost profile, or ``hardware:model``, each a known name or a file (``a40:llama-7b``).
-        config: Its memory's sizes and its model's folder are looked at.
+        config: Gives the sizes of memory and the model's folder.
 
     Raises:
-        ConfigError: It is neither; says what was looked for.
+        ConfigError: The name is neither.
     """
     memory = config.memory
     hardware, colon, model = name.rpartition(":")
@@ -76,7 +75,7 @@ def find_target(name: str, config: EngineConfig) -> SimulatedTarget:
     base = replace(made.base, page=replace(made.base.page, block_size=memory.block_size))
     num_bytes = memory.memory_bytes or made.num_pages * made.base.page.num_bytes
     return SimulatedTarget(
-        base=_in_words_of(base, config),
+        base=_with_vocabulary(base, config),
         num_pages=memory.num_pages or max(2, num_bytes // base.page.num_bytes),
         cost=made.cost,
         machine=machine,
@@ -85,15 +84,15 @@ def find_target(name: str, config: EngineConfig) -> SimulatedTarget:
     )
 
 
-def _in_words_of(base: BaseShape, config: EngineConfig) -> BaseShape:
-    """Return the base with the vocabulary of the configuration's model folder, and the context asked for."""
+def _with_vocabulary(base: BaseShape, config: EngineConfig) -> BaseShape:
+    """Return the base with the vocabulary of the configured model folder, and the configured context."""
     path = Path(config.model.model) / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         settings = settings.get("text_config", settings)
         vocab_size, eos = settings["vocab_size"], settings.get("eos_token_id")
     except (OSError, ValueError, KeyError):
-        return base  # no folder, or one with a tokenizer alone
+        return base  # no folder, or one with only a tokenizer
     limit = config.model.max_model_len
     return replace(
         base,
@@ -104,10 +103,10 @@ def _in_words_of(base: BaseShape, config: EngineConfig) -> BaseShape:
 
 
 def make_token_source(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
-    """Return the token source of answers that people or clients will read.
+    """Return the token source of answers for clients.
 
-    An answer goes on to its ``max_tokens``; without one it ends by itself, after a length that its seed draws and that
-    is exponential about a mean, so that a chat without a cap does not run to the end of the context.
+    An answer runs to its ``max_tokens``. Without one it ends after a length drawn by its seed from an exponential
+    distribution, so that a chat without a cap does not run to the end of the context.
     """
     avoid = base.eos_token_ids
 

@@ -1,6 +1,6 @@
-"""Between text and tokens: tokenizer, chat template, incremental detokenisation, stop strings.
+"""Text and tokens: tokenizer, chat template, incremental detokenisation, stop strings.
 
-Above the engine, which knows only token ids; used by the server and the offline API alike.
+The engine knows only token ids; the server and the offline API use this package.
 """
 
 from manylora.text.detokenizer import Detokenizer, TextDelta, TokenLogprob

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: one detokenizer per request, which knows when an answer is over."""
+"""Incremental detokenisation: one detokenizer per request, which also ends the answer at a stop string."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ __all__ = ["Detokenizer", "TextDelta", "TokenLogprob"]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is reported about one token.
+    """The log-probability of one token.
 
     Args:
-        token_id: The token.
-        text: It on its own (see ``Tokenizer.token_text``).
+        text: The token on its own (see ``Tokenizer.token_text``).
         raw: Its bytes.
-        logprob: Its log-probability.
-        top: The most likely tokens at this position, most likely first, their own ``top`` empty.
-        text_offset: Characters of answer before it.
+        top: The most likely tokens at this position, most likely first; their own ``top`` is empty.
+        text_offset: Characters of the answer before it.
     """
 
     token_id: int
@@ -34,16 +32,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What new tokens add to an answer.
+    """The text that new tokens add to an answer.
 
     Args:
-        text: New text, final: it will not be taken back.
-        num_tokens: Tokens taken; fewer than were pushed when a stop string ended the answer before the last.
-        finished: Nothing will follow.
+        text: New text; it is final.
+        num_tokens: Tokens used; fewer than were pushed when a stop string ended the answer before the last.
+        finished: Whether the answer is over.
         stop_reason: The stop string or the requested stop token that ended the answer; ``None`` for an
             end-of-sequence token, for other endings and before the end (vLLM's ``stop_reason``).
-        logprobs: One entry per token taken, when the request asks for log-probabilities. They come with their
-            tokens, so text that is held back can be later than they are.
+        logprobs: One entry per token used, when the request asks for log-probabilities. They come with their
+            tokens, so held text can come later.
     """
 
     text: str
@@ -54,17 +52,12 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Detokenizer:
-    """Turn the tokens of one request into text, as they come.
+    """Turn the tokens of one request into text, incrementally.
 
-    However the tokens are cut into pushes, the deltas add up to the one text: that of the prompt and answer decoded
-    together, less the prompt's, up to the stop string. Text is held back only while it ends within a character
-    or could still become a stop string. Stop strings are looked for in what follows the first ``min_tokens``
-    tokens. A stop token's text is no part of the answer, unless ``include_stop_str_in_output``.
-
-    Args:
-        tokenizer: Shared.
-        prompt: Token ids before the answer.
-        sampling: The request's.
+    The deltas add up to the same text for any split of the tokens into pushes: prompt and answer decoded together, less
+    the prompt's text, up to the stop string. Text is held only while it ends within a character or could become a stop
+    string. Stop strings are searched after the first ``min_tokens`` tokens. A stop token's text is left out, unless
+    ``include_stop_str_in_output``.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -73,19 +66,16 @@ class Detokenizer:
         self._stops = StopStrings(sampling.stop) if sampling.stop else None
         self._pieces = tokenizer.pieces(prompt, skip_special_tokens=sampling.skip_special_tokens)
         self._num_tokens = 0
-        self._num_chars = 0  # decoded, so released or held
+        self._num_chars = 0  # decoded, both released and held
         self._finished = False
 
     def push(self, tokens: Sequence[SampledToken], *, stop_token: int | None = None) -> TextDelta:
-        """Take new tokens, in order.
+        """Add sampled tokens, in order.
 
-        Args:
-            tokens: What was sampled.
-            stop_token: The last of ``tokens`` where it ended the sequence (``Output.stop_token``): the answer is
-                then finished.
+        ``stop_token`` is the last of them if it ended the sequence (``Output.stop_token``) and so the answer.
         """
         assert not self._finished, "the answer is over"
-        if len(tokens) == 1 and stop_token is None and tokens[0].logprob is None:  # nearly always
+        if len(tokens) == 1 and stop_token is None and tokens[0].logprob is None:  # the usual case
             self._num_tokens += 1
             text = self._release(self._pieces.add(tokens[0].token_id))
             if isinstance(text, StopMatch):
@@ -117,7 +107,7 @@ class Detokenizer:
         )
 
     def finish(self) -> TextDelta:
-        """Release what is held: no token follows. Adds nothing when the answer is over already."""
+        """Release the held text: no token follows. Adds nothing when the answer is over already."""
         if self._finished:
             return TextDelta(text="", num_tokens=0, finished=True)
         self._finished = True

@@ -1,9 +1,9 @@
-"""Token by token to text: what a token adds to all that came before it.
+"""Text of an answer token by token: the text that each token adds.
 
-A token is not always a text of its own: it can end within a character, and some decoders treat spaces, or the first
-token of a text, in their own way. So in general what is new is found by decoding the last tokens with and without it.
-Decoders over bytes (GPT-2's, and with it Llama 3's, Qwen's and most others today) do nothing but string bytes together;
-there a table of what each token stands for is as exact, and several times as fast.
+A token need not be text by itself: it can end within a character, and some decoders treat spaces, or the first token
+of a text, specially. So in general the new text is the difference between decoding the last tokens with and without
+the new one. Byte-level decoders (GPT-2's, Llama 3's, Qwen's and most others today) only concatenate bytes; there a
+table of the bytes of each token is as exact, and several times as fast.
 """
 
 from __future__ import annotations
@@ -15,47 +15,43 @@ from typing import Protocol
 __all__ = ["BytePieces", "ByteTable", "DecodedPieces", "TextPieces"]
 
 CONTEXT_TOKENS = 8
-"""Prompt tokens the first answer token is decoded after, so that it keeps its leading space."""
+"""Prompt tokens decoded before the first answer token, so that it keeps its leading space."""
 
 MAX_WINDOW_TOKENS = 16
-"""Tokens the window grows to before it is cut to the newest: a cut costs a decode more."""
+"""Most tokens in the window before it is cut to the newest: a cut costs one more decode."""
 
 MAX_UNREADABLE_TOKENS = 32
-"""Tokens without a readable end after which the text is let go as it is: no character is that long."""
+"""Most tokens without a readable end; then the text is released as it is, because no character is that long."""
 
 MAX_SILENT_TOKENS = 32
-"""Tokens without any text (skipped special ones) that are kept in the window; a model can emit thousands."""
+"""Most tokens without text (skipped special ones) kept in the window; a model can emit thousands."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextPieces(Protocol):
-    """One answer's tokens, in order, as text that adds up to what all of them decode to."""
+    """Converts one answer's tokens, in order, to pieces that add up to the text of all of them."""
 
     def add(self, token_id: int) -> str:
-        """Return the text a token adds, as far as it will not change; what it begins comes with a later one."""
+        """Return the text a token adds, as far as it is final; the rest comes with a later one."""
         ...
 
     def end(self) -> str:
-        """Return what is still held: no token follows."""
+        """Return the held text: no token follows."""
         ...
 
 
 class DecodedPieces:
-    """Pieces by decoding twice; right for every decoder.
+    """Pieces by decoding twice; correct for every decoder.
 
-    ``tokenizers.decoders.DecodeStream`` does the first half of this, but cannot give out what it still holds when an
-    answer ends within a character, and raises on decoders that rewrite what they said before. This is the same
-    algorithm (decode the last tokens with and without the new one, the difference is the new text) with both mended.
-
-    Args:
-        prompt: Token ids before the answer.
-        decode: Turns token ids into text.
+    The algorithm of ``tokenizers.decoders.DecodeStream`` (decode the last tokens with and without the new one, the
+    difference is the new text). That class cannot release its held text when an answer ends within a character, and
+    raises on decoders that rewrite earlier text; this one does both.
     """
 
     def __init__(self, prompt: Sequence[int], decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        # Window over the last tokens:  | said: their text is out | new: not yet |
+        # Window over the last tokens:  | said: text released | new: not yet |
         self._window: list[int] = list(prompt[-CONTEXT_TOKENS:])
         self._num_said = len(self._window)
         self._said = decode(self._window)
@@ -63,13 +59,13 @@ class DecodedPieces:
     def add(self, token_id: int) -> str:
         """Return the text a token adds."""
         self._window.append(token_id)
-        return self._take(is_last=False)
+        return self._release(is_last=False)
 
     def end(self) -> str:
-        """Return what is still held."""
-        return self._take(is_last=True)
+        """Return the held text."""
+        return self._release(is_last=True)
 
-    def _take(self, *, is_last: bool) -> str:
+    def _release(self, *, is_last: bool) -> str:
         """Return the text of the window's new tokens and count it as said; empty while it may still change."""
         num_new = len(self._window) - self._num_said
         if num_new == 0:
@@ -80,13 +76,13 @@ class DecodedPieces:
             return ""
         said = self._said
         if not text.startswith(said):
-            # The prompt ended within a character that is now whole, or a decoder took back what it said.
+            # The prompt ended within a character that is now complete, or the decoder rewrote earlier text.
             said = said.rstrip(REPLACEMENT)
             if not text.startswith(said):
                 self._window = self._window[self._num_said :]
                 text, said = self._decode(self._window), ""
         new = text[len(said) :]
-        if new:  # tokens without text stay in the window: a decoder strips the space of what would come first
+        if new:  # tokens without text stay in the window: a decoder strips the space of the first token
             if len(self._window) > MAX_WINDOW_TOKENS:
                 self._window = self._window[self._num_said :]
                 text = self._decode(self._window)
@@ -98,12 +94,9 @@ class DecodedPieces:
 
 
 class ByteTable(dict[int, str | bytes]):
-    """What each token of a byte-level tokenizer stands for: text, or bytes where those are no text by themselves.
+    """The text of each token of a byte-level tokenizer, or its bytes where those are not text by themselves.
 
-    Filled as tokens are asked for; safe to share between threads.
-
-    Args:
-        look_up: Tells the bytes a decoder makes of a token.
+    Filled on first use with the bytes that ``look_up`` returns; safe to share between threads.
     """
 
     def __init__(self, look_up: Callable[[int], bytes]) -> None:
@@ -121,12 +114,7 @@ class ByteTable(dict[int, str | bytes]):
 
 
 class BytePieces:
-    """Pieces by a table; right where a decoder strings bytes together.
-
-    Args:
-        prompt: Token ids before the answer.
-        table: Of the tokenizer.
-    """
+    """Pieces by a table; correct where a decoder only concatenates bytes."""
 
     def __init__(self, prompt: Sequence[int], table: ByteTable) -> None:
         self._table = table
@@ -148,11 +136,11 @@ class BytePieces:
         return self._without_prompts(text)
 
     def end(self) -> str:
-        """Return what is still held."""
+        """Return the held text."""
         return self._without_prompts(self._decoder.decode(b"", final=True))
 
     def _without_prompts(self, text: str) -> str:
-        """Leave out the mark for a character that the prompt began and nothing finished: it is the prompt's."""
+        """Drop the mark for a character that the prompt began and no token completed: it belongs to the prompt."""
         if text and self._prompt_was:
             self._prompt_was = False
             text = text.removeprefix(REPLACEMENT)

@@ -1,4 +1,4 @@
-"""Find stop strings in text that arrives in pieces, and hold back no more than could become one."""
+"""Stop strings in text that arrives in pieces; only a possible beginning of one is held."""
 
 from __future__ import annotations
 
@@ -10,27 +10,22 @@ __all__ = ["StopMatch", "StopStrings"]
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that was found.
-
-    Args:
-        stop: Which.
-        before: The text in front of it that was not released yet.
-    """
+    """A stop string that was found, and the text before it that was not released yet."""
 
     stop: str
     before: str
 
 
 class StopStrings:
-    """Watch a text for the stop string that completes first (of those that complete together, the longest).
+    """Find the stop string that completes first (of those that complete together, the longest).
 
-    That rule does not depend on how the text is cut into pieces. Text is released as soon as no continuation can
-    make it part of a stop string::
+    That rule does not depend on the cuts between pieces. Text is released as soon as no continuation can make it part
+    of a stop string::
 
         ... released | held = the longest end of the text that begins a stop string
 
     Args:
-        stops: The stop strings, none empty; may be none.
+        stops: The stop strings, none of them empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -39,7 +34,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str | StopMatch:
-        """Take the next piece; return what can be released, or the match that ends the text."""
+        """Add the next piece; return the text to release, or the match that ends it."""
         if not self._stops:
             return text
         text = self._held + text
@@ -53,7 +48,7 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """Release what is held: the text is over."""
+        """Release the held text: no piece follows."""
         held, self._held = self._held, ""
         return held
 

@@ -1,8 +1,8 @@
-"""The bytes a single token stands for, by the tokenizer's own decoder.
+"""The bytes of a single token, by the tokenizer's own decoder.
 
-Decoding one token alone loses what log-probabilities must show: half a character becomes a replacement mark,
-a leading space vanishes. So tokens are mapped one by one, by the three conventions that fast tokenizers use:
-byte-level alphabets, ``<0xE2>`` byte fallback, and a mark that stands for a space.
+Decoding one token alone loses bytes that log-probabilities must show: half a character becomes a replacement mark, a
+leading space vanishes. So tokens are mapped one by one, by the three conventions of fast tokenizers: byte-level
+alphabets, ``<0xE2>`` byte fallback, and a mark in place of a space.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: the character that stands for each byte, printable ones for themselves."""
+    """Return GPT-2's alphabet: the byte of each character; printable bytes are their own character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yield the decoder's parts, sequences opened up."""
+    """Yield the decoder's parts, with sequences flattened."""
     if decoder is None:
         return
     if decoder["type"] == "Sequence":
@@ -40,11 +40,7 @@ def _decoders(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 class TokenBytes:
-    """Map token ids to bytes; a plain table once asked, so threads can share it.
-
-    Args:
-        fast: The tokenizer.
-    """
+    """Map token ids to bytes, with a cache; safe to share between threads."""
 
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast = fast
@@ -80,10 +76,10 @@ class TokenBytes:
 
 
 def byte_tables(fast: FastTokenizer) -> dict[bool, ByteTable] | None:
-    """Return what each token adds to a text, special tokens skipped and not; ``None`` where that depends on its place.
+    """Return the bytes of each token, with special tokens skipped or not; ``None`` if they depend on its position.
 
-    It does not where the decoder only strings bytes together: characters of the byte-level alphabet stand for a byte
-    each, and a token with any other character for itself.
+    They do not if the decoder only concatenates bytes: each character of the byte-level alphabet is one byte, and a
+    token with any other character is its own text.
     """
     if [part["type"] for part in _decoders(json.loads(fast.to_str())["decoder"])] != ["ByteLevel"]:
         return None

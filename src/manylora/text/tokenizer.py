@@ -1,8 +1,8 @@
 """The tokenizer: text to ids, chats to ids, ids to text.
 
-Wraps a Hugging Face fast tokenizer and keeps to the calls of its Rust core that do not change it, so that one
-instance serves every thread (transformers' own ``__call__`` sets truncation on the shared core each time, and
-raises "Already borrowed" under load).
+Wraps a Hugging Face fast tokenizer and uses only calls that do not change its Rust core, so that one instance serves
+every thread. (The ``__call__`` of transformers sets truncation on the shared core each time, and raises "Already
+borrowed" under load.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Tokenizer"]
 MAX_TOKEN_ID = 2**32 - 1
 
 _TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
-"""Arguments of ``apply_chat_template`` that callers may set; the others change what it is, not what it renders."""
+"""Arguments of ``apply_chat_template`` that callers may set; the others change the kind of its result."""
 
 
 class Tokenizer:
@@ -35,7 +35,7 @@ class Tokenizer:
 
     Args:
         hf: A ``PreTrainedTokenizerFast``; nothing else may use it afterwards.
-        name: What to call it in messages.
+        name: Its name in messages.
     """
 
     def __init__(self, hf: Any, name: str) -> None:
@@ -55,10 +55,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path_or_name: str | Path, *, revision: str | None = None) -> Tokenizer:
-        """Load a tokenizer from a directory (or hub name where a network is at hand).
+        """Load a tokenizer from a directory or, with a network, from the hub.
 
         Raises:
-            ConfigError: There is none, it cannot be read, or it is not a fast one.
+            ConfigError: The tokenizer is missing, unreadable, or not a fast one.
         """
         name = str(path_or_name)
         check_checkpoint(name, revision)
@@ -67,9 +67,9 @@ class Tokenizer:
             raise ConfigError(f"Got no tokenizer from {name!r}: none of its files is a tokenizer's")
         try:
             hf = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-        except Exception as error:  # whatever a broken tokenizer file makes the loader raise
+        except Exception as error:  # broken tokenizer files raise many kinds
             place = "" if is_folder else "from the hub: "
-            # The loader's messages are paragraphs of which the first line says what happened.
+            # The loader's messages are paragraphs; the first line has the reason.
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ConfigError(f"Got no tokenizer from {name!r}: {place}{reason}") from error
         return cls(hf, name)
@@ -86,7 +86,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``chat`` can work."""
+        """Whether ``chat`` is available."""
         return self._hf.chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -94,10 +94,10 @@ class Tokenizer:
 
         Args:
             text: Any text; special tokens written out in it are recognised.
-            add_special_tokens: Add what the model expects around a text (a beginning-of-sequence token, mostly).
+            add_special_tokens: Add the model's tokens around a text (mostly a beginning-of-sequence token).
 
         Raises:
-            RequestError: The text is no Unicode text (a lone surrogate).
+            RequestError: The text is not valid Unicode (a lone surrogate).
         """
         try:
             return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -105,10 +105,10 @@ class Tokenizer:
             raise RequestError(f"Got text that is not valid Unicode: {ascii(text)[:80]}", param="prompt") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``token_ids``; ids that name no token stand for nothing.
+        """Return the text of ``token_ids``; unknown ids have no text.
 
         Raises:
-            RequestError: A number that can be no token id.
+            RequestError: A number is out of the range of token ids.
         """
         try:
             text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -118,12 +118,7 @@ class Tokenizer:
         return text
 
     def pieces(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> TextPieces:
-        """Return what turns the tokens of one answer into text as they come.
-
-        Args:
-            prompt: Token ids before the answer.
-            skip_special_tokens: Leave special tokens out of the text.
-        """
+        """Return an incremental decoder of one answer, given the token ids before it."""
         if self._tables is not None:
             return BytePieces(prompt, self._tables[skip_special_tokens])
         decode = functools.partial(self._fast.decode, skip_special_tokens=skip_special_tokens)
@@ -136,7 +131,7 @@ class Tokenizer:
 
         Args:
             messages: ``{"role": ..., "content": ...}`` in order.
-            add_generation_prompt: End with what makes the model answer.
+            add_generation_prompt: End with the tokens that open the model's turn.
             template_kwargs: More variables for the template (``tools``, ``enable_thinking`` ...).
 
         Raises:
@@ -144,7 +139,7 @@ class Tokenizer:
                 renderer's own.
         """
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
-        return self.encode(text, add_special_tokens=False)  # the template writes them itself
+        return self.encode(text, add_special_tokens=False)  # the template writes the special tokens
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_kwargs: Any
@@ -164,12 +159,12 @@ class Tokenizer:
                 **template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            # A template is a program over what the caller sent: whatever it stumbles on is theirs to mend.
+            # A template is a program over the caller's messages: its errors are the caller's.
             raise RequestError(f"The chat template refused the messages: {error}", param="messages") from error
         return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes a token stands for; half a character is half a character."""
+        """Return the bytes of a token, also of one that is half a character."""
         return self._token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:

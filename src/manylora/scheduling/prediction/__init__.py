@@ -1,4 +1,4 @@
-"""Length prediction: how many tokens an answer will have, behind one port."""
+"""Length prediction: the number of tokens an answer will have."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
     """Make the predictor that the configuration names.
 
     Args:
-        config: Its ``predictor``, by name in ``PREDICTORS`` or one's own (``plugins.py``), and the options of that.
-        seed: Of the noisy one's draws.
+        config: Its ``predictor``, in ``PREDICTORS`` or a plug-in (``plugins.py``), and that one's options.
+        seed: Seed of the noisy predictor.
 
     Raises:
-        ConfigError: There is none of that name, an option is wrong.
+        ConfigError: No predictor has that name, or an option is wrong.
     """
     factory = find_factory("predictor", config.predictor, PREDICTORS)
     options = options_for("predictor", config.predictor, PREDICTORS, config.predictor_options)

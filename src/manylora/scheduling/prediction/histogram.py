@@ -1,9 +1,8 @@
-"""A histogram of answer lengths that forgets, and can be asked what is to come of those that got so far.
+"""A decaying histogram of answer lengths, with quantiles conditional on the tokens generated so far.
 
 Bins are a quarter of an octave wide, so a quantile is within a tenth of the truth from 1 token to a million.
-An answer that ended at its cap was cut off: it tells that the length is *at least* that. Such answers count
-among those that could have ended and not among those that did (the estimator of Kaplan and Meier), so low caps
-of some requests do not make others look short.
+An answer that ended at its cap was cut off: its length is *at least* that. Such answers count as at risk and not as
+ended (the Kaplan-Meier estimator), so low caps of some requests do not make others look short.
 
 ::
 
@@ -36,10 +35,10 @@ def upper_edge(index: int) -> float:
 
 
 class LengthHistogram:
-    """Weights of lengths; each new one outweighs the one before it a little. Updates take constant time.
+    """Weights of lengths; old ones decay. Updates take constant time.
 
     Args:
-        memory: About how many of the latest lengths count.
+        memory: Number of the latest lengths that count, roughly.
     """
 
     __slots__ = ("_growth", "_total", "_weight", "cut", "ended")
@@ -54,12 +53,12 @@ class LengthHistogram:
 
     @property
     def count(self) -> float:
-        """How many lengths are remembered, old ones counting less."""
+        """The number of lengths remembered, with old ones at their decayed weight."""
         return self._total / self._weight
 
     def add(self, num_tokens: int, *, was_cut: bool = False, count: float = 1.0) -> None:
-        """Take in a length."""
-        # Instead of fading the old, the new weighs more; once in a while all are scaled back.
+        """Add a length."""
+        # Instead of decaying the old, new lengths weigh more; once in a while all are scaled down.
         self._weight *= self._growth
         side = self.cut if was_cut else self.ended
         index = bin_of(num_tokens)
@@ -73,7 +72,7 @@ class LengthHistogram:
             self._weight = 1.0
 
     def add_to(self, ended: list[float], cut: list[float], count: float) -> None:
-        """Add its shape to dense bins, scaled so that all of it together counts as ``count`` lengths."""
+        """Add its weights to dense bins, scaled to ``count`` lengths in sum."""
         if not self._total:
             return
         scale = count / self._total
@@ -86,16 +85,16 @@ class LengthHistogram:
 def quantiles_beyond(
     ended: list[float], cut: list[float], num_reached: int, shares: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """Return for each share the length that so many of those that reached ``num_reached`` tokens do not exceed.
+    """Return the quantiles of length among answers that reached ``num_reached`` tokens, by the Kaplan-Meier estimator.
 
     Args:
         ended: Weight of answers that ended, by bin.
         cut: Weight of answers that were cut off, by bin.
         num_reached: Tokens generated so far.
-        shares: In (0, 1), rising.
+        shares: The quantiles, in (0, 1), rising.
 
     Returns:
-        Lengths; infinite where no answer was seen to end that late.
+        Lengths in tokens; infinite where no answer has ended that late.
     """
     first = bin_of(num_reached)
     at_risk = sum(ended[first:]) + sum(cut[first:])

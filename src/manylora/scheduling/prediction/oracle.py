@@ -1,4 +1,4 @@
-"""Predictors for experiments: they know the truth, and one of them lies about it by a chosen amount."""
+"""Predictors for experiments: one knows the true lengths, one adds noise of a chosen size to them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _cap(sequence: Sequence) -> int:
 
 
 class OraclePredictor:
-    """Knows.
+    """Predicts the true length.
 
     Args:
-        truth: The length of a sequence's answer; by default its cap, the truth for requests that ignore
+        truth: Returns the length of a sequence's answer; by default its cap, the true length of requests that ignore
             end-of-sequence tokens.
     """
 
@@ -29,7 +29,7 @@ class OraclePredictor:
         self._truth = truth
 
     def predict(self, sequence: Sequence) -> LengthEstimate:
-        """Return the truth."""
+        """Return the true length."""
         truth = self._truth(sequence)
         return bounded_estimate(sequence, truth, truth)
 
@@ -38,24 +38,22 @@ class OraclePredictor:
 
 
 class NoisyPredictor:
-    """Is wrong by a chosen amount: the truth times a factor drawn once per request.
+    """Predicts the true length times a factor drawn once per request.
 
-    The factor is uniform in ``1 ± 2 (1 - accuracy)``, so the error relative to the truth is ``1 - accuracy`` on
-    average and right on average in sum. It depends on the seed and the sequence alone: asked twice, or in
-    another order, the answer is the same.
+    The factor is uniform in ``1 ± 2 (1 - accuracy)``, so the mean relative error is ``1 - accuracy`` and the mean
+    estimate is unbiased. It depends on the seed and the sequence alone, not on the order of calls.
 
     Args:
         accuracy: In (0.5, 1].
-        seed: Of its draws.
         truth: As the oracle's. Estimates never exceed the cap, so where that is the truth, only those below err.
 
-    Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without saying what accuracy is; this
-    reading is ours.
+    Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without a definition of accuracy; this
+    one is ours.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Options:
-        """How wrong it is."""
+        """The size of the noise."""
 
         accuracy: float = option(0.8, above=0.5, at_most=1, help="1 less the mean relative error; for experiments.")
 
@@ -68,8 +66,8 @@ class NoisyPredictor:
         self._seed = seed
 
     def predict(self, sequence: Sequence) -> LengthEstimate:
-        """Return the disturbed truth; p90 is what nine of ten truths would not exceed."""
-        # A hash rather than a generator, so that nothing needs to be remembered per request.
+        """Return the noisy length; p90 is the length that nine of ten true ones would not exceed."""
+        # A hash rather than a generator, so that no state is kept per request.
         draw = crc32(f"{self._seed}/{sequence.seq_id}".encode()) / 0xFFFFFFFF
         guess = self._truth(sequence) * (1.0 + self._spread * (2.0 * draw - 1.0))
         return bounded_estimate(sequence, guess, guess / (1.0 - 0.8 * self._spread))

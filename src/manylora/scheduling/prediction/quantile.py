@@ -1,11 +1,11 @@
-"""The default predictor: what this adapter's answers were like, and all answers where it has few.
+"""The default predictor: quantiles of the adapter's own answers, and of all answers where it has few.
 
 The adapter is the task, so its own history is the strongest feature there is, and it costs a dictionary lookup.
-An adapter with ``n`` answers remembered is mixed with ``PRIOR_COUNT`` answers' worth of the global histogram: a new
-adapter starts from what answers are like here, and a few dozen of its own outweigh that.
+The histogram of an adapter is mixed with the global one at the weight of ``PRIOR_COUNT`` answers: a new adapter starts
+from the global lengths, and a few dozen answers of its own outweigh them.
 
-The estimate is conditional on the tokens generated so far, so asking again while a request runs refines it
-without any rule of thumb: among answers that got this far, half ended before p50.
+The estimate is conditional on the tokens generated so far, so asking again while a request runs refines it: among
+answers that reached this length, half ended before p50.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["QuantilePredictor"]
 PRIOR_COUNT = 10.0
 ADAPTER_MEMORY, GLOBAL_MEMORY = 200, 2000
 MAX_HISTORIES = 20_000
-"""Adapters remembered; beyond that the one asked for longest ago is forgotten."""
+"""Adapters remembered; beyond that the least recently used one is forgotten."""
 CHAT_LOG_MEAN, CHAT_LOG_SIGMA = 5.019, 0.859
-"""Lognormal of answer lengths in the Azure conversation trace: what is believed before the first answer."""
+"""Lognormal of answer lengths in the Azure conversation trace: the prior before the first answer."""
 
 
 class QuantilePredictor:
@@ -39,7 +39,7 @@ class QuantilePredictor:
             self._global.add(round(exp(chat.inv_cdf(share / 20))), count=0.5)
 
     def predict(self, sequence: Sequence) -> LengthEstimate:
-        """Return the quantiles of answers that got as far as this one."""
+        """Return the quantiles of answers at least as long as this one is so far."""
         ended, cut = [0.0] * NUM_BINS, [0.0] * NUM_BINS
         self._global.add_to(ended, cut, PRIOR_COUNT)
         own = self._by_name.get(sequence.name)
@@ -50,7 +50,7 @@ class QuantilePredictor:
         return bounded_estimate(sequence, min(p50, cap), min(p90, cap))
 
     def observe(self, sequence: Sequence) -> None:
-        """Take in an answer's length."""
+        """Add an answer's length."""
         num_tokens = sequence.num_output_tokens
         was_cut = num_tokens >= sequence.max_tokens
         self._global.add(num_tokens, was_cut=was_cut)

@@ -18,11 +18,9 @@ class RequestRecord:
 
     Args:
         arrived_at: Seconds on the server's clock.
-        adapter: The name it asked for, empty for the base.
-        prompt_tokens: Tokens of its prompt.
-        output_tokens: Tokens of its answer.
-        max_tokens: The cap it came with, ``None`` for none.
-        limit: The cap in effect: its own, or what the model and the memory allow.
+        adapter: The requested name, empty for the base.
+        max_tokens: The request's own cap, ``None`` for none.
+        limit: The cap in effect: its own, or that of the model and the memory.
         temperature: 0 is greedy.
         has_schema: Whether the answer had to match a JSON schema.
         finish: ``stop`` or ``length``; others are not logged, because their length is not the answer's.

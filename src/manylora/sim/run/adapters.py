@@ -1,4 +1,4 @@
-"""Adapters that a workload names, as versions an engine can register: sized by their real layout, without weights."""
+"""Adapter versions for a workload: sized by their real layout, without weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,10 @@ __all__ = ["adapter_versions"]
 def adapter_versions(adapters: Iterable[AdapterSpec], base: BaseShape) -> dict[str, AdapterVersion]:
     """Return a version for every adapter, by name.
 
-    Two of the same rank and targets are laid out alike but have names, and so identities, of their own.
-
-    Args:
-        adapters: What the workload names.
-        base: The base model's shape.
+    Two of the same rank and targets have the same layout, but their own names and so their own identities.
 
     Raises:
-        AdapterError: A rank is below 1, or the targets are no modules of this base.
+        AdapterError: A rank is below 1, or no module of this base is a target.
     """
     sizes: dict[tuple[int, tuple[str, ...]], AdapterVersion] = {}
     versions = {}

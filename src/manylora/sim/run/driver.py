@@ -1,13 +1,13 @@
-"""Drives simulated engines on one virtual clock: what the engine's loop is to one live engine.
+"""The loop of simulated engines on one virtual clock.
 
 ::
 
     arrivals --dispatch--> core 0   core 1   core 2      all on one clock
                              |        |        |
-                             +--- a turn of those of which an event is due, or that a request reached
+                             +--- a turn of each engine with an event due or a new request
 
-A turn is the loop's: collect, take arrivals, launch, hand out. Each engine has one when an event of its own is due, so
-its decisions never depend on how often another one woke the clock.
+The turn is that of ``EngineLoop``: collect, add arrivals, launch, deliver. Each engine has one when an event of its own
+is due, so its decisions never depend on the events of another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from manylora.clock import VirtualClock
-from manylora.engine.arrivals import Arrivals
 from manylora.engine.core import EngineCore
+from manylora.engine.loop import Arrivals
 from manylora.errors import Stalled
 from manylora.types import Output, Request
 
@@ -39,11 +39,11 @@ def drive(
         cores: The engines. Their executors know when work completes.
         clock: Jumps to the next event of any of them.
         arrivals: The requests.
-        dispatch: Returns the engine that a request goes to.
-        on_outputs: Takes the outputs of one engine's turn, and the time in seconds.
+        dispatch: Returns the index of the engine for a request.
+        on_outputs: Called with the outputs of one engine's turn, and the time in seconds.
 
     Raises:
-        Stalled: Requests are left and nothing is pending that could move them.
+        Stalled: Requests are left, and no step, load or arrival is pending.
     """
     is_due = [False] * len(cores)
 
@@ -55,7 +55,7 @@ def drive(
     now = clock.now()
     while True:
         collected = [core.collect(now) for core, due in zip(cores, is_due, strict=True) if due]
-        arrivals.hand_over(now, reach)
+        arrivals.submit_due(now, reach)
         for core, due in zip(cores, is_due, strict=True):
             if due:
                 core.launch(now)

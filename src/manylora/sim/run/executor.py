@@ -1,7 +1,7 @@
-"""The simulated executor: work completes when the cost model says so, and tokens are synthetic.
+"""The simulated executor: work completes by a cost model, and tokens are synthetic.
 
-On the virtual clock this turns the engine into a simulator; on the wall clock into a server that needs no
-model. Loads share one link per tier, first in first out, and run beside steps, which they may slow down.
+On the virtual clock it makes the engine a simulator; on the wall clock, a server without a model. Loads share one link
+per tier, first in, first out, and run beside steps, which they may slow down.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ __all__ = ["SimulatedExecutor", "SimulatedWork", "synthetic_token"]
 
 @dataclass(slots=True)
 class SimulatedWork:
-    """Work with a known result and a known end.
-
-    Args:
-        ready_at: When it completes, in seconds.
-        result: What ``poll`` returns from then on.
-        begins_at: When the device turns to it, in seconds.
-    """
+    """Work with a known result, and known times of its begin and end in seconds."""
 
     ready_at: float
     result: StepResult | LoadResult
@@ -38,7 +32,7 @@ class SimulatedWork:
 
 
 def synthetic_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ...] = ()) -> SampledToken:
-    """Return a token that depends on the adapter, the seed and the position alone: as recomputable as a real one."""
+    """Return a token that depends only on adapter, seed and position, so that it can be computed again."""
     position = part.start + part.num_tokens
     draw = crc32(f"{part.adapter}/{part.seed if part.sampling.temperature else 0}/{position}".encode())
     token_id = draw % vocab_size
@@ -52,18 +46,17 @@ def synthetic_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ..
 
 
 class SimulatedExecutor:
-    """Carries plans out in no time, and reports them done at the modelled time.
+    """Reports steps and loads as completed at the modelled time.
 
     Args:
-        cost: Step and load times.
-        vocab_size: Tokens are drawn below this.
+        vocab_size: Bound of token ids.
         avoid: Tokens never chosen (those that would end a sequence early).
         choose: Makes the token of a sequence; by default ``synthetic_token``.
-        scheduler_time_s: Seconds that deciding a step takes: a constant, so that a run does not depend on the
-            machine that simulates it. Behind a step in flight it costs nothing that the step outlasts.
-        interference: How much a load to each tier slows down the step beside it: seconds of delay per second of the
-            load, below 1; none for tiers that are missing.
-        speed: How slow the machine is over time; steady without it.
+        scheduler_time_s: Time to decide a step: a constant, so that a run does not depend on the machine that simulates
+            it. It overlaps with a step in flight.
+        interference: Slow-down of a step by a load beside it, by the load's tier: seconds of delay per second of the
+            load, below 1; none for missing tiers.
+        speed: Speed of the machine over time; constant when ``None``.
     """
 
     def __init__(
@@ -108,7 +101,7 @@ class SimulatedExecutor:
         return SimulatedWork(ready_at, LoadResult(), begins_at)
 
     def _delay_steps(self, tier: Tier, begins_at: float, ends_at: float) -> None:
-        """Slow down the steps in flight beside which a load runs, and move the second by the delay of the first."""
+        """Delay the steps in flight beside a load, and the second also by the delay of the first."""
         late_s = 0.0
         for step in self._steps:
             step.begins_at += late_s
@@ -117,10 +110,10 @@ class SimulatedExecutor:
             late_s, step.ready_at = late_s + ready_at - step.ready_at, ready_at
 
     def _delayed(self, step_ends_at: float, tier: Tier, begins_at: float, ends_at: float) -> float:
-        """Return when a step ends beside which a load runs from ``begins_at`` to ``ends_at``."""
+        """Return the end of a step beside a load that runs from ``begins_at`` to ``ends_at``."""
         interference = self._interference[tier]
         together_s = min(ends_at - begins_at, (step_ends_at - begins_at) / (1.0 - interference))
         return step_ends_at + interference * max(0.0, together_s)
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Nothing is kept, so nothing is dropped."""
+        """Do nothing: no weights are held."""

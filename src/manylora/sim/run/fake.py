@@ -1,7 +1,7 @@
-"""The fake executor: work completes when a test says so, and every guarantee of the core is checked.
+"""The fake executor of tests: work completes on command, and every guarantee of the core is checked.
 
-It keeps a model of device memory: the adapter in each page and the token in each KV slot. A step that would read KV or
-weights which are not there, or that uses a page with two owners, fails at once, in the test that caused it.
+It models device memory: the adapter in each page and the token in each KV slot. A step that reads missing KV or
+weights, or uses a page with two owners, fails at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from manylora.engine.plan_ahead import fill_in
+from manylora.engine.steps.plan_ahead import fill_in
 from manylora.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.sim.run.executor import synthetic_token
 from manylora.types import AdapterKey, SampledToken, Tier
@@ -18,28 +18,23 @@ __all__ = ["FakeExecutor", "FakeWork"]
 
 
 class FakeWork:
-    """Work that is done when told."""
+    """Work that completes on command."""
 
     def __init__(self) -> None:
         self.result: StepResult | LoadResult | None = None
 
     @property
     def ready_at(self) -> float:
-        """Unknown until it is done."""
+        """Infinite until it is done."""
         return -math.inf if self.result is not None else math.inf
 
     def poll(self, now: float) -> StepResult | LoadResult | None:
-        """Return the result once there is one."""
+        """Return the result once it is done."""
         return self.result
 
 
 class FakeExecutor:
-    """Completes work on command and checks memory.
-
-    Args:
-        vocab_size: Tokens are drawn below this.
-        block_size: Tokens per page.
-    """
+    """Completes work on command and checks memory."""
 
     def __init__(self, *, vocab_size: int, block_size: int) -> None:
         self._vocab_size = vocab_size
@@ -63,7 +58,7 @@ class FakeExecutor:
         return len(self._steps)
 
     def launch(self, plan: StepPlan, now: float) -> FakeWork:
-        """Start a step; its reads and writes are checked when it completes, as a device would do them."""
+        """Start a step; its reads and writes are checked when it completes."""
         assert len(self._steps) < 2, "three steps in flight"
         assert plan.sequences
         assert len({part.seq_id for part in plan.sequences}) == len(plan.sequences)
@@ -76,7 +71,7 @@ class FakeExecutor:
         """Start a load."""
         work = FakeWork()
         if load.tier is Tier.DEVICE:
-            assert load.version.key in self.host, "copied from a host that has it not"
+            assert load.version.key in self.host, "copied to the device but is not in the host tier"
             assert len(load.pages) == load.version.num_pages
         self.loads.append((load, work))
         return work
@@ -91,7 +86,7 @@ class FakeExecutor:
             del self._adapter_pages[key]
 
     def complete_step(self) -> None:
-        """Run the step in flight, the first where there are two."""
+        """Complete the oldest step in flight."""
         plan, step = self._steps.popleft()
         plan = fill_in(plan, self._tokens)
         tokens: dict[int, SampledToken] = {}
@@ -115,7 +110,7 @@ class FakeExecutor:
         self._tokens = tokens
 
     def complete_load(self, index: int = 0, error: str | None = None) -> None:
-        """End a load in flight, with ``error`` if it is to fail."""
+        """Complete a load in flight, or fail it with ``error``."""
         load, work = self.loads.pop(index)
         key = load.version.key
         if error is None and load.tier is Tier.HOST:
@@ -131,7 +126,7 @@ class FakeExecutor:
         if key is None:
             return
         if part.placement.tier is Tier.HOST:
-            assert key in self.host, f"{key} is read from a host that has it not"
+            assert key in self.host, f"{key} is read from the host tier but is not there"
             return
         assert key in self._adapter_pages, f"{key} runs but is not on the device"
         assert all(self._contents[page] == key for page in self._adapter_pages[key]), f"pages of {key} were overwritten"

@@ -1,8 +1,7 @@
-"""Prompts without text: tokens that are equal exactly where the workload says that prompts are.
+"""Synthetic prompts: equal exactly where the workload shares prefixes.
 
-Only the prefix cache reads them: it hashes blocks in a chain, and a block that differs in its first tokens
-differs, and so does everything behind it. So a prompt is filler that costs a copy, behind a few tokens that say whose
-it is::
+Only the prefix cache reads them. It hashes blocks in a chain, so a block that differs in its first tokens changes all
+that follow. So a prompt is filler, which costs one copy, behind a few tokens that identify the block or request::
 
     | name of block 7 | filler ........ | name of block 9 | filler ........ | own name | filler ....... |
       prefix_block_tokens                 prefix_block_tokens                 the rest
@@ -16,16 +15,11 @@ __all__ = ["PromptMaker"]
 
 FILLER = 0
 SHARED, OWN = 1, 2
-"""What a name begins with: that of a block never equals that of a request."""
+"""First token of a name: blocks and requests never share a name."""
 
 
 class PromptMaker:
-    """Makes prompts.
-
-    Args:
-        vocab_size: Tokens are below this; at least 16.
-        max_tokens: Longest prompt.
-    """
+    """Makes prompts of at most ``max_tokens`` tokens below ``vocab_size``, which is at least 16."""
 
     def __init__(self, vocab_size: int, max_tokens: int) -> None:
         assert vocab_size >= 16
@@ -43,9 +37,9 @@ class PromptMaker:
         return (*parts, *self._named(OWN, index, num_tokens - len(parts)))
 
     def _named(self, kind: int, number: int, num_tokens: int) -> tuple[int, ...]:
-        """Return ``num_tokens`` tokens that begin with a name, cut off where they are fewer than it has.
+        """Return ``num_tokens`` tokens that begin with a name, which is cut if it is longer.
 
-        A name is its kind and its digits, lowest first: filler of zeros behind it leaves the number as it is.
+        A name is its kind and its digits, lowest first: filler of zeros behind it does not change the number.
         """
         name = [kind]
         while number:

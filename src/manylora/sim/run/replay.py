@@ -1,8 +1,7 @@
-"""Replay: the simulator, fed with what a live run's work took.
+"""Replay: the simulator with the logged times of a live run.
 
 Steps and loads complete at the turns at which they completed live. If server and simulator are one code path, every
-decision follows from that, and the whole event log comes out the same, times included. The first difference is an
-error that names it.
+decision follows from that, and the whole event log is equal, times included. The first difference is an error.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ __all__ = ["Diverged", "ReplayExecutor"]
 
 
 class Diverged(ManyloraError):
-    """A replay did something that the run it replays did not do."""
+    """A replay started work that the logged run did not start."""
 
 
 class ReplayExecutor:
-    """Completes work when a log says that it completed.
+    """Completes work at the times in the log of a run.
 
-    Args:
-        lines: The log of one run.
-        choose: Makes the token of a sequence; what ends an answer must be the same as in the run.
+    ``choose`` makes the token of a sequence; the tokens that end an answer must be those of the run.
     """
 
     def __init__(self, lines: Iterable[LogLine], choose: Callable[[PlannedSequence], SampledToken]) -> None:
@@ -46,7 +43,7 @@ class ReplayExecutor:
         """Start a step.
 
         Raises:
-            Diverged: The run started no such step now.
+            Diverged: The run started no such step at this time.
         """
         step, features = self._steps.get(plan.step_id), step_features(plan)
         if step is None:
@@ -61,7 +58,7 @@ class ReplayExecutor:
         """Start a load.
 
         Raises:
-            Diverged: The run started no such load now.
+            Diverged: The run started no such load at this time.
         """
         key, tier = load.version.key, load.tier
         waiting = self._loads.get((key, tier))
@@ -73,4 +70,4 @@ class ReplayExecutor:
         return SimulatedWork(record.ended_at, LoadResult(error=record.error, device_s=record.device_s))
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Nothing is kept, so nothing is dropped."""
+        """Do nothing: no weights are held."""

@@ -1,7 +1,7 @@
-"""A simulated run: a workload, one or more replicas of the engine that serves, and a clock that jumps.
+"""A simulated run: a workload, one or more engines, and a virtual clock.
 
-Nothing here schedules, caches or evicts: the core and its turns are those of the server, and only the device is
-simulated. A run is a function of its workload and its configuration, to the byte, on any machine.
+Scheduling, caching and eviction are those of the server; only the device is simulated. A run is a deterministic
+function of its workload and its configuration, to the byte, on any machine.
 
 ::
 
@@ -10,8 +10,8 @@ simulated. A run is a function of its workload and its configuration, to the byt
                                                  |
                                                  +--events--> Recorder --> records, timeline --> Summary
 
-The length of an answer belongs to the device: it ends a sequence with a token when its time has come. The engine sees
-the cap alone, as in life; only the ``oracle`` and ``noisy`` predictors are told more.
+Only the simulated device knows the length of an answer: it ends the sequence with a token. The engine sees the cap
+alone, as in a live run; the ``oracle`` and ``noisy`` predictors know the length.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.model import CostModel
 from manylora.costs.speed import MachineSpeed
-from manylora.engine.arrivals import Arrivals
 from manylora.engine.core import EngineCore
+from manylora.engine.loop import Arrivals
 from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
@@ -51,7 +51,7 @@ BASE_NAME = "base"
 TOKEN, END = SampledToken(token_id=3), SampledToken(token_id=4)
 
 Progress = Callable[[int, float], None]
-"""Told how many requests have ended, and the virtual time in seconds."""
+"""Called with the number of ended requests, and the virtual time in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +59,20 @@ class SimulationConfig:
     """The engines that serve the workload.
 
     Args:
-        base: The base model's shape; its page is one replica's, whatever devices share it.
+        base: The base model's shape; a page is that of one replica, over all its devices.
         cost: Times of steps and loads.
         num_pages: Pages in each replica's pool.
-        scheduler: Limits of a step, policy, and length predictor.
-        memory: Block size and prefix caching; ``num_pages`` takes the place of its sizes.
-        adapters: The adapter cache.
+        memory: Block size and prefix caching; its sizes are not used.
         num_replicas: Engines that share the workload.
-        router: Chooses the replica of a request, by name in ``routing.ROUTERS`` or a plug-in.
-        router_options: The router's options, by key.
-        scheduler_time_s: Seconds that deciding a step takes.
-        interference: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
-        speed: Makes the speed of the replica with this number; all are steady without it.
-        max_tokens: Cap that requests come with; as many as fit when ``None``.
-        exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask; for engines
-            that reserve it.
+        router: Name in ``routing.ROUTERS``, or a plug-in.
+        scheduler_time_s: Time to decide a step.
+        interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
+        speed: Makes the speed over time of the replica with this number; constant when ``None``.
+        max_tokens: Cap of every request; as many as fit when ``None``.
+        exact_caps: Set each request's cap to the length of its answer, as benchmark clients do; for engines that
+            reserve it.
         sample_every_s: Virtual seconds between two samples of the timeline.
-        seed: Of the router's draws and of the noisy predictor.
+        seed: Seeds the router and the noisy predictor.
     """
 
     base: BaseShape
@@ -116,9 +113,9 @@ class Run:
     Args:
         workload: Its name.
         records: Every request, in order of arrival; refused ones have an ``error``.
-        timelines: Each replica over time.
-        stats: Each replica's counters at the end.
-        duration_s: Virtual time of the last event, in seconds.
+        timelines: One per replica.
+        stats: The counters of each replica at the end.
+        duration_s: Virtual time of the last event.
     """
 
     workload: str
@@ -134,7 +131,7 @@ class Run:
         warm_up_s: float = 0.0,
         group: Callable[[RequestRecord], str] | None = None,
     ) -> Summary:
-        """Return the run in figures; see ``measure.summarise``."""
+        """Return statistics of the run; see ``measure.summarise``."""
         return summarise(self.records, slo=slo, warm_up_s=warm_up_s, group=group)
 
 
@@ -150,13 +147,13 @@ def simulate(
     Args:
         workload: The requests, by time of arrival.
         config: The engines.
-        on_progress: Called each time requests have ended.
-        sinks: Take every event of every replica, beside the recorders.
+        on_progress: Called after requests have ended.
+        sinks: Receive every event of every replica.
 
     Raises:
         ConfigError: The configuration names a policy, predictor or router that does not exist.
         AdapterError: An adapter applies to no module of the base.
-        Stalled: Liveness is broken: a bug in a policy.
+        Stalled: A policy stranded a request.
     """
     clock = VirtualClock()
     ranks = {spec.name: spec.rank for spec in workload.adapters}
@@ -203,7 +200,7 @@ def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[st
         base_name=BASE_NAME,
         max_num_seqs=config.scheduler.max_num_seqs,
         ranks=ranks,
-        # Only for one that may ask: a profile with jitter would draw for it.
+        # Only for routers that may use it: a profile with jitter would draw for it.
         steps=step_model(config.cost) if config.router == "rank-aware" or is_own(config.router) else None,
         mean_answer_tokens=max(1.0, num_tokens / max(1, len(workload.requests))),
     )
@@ -214,7 +211,7 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
     lengths = [request.num_output_tokens for request in workload.requests]
 
     def choose(part: PlannedSequence) -> SampledToken:
-        # A request's seed is its number in the workload: all that the device is told of it.
+        # A request's seed is its number in the workload.
         num_output = part.start + part.num_tokens - part.num_prompt_tokens + 1
         return END if num_output >= lengths[part.seed] else TOKEN
 
@@ -252,7 +249,7 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
 
 
 def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[float, Request]]:
-    """Yield requests one by one, so that a long trace takes no memory."""
+    """Yield requests one by one, so that a long trace needs no memory."""
     prompts = PromptMaker(config.base.vocab_size, max((r.num_prompt_tokens for r in workload.requests), default=0))
     for index, spec in enumerate(workload.requests):
         yield (
@@ -272,7 +269,7 @@ def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[fl
 
 
 def _cap(spec: RequestSpec, config: SimulationConfig) -> int | None:
-    """Return the cap a request comes with: the configured one, cut to the context."""
+    """Return a request's cap: the configured one, cut to the context."""
     if config.exact_caps:
         return spec.num_output_tokens
     if config.max_tokens is None:

@@ -1,8 +1,8 @@
-"""When is an adapter due? A histogram of the gaps between its requests, for prefetching before it is asked for.
+"""A forecast of the next request of each adapter, from a histogram of the gaps between its requests.
 
-A gap that keeps coming back (a job every five minutes, a user who takes half a minute to read an answer) makes the
-next request foreseeable. After each request the adapter is *due* from just before the shortest usual gap until just
-after the longest:
+A gap that recurs (a job every five minutes, a user who reads an answer for half a minute) makes the next request
+predictable. After each request the adapter is *due* from just before the shortest usual gap until just after the
+longest:
 
 ::
 
@@ -10,11 +10,11 @@ after the longest:
        |-------------------|==================|
                        0.9 * 5th          1.1 * 99th percentile of its gaps
 
-Adapters with few gaps, or gaps of all lengths, are not foreseeable and never due.
+Adapters with few gaps, or gaps of all lengths, are not predictable and never due.
 
-Source: Shahrad et al., "Serverless in the Wild" (ATC '20), section 4, which Chameleon (section 4.2, "Prefetching")
-names. Bins there are minutes up to four hours; here they are half octaves from a millisecond on, for chats and for
-nightly jobs alike. Its time-series fallback for rare items is left out: a rare adapter is rarely loaded.
+Source: Shahrad et al., "Serverless in the Wild" (ATC '20), section 4, which Chameleon cites (section 4.2,
+"Prefetching"). Bins there are minutes up to four hours; here they are half octaves from a millisecond on, for chats
+and for nightly jobs. Its time-series fallback for rare items is left out: a rare adapter is rarely loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_BINS = 64
 """Half octaves: from 1 ms to 2**32 ms, 50 days."""
 MIN_GAPS = 8
 MIN_VARIATION = 2.0
-"""Least coefficient of variation of the bin counts: below it, gaps are spread too evenly to foresee anything."""
+"""Least coefficient of variation of the bin counts: below it, gaps are spread too evenly to predict the next."""
 HEAD, TAIL = 0.05, 0.99
 MARGIN = 0.1
 
@@ -63,12 +63,12 @@ class Forecast:
         gaps.num_gaps += 1
         gaps.last_at = now
         self._due.pop(key, None)
-        if _is_foreseeable(gaps):
+        if _is_predictable(gaps):
             gaps.closes_at = now + _edge(_percentile_bin(gaps, TAIL) + 1) * (1 + MARGIN)
             heappush(self._opening, (now + _edge(_percentile_bin(gaps, HEAD)) * (1 - MARGIN), key, now))
 
     def due(self, now: float) -> list[tuple[AdapterKey, float]]:
-        """Return the adapters whose next request is due, and until when each is, in seconds."""
+        """Return the adapters whose next request is due, each with the time in seconds until which it is."""
         while self._opening and self._opening[0][0] <= now:
             _, key, followed = heappop(self._opening)
             if key in self._gaps and self._gaps[key].last_at == followed:
@@ -88,11 +88,11 @@ def _bin(gap: float) -> int:
 
 
 def _edge(index: int) -> float:
-    """Return where a bin begins, in seconds."""
+    """Return the lower edge of a bin, in seconds."""
     return math.ldexp(0.001, index // 2) * (math.sqrt(2.0) if index % 2 else 1.0)
 
 
-def _is_foreseeable(gaps: _Gaps) -> bool:
+def _is_predictable(gaps: _Gaps) -> bool:
     if gaps.num_gaps < MIN_GAPS:
         return False
     mean = gaps.num_gaps / NUM_BINS

@@ -1,11 +1,11 @@
-"""Requests that can run go first: adapters on the device, then on their way, then on the host, then on disk.
+"""Requests that can run go first: adapters on the device, then loading ones, then on the host, then on disk.
 
-Inside each class it is first come, first served. The cap on distinct adapters in a step is the core's
-(``max_loras``), and adapters of those up next are fetched ahead by the core's prefetching.
+Inside each class it is first come, first served. The core holds the cap on distinct adapters in a step
+(``max_loras``) and prefetches the adapters of the next sequences.
 
-No request starves: one is *due* once ``MAX_BYPASS`` more requests were admitted than stood before it when it
-came. While the oldest is due it goes first, whatever its class, and if it cannot go no other does, except
-while its adapter is on its way. So none is passed by more than ``MAX_BYPASS`` younger ones.
+No request starves. A request is *due* once ``MAX_BYPASS`` more requests were admitted than stood before it when it
+came. While the oldest is due it goes first, whatever its class, and if it is refused no other is admitted, except
+while its adapter is loading. So none is passed by more than ``MAX_BYPASS`` younger ones.
 
 Source: the LoRA scheduler extension of the vLLM multi-adapter article (``reorder_waiting_queue``), which lets
 cold requests starve; the due date is ours. Only the oldest ``LOOK_AHEAD`` are put in order.
@@ -13,57 +13,49 @@ cold requests starve; the due date is ours. Only the oldest ``LOOK_AHEAD`` are p
 
 from __future__ import annotations
 
-from manylora.scheduling.bypass import LOOK_AHEAD, MAX_BYPASS
-from manylora.scheduling.line import Line
-from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
+from manylora.scheduling.policies.bypass import LOOK_AHEAD, MAX_BYPASS
+from manylora.scheduling.policies.strict_fifo import StrictFifoPolicy
+from manylora.scheduling.policy import Outcome, PolicyContext
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["AdapterAwarePolicy"]
 
 
-class AdapterAwarePolicy:
-    """Offers the oldest when it is due, else sequences by how near their adapters are."""
+class AdapterAwarePolicy(StrictFifoPolicy):
+    """Offers the oldest when it is due, else sequences by the nearness of their adapters."""
 
     def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
         self._nearness = context.nearness
-        self._waiting = Line()
         self._due: dict[int, int] = {}  # by seq_id: the number of admissions at which it is due
         self._num_admitted = 0
         self._first: Sequence | None = None
         self._by_age: list[Sequence] = []
-        self._by_nearness: list[Sequence] | None = None  # put in order when first asked for: most steps have no seat
+        self._by_nearness: list[Sequence] | None = None  # sorted when first asked for: most steps have no seat
         self._offered: set[int] = set()
-        self._is_blocked = False
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Take in a sequence and note when it is due."""
+        """Add a sequence and note when it is due."""
         self._due[sequence.seq_id] = self._num_admitted + len(self._waiting) + MAX_BYPASS
-        self._waiting.add(sequence)
+        super().add(sequence, now)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a waiting sequence."""
-        self._waiting.remove(sequence)
+        super().remove(sequence)
         del self._due[sequence.seq_id]
-
-    def squash(self, now: float) -> list[Sequence]:
-        """None: a request that passed stays."""
-        return []
 
     def begin(self, now: float) -> None:
         """Put the oldest in order."""
+        super().begin(now)
         self._by_age = self._waiting.oldest(LOOK_AHEAD)
         self._by_age.reverse()
         self._by_nearness = None
         self._first = self._waiting.head
         self._offered.clear()
-        self._is_blocked = False
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The oldest."""
+        """The oldest when the step began."""
         return self._first
 
     def offer(self) -> Sequence | None:
@@ -74,7 +66,7 @@ class AdapterAwarePolicy:
         if sequence is not None and not self._is_due(sequence):
             self._by_age.append(sequence)
             if self._by_nearness is None:
-                # Stable, and taken from the end: by age inside each class.
+                # Stable, and popped from the end: by age inside each class.
                 self._by_nearness = sorted(self._by_age, key=self._nearness, reverse=True)
             sequence = self._next_of(self._by_nearness)
         if sequence is not None:
@@ -82,32 +74,16 @@ class AdapterAwarePolicy:
         return sequence
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Go on, or stop: for want of KV pages, or because a due one may not be passed any more."""
+        """Continue, or stop: for want of KV pages, or because a due sequence may not be passed any more."""
         if outcome is Outcome.ADMITTED:
-            self._waiting.remove(sequence)
-            del self._due[sequence.seq_id]
+            self.remove(sequence)
             self._num_admitted += 1
         elif outcome is Outcome.NO_PAGES:
-            # Adapters that others wait for may hold the missing pages, and only the first in line may take those.
+            # Adapters that waiting requests use may hold the missing pages, and only the first in line may claim those.
             self._is_blocked = sequence is self._first
             self._by_age, self._by_nearness = ([self._first], [self._first]) if self._first else ([], [])
         elif outcome is not Outcome.ADAPTER_LOADING:
             self._is_blocked = sequence is self._first and self._is_due(sequence)
-
-    def finish(self, sequence: Sequence, now: float) -> None:
-        """Nothing to give back."""
-
-    def send_back(self, sequence: Sequence, now: float) -> None:
-        """Let it wait again, in its old place."""
-        self.add(sequence, now)
-
-    def upcoming(self, count: int) -> list[Sequence]:
-        """Return the oldest: those whose adapters are near are there already, the others are worth fetching."""
-        return self._waiting.oldest(count)
-
-    def queues(self) -> tuple[QueueStatus, ...]:
-        """One line."""
-        return (QueueStatus(num_waiting=len(self._waiting)),)
 
     def _is_due(self, sequence: Sequence) -> bool:
         return self._num_admitted >= self._due[sequence.seq_id]

@@ -1,11 +1,11 @@
-"""Token quotas: how many tokens the running requests of each queue may hold together, and who holds them.
+"""Token quotas: the tokens that the running requests of each queue may hold together, and a ledger of them.
 
 A queue that gets ``S * D * (1/SLO + rate)`` tokens serves ``rate`` requests a second, each holding at most ``S``
-tokens for ``D`` seconds, within ``SLO`` seconds on average (an M/M/1 queue with ``mu = tokens / (S * D)``). What is
-left of all tokens goes to the queues in proportion to these minima.
+tokens for ``D`` seconds, within ``SLO`` seconds on average (an M/M/1 queue with ``mu = tokens / (S * D)``). The
+remaining tokens go to the queues in proportion to these minima.
 
-Where the minima exceed what there is, the paper says nothing. They often do, for ``S`` is the *largest* demand, many
-times the mean in every queue. We share in proportion to what each queue holds at its busy times: so they keep up
+The paper does not treat minima that exceed the total. They often do, because ``S`` is the *largest* demand, many times
+the mean in every queue. Then we share in proportion to the tokens that each queue holds at busy times: queues keep up
 with their arrivals equally well, and a queue of few large requests, which varies most, is not cut short.
 
 Source: Chameleon, section 4.3.5.
@@ -26,7 +26,7 @@ class QueueLoad:
 
     Args:
         max_tokens: Largest demand of one (S).
-        mean_tokens: What one was charged on average: less than it demands where adapters are shared.
+        mean_tokens: Mean charge of one: below its demand where adapters are shared.
         duration_s: Mean time from admission to end in seconds (D).
         rate: Arrivals per second.
     """
@@ -52,20 +52,13 @@ def minimum_quota(load: QueueLoad, slo_s: float) -> float:
 
 
 def share_out(total: int, loads: Seq[QueueLoad], slo_s: float, *, least: int = 1) -> tuple[int, ...]:
-    """Share ``total`` tokens out among queues; the quotas add up to it.
-
-    Args:
-        total: At least ``least`` per queue.
-        loads: Statistics of each queue.
-        slo_s: Seconds a request may take.
-        least: What each queue gets at least: enough for one request.
-    """
+    """Share ``total`` tokens among queues, each at least ``least``; ``slo_s`` is the time a request may take."""
     minima = [minimum_quota(load, slo_s) for load in loads]
     return in_proportion(total, minima if sum(minima) <= total else [load.busy_tokens for load in loads], least=least)
 
 
 def in_proportion(total: int, weights: Seq[float], *, least: int = 1) -> tuple[int, ...]:
-    """Split ``total`` in proportion to ``weights``, evenly if there are none, into integers of at least ``least``."""
+    """Split ``total`` in proportion to ``weights``, evenly if all are 0, into integers of at least ``least``."""
     assert total >= least * len(weights) > 0
     parts = [0] * len(weights)
     left, rest = total, list(range(len(weights)))
@@ -77,22 +70,19 @@ def in_proportion(total: int, weights: Seq[float], *, least: int = 1) -> tuple[i
             parts[index] = max(least, int(shares[index]))
         if not short:
             break
-        # Those who get the least take it from the others, in proportion.
+        # The other queues give up the missing tokens, in proportion.
         left -= least * len(short)
         rest = [index for index in rest if index not in short]
-    # Rounding down left a few tokens over: the largest part will not notice.
+    # The largest part gets the few tokens that rounding down left.
     parts[max(range(len(parts)), key=parts.__getitem__)] += total - sum(parts)
     return tuple(parts)
 
 
 class QuotaLedger:
-    """Who holds whose tokens. A request's tokens come from its own queue, or are lent by others.
+    """The tokens that each request holds, of its own queue or lent by others.
 
-    Invariant: held tokens never exceed the total. A queue's own part may be overdrawn for a while after the
-    quotas have changed under running requests; nothing is taken from it until enough has come back.
-
-    Args:
-        quotas: Tokens of each queue.
+    Invariant: held tokens never exceed the total. A queue may be overdrawn for a while after the quotas have changed
+    under running requests; it gives no tokens until enough have returned.
     """
 
     def __init__(self, quotas: Seq[int]) -> None:
@@ -100,7 +90,7 @@ class QuotaLedger:
         self.total = sum(quotas)
         self.held = 0
         self._used = [0] * len(quotas)
-        self._loans: dict[int, list[tuple[int, int]]] = {}  # by seq_id: (queue, tokens) it was charged to
+        self._loans: dict[int, list[tuple[int, int]]] = {}  # by seq_id: charges as (queue, tokens)
 
     @property
     def num_loans(self) -> int:
@@ -108,17 +98,17 @@ class QuotaLedger:
         return len(self._loans)
 
     def used(self, queue: int) -> int:
-        """Return the tokens of a queue's quota that are taken, lent ones included."""
+        """Return the tokens of a queue's quota in use, lent ones included."""
         return self._used[queue]
 
     def free(self, queues: Seq[int]) -> int:
-        """Return the tokens these queues could give together."""
+        """Return the tokens that these queues together have left."""
         own = sum(max(0, self.quotas[queue] - self._used[queue]) for queue in queues)
         return min(own, self.total - self.held)
 
-    def take(self, seq_id: int, tokens: int, queues: Seq[int]) -> None:
+    def charge(self, seq_id: int, tokens: int, queues: Seq[int]) -> None:
         """Charge a request to these queues, the first ones first."""
-        assert tokens <= self.free(queues), "more than there is"
+        assert tokens <= self.free(queues), "more tokens than are free"
         loans = []
         left = tokens
         for queue in queues:
@@ -130,8 +120,8 @@ class QuotaLedger:
         self.held += tokens
         self._loans[seq_id] = loans
 
-    def give_back(self, seq_id: int) -> int:
-        """Return a request's tokens to where they came from, and how many they were."""
+    def release(self, seq_id: int) -> int:
+        """Release a request's tokens to the queues charged; return their number."""
         tokens = 0
         for queue, part in self._loans.pop(seq_id):
             self._used[queue] -= part
@@ -144,13 +134,13 @@ class QuotaLedger:
         return sum(part for _, part in self._loans[seq_id])
 
     def carry_over(self, seq_id: int, tokens: int, queue: int) -> None:
-        """Charge a request that runs already to its queue under new quotas, overdrawing it if need be."""
+        """Charge a running request to its queue under new quotas; the queue may be overdrawn."""
         self._used[queue] += tokens
         self.held += tokens
         self._loans[seq_id] = [(queue, tokens)]
 
     def check_integrity(self) -> None:
-        """Assert that loans add up to what is used and held, and never to more than the total."""
+        """Assert that charges add up to the used and held tokens, and never exceed the total."""
         used = [0] * len(self.quotas)
         for loans in self._loans.values():
             for queue, tokens in loans:

@@ -1,4 +1,4 @@
-"""Steps planned before the step in flight has yielded its tokens: when to plan them, and how to fill the tokens in.
+"""Plan-ahead: a step is planned before the step in flight has yielded its tokens, which are filled in later.
 
 ::
 
@@ -6,12 +6,12 @@
     core     launch n    plan n + 1 |collect n    plan n + 2 |collect n + 1
                          ^ ``plan_at``
 
-The next step does not depend on *which* tokens come, with one exception: a token may end its request. Such a sequence
-runs once more for nothing, its result is dropped, and its pages are given back when that step is over. Its client has
-its answer by then.
+The next step does not depend on the values of the tokens, with one exception: a token may end its request. Such a
+sequence runs once more, its result is dropped, and its pages are released when that step is over. Its client has the
+answer by then.
 
-The next step is decided early, so a request that arrives after ``plan_at`` waits one step more. That is why it is
-planned late: in the second half of the step in flight, and only so long before its end as planning may take.
+A request that arrives after ``plan_at`` waits one step more. So planning is late: in the second half of the step in
+flight, and only as long before its end as planning may take.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from manylora.types import SampledToken
 __all__ = ["fill_in", "plan_at"]
 
 LEAD_S = 0.003
-"""How long before the end of a step the next one is planned, in seconds: several times what planning takes."""
+"""Time from planning a step to the end of the one in flight, in seconds: several times the cost of planning."""
 
 
 def plan_at(began_at: float, expected_s: float) -> float:
-    """Return when to plan the step after one that began then and is expected to take so long, all in seconds."""
+    """Return the time to plan the next step, given the start and the expected duration of this one; all in seconds."""
     return began_at + max(expected_s / 2, expected_s - LEAD_S)
 
 
 class _Continued(Sequence[int]):
-    """A list up to a position, and one token there; the list may grow meanwhile."""
+    """The first ``length`` tokens of a list that may grow, and one more token."""
 
     __slots__ = ("_last", "_length", "_tokens")
 
@@ -66,14 +66,10 @@ class _Continued(Sequence[int]):
 
 
 def fill_in(plan: StepPlan, tokens: Mapping[int, SampledToken]) -> StepPlan:
-    """Return a plan that awaits no tokens.
-
-    Args:
-        plan: May await tokens of the step before it.
-        tokens: What that step yielded, by ``seq_id``.
+    """Return the plan with the tokens that it awaits of the step before, given by ``seq_id``.
 
     Raises:
-        KeyError: It did not yield a token that the plan awaits.
+        KeyError: A token that the plan awaits is missing.
     """
     if not any(part.awaits_token for part in plan.sequences):
         return plan

@@ -1,6 +1,6 @@
-"""The catalog of adapters: actions on them by name, on top of the cache's actions on versions.
+"""The catalog of adapters: operations by name, on top of the cache's operations on versions.
 
-Every method runs on the loop's thread and returns at once; reading files has happened elsewhere by then.
+Every method runs on the loop's thread and returns at once; files were read before, in another process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 
 from manylora.adapters.registry import AdapterRegistry, NamedAdapter
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound
 from manylora.plan import ON_DEVICE
@@ -22,14 +22,12 @@ _HEIGHT = {tier: height for height, tier in enumerate(Tier)}
 
 
 class AdapterCatalog:
-    """Registers, replaces, pins, warms and forgets adapters by name.
+    """Registers, replaces, pins, warms and unregisters adapters by name.
 
     Args:
-        registry: Names and the versions they point to.
-        cache: Where versions are.
         num_pages: Pages in the pool.
-        pages_needed: Most KV pages a request in flight may come to need.
-        in_flight: Every waiting and running sequence.
+        pages_needed: Most KV pages that a request in flight may need.
+        in_flight: Returns every waiting and running sequence.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class AdapterCatalog:
         """Return the adapter a request names, ``None`` for the base; an exact name wins over ``base:adapter``.
 
         Raises:
-            ModelNotFound: Nothing has that name. There is no falling back to the base.
+            ModelNotFound: No adapter has that name; there is no fallback to the base.
         """
         if model in ("", base_name):
             return None
@@ -65,13 +63,12 @@ class AdapterCatalog:
     def register(self, name: str, version: AdapterVersion, now: float, *, replace: bool = False) -> AdapterStatus:
         """Point a name to a version whose weights the executor holds in the host tier.
 
-        Requests that arrived before stay on the version the name had then. If it is refused, the host copy is
-        given back.
+        Earlier requests keep the version that the name had then. If the version is refused, its host copy is dropped.
 
         Raises:
             AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
-            AdapterError: It leaves no room for a single token beside it.
-            CapacityError: Too many adapters, or the name is pinned and the new version has no room to be.
+            AdapterError: It leaves no room for a single token.
+            CapacityError: Too many adapters, or the name is pinned and there is no room to pin the new version.
         """
         try:
             is_pinned = self._check_can_register(name, version, replace=replace)
@@ -88,7 +85,7 @@ class AdapterCatalog:
         return self.status(name, now)
 
     def unregister(self, name: str, now: float) -> None:
-        """Forget a name; its version is freed when the requests on it have ended.
+        """Remove a name; its version is freed when the requests on it have ended.
 
         Raises:
             AdapterNotFound: No such name.
@@ -96,7 +93,7 @@ class AdapterCatalog:
         self._forget_if_unnamed(self._registry.remove(name), now)
 
     def pin(self, name: str, pinned: bool, now: float) -> AdapterStatus:
-        """Keep an adapter on the device (and bring it there), or let go of it again.
+        """Load an adapter to the device and keep it there, or undo that.
 
         Raises:
             AdapterNotFound: No such name.
@@ -112,7 +109,7 @@ class AdapterCatalog:
         return self.status(name, now)
 
     def warm(self, name: str, now: float) -> AdapterStatus:
-        """Start bringing an adapter to the device before any request asks for it.
+        """Start loading an adapter to the device before any request for it.
 
         Raises:
             AdapterNotFound: No such name.
@@ -152,10 +149,7 @@ class AdapterCatalog:
         return tuple(self.status(named.name, now) for named in self._registry.all())
 
     def busiest(self, num_adapters: int, now: float) -> tuple[AdapterStatus, ...]:
-        """Return the status of a few: those highest in the tiers, of these the ones with requests, then the most used.
-
-        For live views of thousands: looking at all is cheap, describing them is not.
-        """
+        """Return the status of a few, by tier, then with requests first, then by use; for views of thousands."""
 
         def use(named: NamedAdapter) -> tuple[int, bool, int]:
             residency = self._cache.residency(named.version.key)
@@ -172,7 +166,7 @@ class AdapterCatalog:
         return sum(pinned.values())
 
     def _check_can_register(self, name: str, version: AdapterVersion, *, replace: bool) -> bool:
-        """Raise what ``register`` would; return whether the name is pinned."""
+        """Raise the errors of ``register``; return whether the name is pinned."""
         self._registry.check_can_add(name, replace=replace)
         if version.num_pages >= self._num_pages:
             raise AdapterError(name, f"needs {version.num_pages} pages, and the pool has {self._num_pages} in all")
@@ -182,11 +176,7 @@ class AdapterCatalog:
         return is_pinned
 
     def _check_can_pin(self, name: str, version: AdapterVersion) -> None:
-        """Raise unless every request in flight still fits beside all that is pinned.
-
-        Raises:
-            CapacityError: One would not.
-        """
+        """Raise ``CapacityError`` unless every request in flight still fits beside the pinned adapters."""
         for sequence in self._in_flight():
             if sequence.adapter == version.key:
                 continue
@@ -203,6 +193,6 @@ class AdapterCatalog:
 
     def _forget_if_unnamed(self, version: AdapterVersion, now: float) -> None:
         if self._registry.names_of(version.key):
-            self._cache.refresh(version.key, now)  # the name that pinned it may be the one that went
+            self._cache.refresh(version.key, now)  # it may have been pinned by that name
         else:
             self._cache.retire(version.key, now)

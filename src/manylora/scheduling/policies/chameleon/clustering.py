@@ -1,14 +1,11 @@
-"""Exact clustering of numbers: how many queues, and where to cut.
+"""Exact clustering of numbers: the number of queues, and the cuts between them.
 
 In one dimension an optimal cluster is a run of neighbours, so the best clustering into ``k`` follows from the
-best into ``k - 1`` of every prefix, and K-means is exact by dynamic programming instead of a heuristic that
-depends on where it starts:
-
-::
+best into ``k - 1`` of every prefix, and dynamic programming makes K-means exact::
 
     D[k][j] = min over i of D[k-1][i-1] + (sum of squares of sizes i..j about their mean)
 
-On 512 numbers and up to 4 clusters that is ten milliseconds, once in five minutes.
+512 numbers and up to 4 clusters take ten milliseconds, once in five minutes.
 
 Source: Chameleon, section 4.3.4 (K-means for K = 1 .. 4, midpoints of neighbouring centroids); the recurrence is
 that of Ckmeans.1d.dp (Wang and Song, The R Journal 2011).
@@ -31,7 +28,7 @@ LITTLE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Clustering:
-    """The best clustering into so many.
+    """The best clustering into a number of clusters.
 
     Args:
         centroids: Means of the clusters, rising.
@@ -48,7 +45,7 @@ def cluster(sizes: Seq[float], max_clusters: int) -> list[Clustering]:
     """Return the best clusterings into 1, 2, ... ``max_clusters``; fewer if there are fewer distinct numbers.
 
     Args:
-        sizes: At least one number; of more than ``MAX_POINTS``, evenly spaced ones in order of size stand for all.
+        sizes: At least one number; of more than ``MAX_POINTS``, an evenly spaced sample in order of size is used.
         max_clusters: At least 1.
     """
     points = np.sort(np.asarray(sizes, dtype=np.float64))

@@ -1,23 +1,22 @@
 """First come, first served, except that a small request is dated back: by more, the longer the line.
 
-A request's key is ``arrival + backlog * log(size)``: one whose size is less by a factor of e goes ahead of those that
-came up to a backlog before it. *Backlog* is the device time of the prompts that wait, in seconds. With a short line the
-order is that of arrival, and a small request passes only those that came a moment earlier; with a long one it passes
-nearly all larger ones, when that helps it most and costs the others least beside their wait.
+A request's key is ``arrival + backlog * log(size)``: a request smaller by a factor of e goes ahead of those that came
+up to one backlog earlier. *Backlog* is the device time of the waiting prompts, in seconds. With a short line the order
+is nearly that of arrival. With a long one a small request passes nearly all larger ones, when that helps it most and
+adds least to their wait.
 
-Why this form: shortest first has the best mean and a long tail, order of arrival has nearly the best tail and a poor
-mean. Between them lies dating back: arrival less ``log(1 / (1 - exp(-g * size))) / g``, where ``g`` is the rate at
-which the tail falls off, has the shortest tail of all orders that know sizes which are not heavy-tailed, and a mean not
-far from the best. Near saturation ``1/g`` is the mean wait and sizes are small beside it, which leaves the logarithm.
-We take the backlog for the mean wait: it is the wait of requests that come now, not of those that came.
+Why this form: shortest first has the best mean and a long tail; order of arrival has nearly the best tail and a poor
+mean. In between, arrival less ``log(1 / (1 - exp(-g * size))) / g``, where ``g`` is the decay rate of the tail, has the
+shortest tail of all orders that know sizes which are not heavy-tailed, and a mean near the best. Near saturation
+``1/g`` is the mean wait and sizes are small beside it, which leaves the logarithm. The backlog serves as the mean wait:
+it is the wait of requests that arrive now, not of those that arrived before.
 
-*Size* is a product, so that each factor dates back by itself: the device time of the prompt, because a first token
-waits for prompts; the pages of the adapter; and, squared, the weighted size of Chameleon, which knows of the predicted
-answer. Wrong predictions move a request by a part of its key, and never into another queue.
+*Size* is a product, so that each factor shifts the key by itself: the device time of the prompt, because a first token
+waits for prompts; the pages of the adapter; and, squared, Chameleon's weighted size, which includes the predicted
+answer. A wrong prediction moves a request by a part of its key, and never into another queue.
 
-No request starves. The first in line stays so until admitted. The oldest of all is passed by ``MAX_BYPASS`` admissions
-at most (``bypass.py``), then is first in line, and alone; so every request comes to be the oldest. The backlog that
-counts is bounded, so that the order does not turn to shortest first where more comes than can ever be served.
+No request starves, for the reasons in ``keyed.py``. The backlog that counts is bounded, so that the order does not
+become shortest first under an overload that lasts.
 
 Source: the key after Yu and Scully, "Strongly tail-optimal scheduling in the light-tailed M/G/1" (2024), the weighted
 size after Chameleon, section 4.3.1; the backlog in place of a constant, and the bound, are ours (``docs/adr/0022``).
@@ -28,9 +27,9 @@ from __future__ import annotations
 from collections import deque
 from math import log
 
-from manylora.scheduling.keyed_policy import KeyedPolicy
+from manylora.scheduling.policies.keyed import KeyedPolicy
+from manylora.scheduling.policies.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.policy import Outcome, PolicyContext
-from manylora.scheduling.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["BoostPolicy"]
@@ -39,14 +38,14 @@ SHORTEST_S, LONGEST_S = 0.05, 5.0
 """The backlog that counts lies between these, in seconds."""
 
 STALE = 1.25
-"""The order is made anew when the backlog has changed by this factor."""
+"""Keys are computed again when the backlog has changed by this factor."""
 
 FIRST_FIT_AFTER, WINDOW = 16, 2048
-"""Requests that sizes are measured against; anew each time their number has doubled, then every so many."""
+"""Sizes are scaled by the latest ``WINDOW`` requests: fitted each time their number doubles, then every ``WINDOW``."""
 
 
 class BoostPolicy(KeyedPolicy):
-    """Offers the first in line, then sequences by key; a pre-empted one comes back measured by its rest."""
+    """Offers the first in line, then sequences by key; the size of a pre-empted one is that of its rest."""
 
     Options = SizeOptions
 
@@ -60,7 +59,7 @@ class BoostPolicy(KeyedPolicy):
         self._prompt_s: dict[int, float] = {}  # by seq_id, as the next
         self._log_size: dict[int, float] = {}
         self._backlog_s = 0.0
-        self._scale_s = SHORTEST_S  # the backlog that the keys were made with
+        self._scale_s = SHORTEST_S  # the backlog in the present keys
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a waiting sequence."""
@@ -68,15 +67,15 @@ class BoostPolicy(KeyedPolicy):
         self._forget(sequence)
 
     def begin(self, now: float) -> None:
-        """Set the order right if the backlog has changed, and name the first in line."""
+        """Compute keys again if the backlog has changed, and name the first in line."""
         backlog_s = min(max(self._backlog_s, SHORTEST_S), LONGEST_S)
         if not 1 / STALE < backlog_s / self._scale_s < STALE:
             self._scale_s = backlog_s
-            self._line.reorder(self._dated_back)
+            self.reorder(self._dated_back)
         super().begin(now)
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Go on, count the passed ones, or stop."""
+        """Continue, count the passed ones, or stop."""
         super().report(sequence, outcome)
         if outcome is Outcome.ADMITTED:
             self._forget(sequence)
@@ -102,7 +101,7 @@ class BoostPolicy(KeyedPolicy):
         return Demand(prompt=sequence.num_to_run, output=max(1, output), adapter=adapter)
 
     def _learn(self, demand: Demand) -> None:
-        """Measure sizes against recent requests. Those who wait keep theirs: they will soon be gone."""
+        """Fit sizes to recent requests. Waiting requests keep their size: they will soon be gone."""
         self._demands.append(demand)
         self._num_arrivals += 1
         if self._num_arrivals == 1 or self._num_arrivals >= self._fit_after:

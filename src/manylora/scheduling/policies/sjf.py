@@ -1,15 +1,14 @@
-"""Shortest job first with ageing: by predicted tokens still to come, less what the request has waited for.
+"""Shortest job first with ageing: by predicted remaining tokens, less a credit for the time waited.
 
-A request's key is its predicted tokens plus ``ageing * arrival time``. Among those waiting at any moment that is
-the order of "predicted tokens minus ``ageing`` per second waited", and it never changes while they wait, so
-a sorted list is enough and nothing is recomputed as time goes on.
+A request's key is its predicted tokens plus ``ageing * arrival time``. At any moment that is the order of "predicted
+tokens minus ``ageing`` per second waited", and it never changes while requests wait, so a sorted list is enough.
 
-No request starves: a newcomer goes ahead only of those that have waited less than ``(their length - its length) /
-ageing`` seconds, so every request gets to the front. The first in line stays so until admitted and is offered first,
+No request starves: a new one goes ahead only of those that have waited less than ``(their length - its length) /
+ageing`` seconds, so every request gets to the front. The first in line stays so until admitted, is offered first,
 and is passed a bounded number of times.
 
-Source: the shortest-job-first scheduler of uServe, as section 5.3 of the Chameleon paper compares with. Neither
-gives a rate of ageing; ours is what one request decodes in a second.
+Source: the shortest-job-first scheduler of uServe, as compared with in section 5.3 of the Chameleon paper. Neither
+gives a rate of ageing; ours is the decoding rate of one request.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manylora.options import check_options, option
-from manylora.scheduling.keyed_policy import KeyedPolicy
+from manylora.scheduling.policies.keyed import KeyedPolicy
 from manylora.scheduling.policy import PolicyContext
 from manylora.scheduling.sequence import Sequence
 
@@ -25,11 +24,11 @@ __all__ = ["ShortestFirstPolicy"]
 
 
 class ShortestFirstPolicy(KeyedPolicy):
-    """Offers the first in line, then the shortest; a pre-empted one comes back with the length that is left of it."""
+    """Offers the first in line, then the shortest; a pre-empted one comes back with its remaining length."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Options:
-        """How fast waiting counts."""
+        """The rate of ageing."""
 
         ageing_tokens_per_s: float = option(
             50.0,

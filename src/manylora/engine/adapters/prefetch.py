@@ -1,19 +1,18 @@
-"""Prefetching: bring adapters to the device before their requests can be admitted.
+"""Prefetching: load adapters to the device before their requests can be admitted.
 
-Admission starts the loads of all sequences it looks at. It stops looking when the seats are taken, the token budget is
-spent or a sequence lacks pages; those behind would find their adapters missing when their turn comes. So after each
-turn the next few waiting sequences, in the policy's order, are looked at for adapters that can be brought meanwhile.
+Admission starts the load of every sequence that it tries. It stops when the seats are taken, the token budget is spent
+or a sequence lacks pages; later sequences would find their adapters missing. So after each turn the next few waiting
+sequences, in the policy's order, are searched for adapters to load meanwhile.
 
-Three rules keep a guess from doing harm:
+Three rules keep a wrong guess harmless:
 
-* *It never delays a demanded load.* A link carries loads first in, first out. So a prefetch starts only on a link with
-  nothing on it, one at a time: a load demanded later waits for the rest of one copy at most, and that copy is of an
-  adapter that a sequence waits for already.
-* *It takes only pages that sequences ahead will not need.* Pages come from free and idle ones (never from adapters that
-  are wanted or in use), and the need of the sequences before it in line, KV and adapters, is set aside first.
+* *It never delays a demanded load.* A link serves loads first in, first out. So a prefetch starts only on an idle link,
+  one at a time: a load demanded later waits for at most one copy, of an adapter that a sequence waits for already.
+* *It claims only pages that sequences ahead will not need.* Pages come from free and idle ones (never from adapters
+  that are wanted or in use), less the KV and adapter pages that the sequences before it in line need.
 * *It never evicts an item worth more than itself.* An adapter that a request waits for is certain to be used, an idle
-  item is not. One that is merely due (``forecast.py``, off by default) is priced by the same rule as the items it would
-  displace, and only while no request waits.
+  item is not. One that is only forecast (``forecast.py``, off by default) is priced by the same rule as the items it
+  would displace, and only while no request waits.
 
 Source: Chameleon, section 4.2, "Prefetching"; look-ahead of ten after "vLLM multi-LoRA" (spec VL-5).
 """
@@ -22,8 +21,8 @@ from __future__ import annotations
 
 from manylora.adapters.residency import TierState
 from manylora.config import AdapterConfig
-from manylora.engine.adapter_cache import AdapterCache
-from manylora.engine.forecast import Forecast
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.forecast import Forecast
 from manylora.memory import Depth, PageCache, num_blocks
 from manylora.scheduling import Policy
 from manylora.types import AdapterKey, AdapterVersion, Tier
@@ -32,15 +31,7 @@ __all__ = ["Prefetcher"]
 
 
 class Prefetcher:
-    """Looks ahead, and starts at most one load on each idle link.
-
-    Args:
-        cache: Brings adapters.
-        page_cache: Says how much could be claimed.
-        policy: Says which sequence comes next.
-        config: How far to look.
-        block_size: Tokens per page.
-    """
+    """Starts at most one load on each idle link, for upcoming sequences or for forecast requests."""
 
     def __init__(
         self, *, cache: AdapterCache, page_cache: PageCache, policy: Policy, config: AdapterConfig, block_size: int
@@ -59,14 +50,14 @@ class Prefetcher:
             self._forecast.used(key, now)
 
     def launch(self, now: float) -> None:
-        """Start the loads that are worth starting now."""
+        """Start prefetches."""
         idle = [tier for tier in (Tier.HOST, Tier.DEVICE) if not self._cache.is_link_busy(tier)]
         if idle and self._look_ahead and len(self._policy):
-            self._look(idle, now)
+            self._prefetch_upcoming(idle, now)
         elif idle and self._forecast is not None and not len(self._policy):
-            self._foresee(self._forecast, idle, now)
+            self._prefetch_due(self._forecast, idle, now)
 
-    def _look(self, idle: list[Tier], now: float) -> None:
+    def _prefetch_upcoming(self, idle: list[Tier], now: float) -> None:
         """Prefetch for waiting sequences, in their order."""
         room = self._page_cache.num_claimable(Depth.IDLE)
         seen: set[AdapterKey] = set()
@@ -84,8 +75,8 @@ class Prefetcher:
                     room -= version.num_pages
             room -= num_blocks(sequence.num_tokens_to_hold, self._block_size)
 
-    def _foresee(self, forecast: Forecast, idle: list[Tier], now: float) -> None:
-        """Prefetch one adapter that is due, if keeping it till then is worth more than the items it displaces."""
+    def _prefetch_due(self, forecast: Forecast, idle: list[Tier], now: float) -> None:
+        """Prefetch one adapter that is due, if it is worth more until then than the items it displaces."""
         for key, until in forecast.due(now):
             if not self._cache.knows(key):
                 forecast.forget(key)
@@ -94,14 +85,14 @@ class Prefetcher:
             tier = self._missing_from(key)
             if tier not in idle:
                 continue
-            # Some request in the time that is left: as good as one per that time.
+            # One request is expected in the remaining time.
             price = self._cache.reload_s(key) / (until - now) / version.num_pages
             if tier is Tier.HOST or self._page_cache.can_displace(version.num_pages, price, now):
                 self._prefetch(version, now)
                 return
 
     def _missing_from(self, key: AdapterKey) -> Tier | None:
-        """Return the tier to bring an adapter to next; ``None`` if it is on the device, or on its way."""
+        """Return the next tier to load an adapter to; ``None`` if it is on the device, or loading."""
         residency = self._cache.residency(key)
         if residency.device is TierState.RESIDENT or residency.is_loading:
             return None

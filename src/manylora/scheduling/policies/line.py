@@ -1,4 +1,4 @@
-"""The waiting line: sequences by order of arrival, whatever order they came back in."""
+"""A waiting line: sequences in order of arrival, also after pre-emption."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BY_ARRIVAL = attrgetter("seq_id")
 
 
 class Line:
-    """A list sorted by ``seq_id``: arrivals append, a pre-empted sequence goes back to its old place."""
+    """A list sorted by ``seq_id``: arrivals append, a pre-empted sequence returns to its old place."""
 
     __slots__ = ("_sequences",)
 
@@ -33,14 +33,14 @@ class Line:
         return self._sequences[:count]
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in its place."""
+        """Insert a sequence by its ``seq_id``."""
         if not self._sequences or self._sequences[-1].seq_id < sequence.seq_id:
             self._sequences.append(sequence)
         else:
             self._sequences.insert(self._place(sequence), sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a waiting sequence out."""
+        """Remove a waiting sequence."""
         place = self._place(sequence)
         assert self._sequences[place] is sequence
         del self._sequences[place]

@@ -1,13 +1,13 @@
-"""The adapter cache: moves versions up the tiers when sequences need them, and lets them idle in free pages.
+"""The adapter cache: moves versions up the tiers for sequences that need them, and keeps idle ones in spare pages.
 
-It has no size of its own on the device: pages come from the one pool, and an idle adapter stays until its room is
+It has no size of its own on the device: pages come from the shared pool, and an idle adapter stays until its pages are
 needed. Loads are asynchronous on every hop, so a step never waits for one.
 
 ::
 
     ensure(version)   device resident   -> placed in DEVICE
-                      host resident     -> claim pages, start the copy   -> placed in HOST, loading unless none to claim
-                      on disk           -> start the read                -> placed nowhere, loading
+                      host resident     -> claim pages, start the copy   -> placed in HOST, loading if it got pages
+                      on disk           -> start the read                -> not placed, loading
 
 Source: Chameleon, section 4.2; S-LoRA, section 5.
 """
@@ -33,14 +33,14 @@ __all__ = ["AdapterCache", "Readiness"]
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """How near an adapter is to running: where a step could read its weights, and whether they move up.
+    """The place of an adapter's weights, and whether they move up the tiers.
 
-    The values are a handful of constants, so that asking makes nothing.
+    There are only a few values, all constants, so that a lookup allocates nothing.
 
     Args:
-        placement: Where a step could read them now; ``None`` while they are on disk alone. Whether a sequence may run
-            from there is the running set's decision.
-        is_loading: A hop up the tiers is on its way; if not, and they are not on the device, there was no room.
+        placement: Place where a step could read them now; ``None`` while they are only on disk. The running set decides
+            whether a sequence may run from there.
+        is_loading: A hop up the tiers is in flight; if not, and they are not on the device, there was no room.
     """
 
     placement: Placement | None
@@ -62,16 +62,12 @@ class _Load:
 
 
 class AdapterCache:
-    """Keeps track of every version that a name or a sequence refers to.
+    """Tracks every version that a name or a sequence refers to.
 
     Args:
-        page_cache: The pages.
-        executor: Carries loads out.
         config: Limits of the host tier.
-        costs: Kept up to date with the durations of loads.
-        is_pinned: Whether a version is pinned to the device.
-        emit: Takes events.
-        on_arrived: Told of a version that came to the device while sequences run on it.
+        costs: Learns the durations of loads.
+        on_arrived: Called with a version that reaches the device while sequences run on it.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class AdapterCache:
         return key in self._residencies
 
     def reload_s(self, key: AdapterKey) -> float:
-        """Return the seconds that bringing a version to the device would take from its present tier."""
+        """Return the time in seconds to load a version to the device from its present tier."""
         version = self._residencies[key].version
         item = IdleItem(key, version.num_pages, 0.0, version.host_bytes, self._read_bytes(key))
         return self._costs.reload_s(item)
@@ -134,13 +130,13 @@ class AdapterCache:
         return bool(self._loads)
 
     def next_event_at(self) -> float:
-        """Return when the next load completes, as far as is known; infinite otherwise."""
+        """Return the time at which the next load completes; infinite if unknown."""
         return min((load.work.ready_at for load in self._loads), default=math.inf)
 
-    # -- versions come and go ----------------------------------------------------------------------------------------
+    # -- registration ------------------------------------------------------------------------------------------------
 
     def add(self, version: AdapterVersion, now: float) -> None:
-        """Take in a version whose weights the executor holds in the host tier."""
+        """Add a version whose weights the executor holds in the host tier."""
         residency = self._residencies.setdefault(version.key, Residency(version))
         residency.is_retired = False
         if residency.host is TierState.ABSENT:
@@ -152,52 +148,52 @@ class AdapterCache:
             self._trim_host(now)
 
     def price(self, key: AdapterKey, now: float) -> float | None:
-        """Return the worth of keeping a version on the device, if it is idle there and the eviction policy knows."""
+        """Return the value of keeping a version on the device, if it is idle there and the eviction policy has one."""
         return self._page_cache.adapter_price(key, now)
 
     def refuse(self, version: AdapterVersion) -> None:
-        """Give back the host copy of a version that was read and then not registered."""
+        """Drop the host copy of a version that was read and then not registered."""
         residency = self._residencies.get(version.key)
         if residency is None or residency.host is TierState.ABSENT:
             self._executor.drop_adapter(version.key, Tier.HOST)
 
     def retire(self, key: AdapterKey, now: float) -> None:
-        """Let a version go once nothing refers to it: its last name is gone."""
+        """Free a version once nothing refers to it: its last name is gone."""
         self._residencies[key].is_retired = True
         self._warming.pop(key, None)
-        self.refresh(key, now)  # the name that pinned it may be the one that went
+        self.refresh(key, now)  # it may have been pinned by that name
         self._free_if_over(key, now)
 
     # -- references --------------------------------------------------------------------------------------------------
 
     def ask(self, key: AdapterKey, now: float) -> None:
-        """A request for it arrived, and waits."""
+        """Count a request for it that arrived and waits."""
         self._page_cache.adapter_used(key, now)
         self.want(key, now)
 
     def want(self, key: AdapterKey, now: float) -> None:
-        """A waiting sequence asks for it to be spared."""
+        """Count a waiting sequence; its pages are evicted after idle ones."""
         self._residencies[key].num_waiting += 1
         self.refresh(key, now)
 
     def unwant(self, key: AdapterKey, now: float) -> None:
-        """A waiting sequence is admitted or gone."""
+        """Count a waiting sequence out: it was admitted, or ended."""
         residency = self._residencies[key]
         assert residency.num_waiting > 0
         residency.num_waiting -= 1
         self._let_go(key, now)
 
     def hold(self, key: AdapterKey, now: float) -> None:
-        """A sequence starts to run on it."""
+        """Count a sequence that starts to run on it."""
         residency = self._residencies[key]
-        assert residency.tier is not Tier.DISK, "on disk alone"
+        assert residency.tier is not Tier.DISK, "it is only on disk"
         self.num_active += residency.num_running == 0
         residency.num_running += 1
         residency.last_used_at = now
         self.refresh(key, now)
 
     def release(self, key: AdapterKey, now: float) -> None:
-        """A sequence ends or is pre-empted."""
+        """Count a running sequence out: it ended, or was pre-empted."""
         residency = self._residencies[key]
         assert residency.num_running > 0
         residency.num_running -= 1
@@ -206,7 +202,7 @@ class AdapterCache:
         self._let_go(key, now)
 
     def _let_go(self, key: AdapterKey, now: float) -> None:
-        """One reference fewer: it may go idle, and under a policy that keeps nothing idle it goes."""
+        """Handle a lost reference: the version may become idle, and is dropped if the policy keeps nothing idle."""
         self.refresh(key, now)
         residency = self._residencies[key]
         is_idle = residency.device is TierState.RESIDENT and not residency.is_referenced and not self._is_pinned(key)
@@ -216,7 +212,7 @@ class AdapterCache:
         self._free_if_over(key, now)
 
     def refresh(self, key: AdapterKey, now: float) -> None:
-        """Put its pages into the class its references and pins call for."""
+        """Set the eviction class of its pages by its references and pins."""
         residency = self._residencies[key]
         if residency.device is not TierState.RESIDENT:
             return
@@ -236,13 +232,13 @@ class AdapterCache:
     # -- loads -------------------------------------------------------------------------------------------------------
 
     def ensure(self, version: AdapterVersion, now: float, depth: Depth) -> Readiness:
-        """Bring a version nearer to the device, as far as ``depth`` allows.
+        """Start the next load of a version towards the device, as far as ``depth`` allows.
 
         Args:
-            version: Which.
-            now: Seconds.
-            depth: ``WANTED`` may take pages from adapters that others wait for, and overshoot the host limit: it is
-                for the sequence that is first in line, so that it always gets on.
+            version: The version.
+            now: In seconds.
+            depth: ``WANTED`` may claim pages of adapters that waiting requests use, and exceed the host limit: it is
+                for the sequence that is first in line, so that it always makes progress.
         """
         key = version.key
         residency = self._residencies[key]
@@ -263,14 +259,14 @@ class AdapterCache:
         return _HOST[True]
 
     def warm(self, version: AdapterVersion, now: float) -> Readiness:
-        """Bring a version all the way to the device before any sequence waits for it."""
+        """Load a version to the device before any sequence waits for it."""
         readiness = self.ensure(version, now, Depth.IDLE)
         if readiness.is_loading:
             self._warming[version.key] = None
         return readiness
 
     def poll(self, now: float) -> list[tuple[AdapterKey, str]]:
-        """Take in completed loads; return the failed ones with their reason."""
+        """Process completed loads; return the failed ones with their reason."""
         if not self._loads:
             return []
         failures = []
@@ -315,11 +311,11 @@ class AdapterCache:
                 self.host_bytes += load.version.host_bytes
                 self._trim_host(now)
             else:
-                # The same content may have been read meanwhile, and its registration refused.
+                # Meanwhile, the same content may have been read for a registration that was refused.
                 self._executor.drop_adapter(key, Tier.HOST)
         elif ok:
             self.num_loads += 1
-            # Start from "held": the claim left it so.
+            # The claim left its pages held; now they get the class of its references.
             self.refresh(key, now)
             if residency.num_running:
                 self._on_arrived(key)
@@ -331,7 +327,7 @@ class AdapterCache:
         self._free_if_over(key, now)
 
     def _measure(self, load: _Load, now: float, *, ok: bool) -> None:
-        """Learn the duration of the load itself, from its turn on the link, which serves first in, first out."""
+        """Learn the duration of the load itself, without its wait for the link, which serves first in, first out."""
         took_s = now - max(load.started_at, self._link_free_at[load.tier])
         self._link_free_at[load.tier] = now
         if ok and load.tier is Tier.HOST:
@@ -339,10 +335,10 @@ class AdapterCache:
         elif ok:
             self._costs.copy.observe(load.version.host_bytes, took_s)
 
-    # -- giving up copies --------------------------------------------------------------------------------------------
+    # -- dropping copies ---------------------------------------------------------------------------------------------
 
     def on_dropped(self, key: AdapterKey, now: float) -> None:
-        """The page cache took an adapter's pages for another use."""
+        """Handle an eviction: the page cache claimed an adapter's pages for another use."""
         residency = self._residencies[key]
         residency.drop(Tier.DEVICE)
         self.num_evictions += 1
@@ -369,20 +365,20 @@ class AdapterCache:
         self.host_bytes -= self._host.pop(key)
         self._executor.drop_adapter(key, Tier.HOST)
         self._emit(AdapterEvicted(now, key, Tier.HOST, 0))
-        self.refresh(key, now)  # its way back to the device is longer now
+        self.refresh(key, now)  # a reload takes longer now
 
     def _is_over(self, num_bytes: int, num_adapters: int) -> bool:
         limit = self._config.max_cpu_loras
         return num_bytes > self._config.host_bytes or (limit is not None and num_adapters > limit)
 
     def _has_host_room(self, version: AdapterVersion) -> bool:
-        """Whether reading one more stays within the limit once all that may go has gone."""
+        """Whether one more fits within the limit once every copy that may be dropped is dropped."""
         loading = [load.version.host_bytes for load in self._loads if load.tier is Tier.HOST]
         num_bytes = self.host_bytes + sum(loading) + version.host_bytes
         num_adapters = len(self._host) + len(loading) + 1
         if not self._is_over(num_bytes, num_adapters):
             return True
-        for key, host_bytes in self._host.items():  # as they would go: mostly the first few will do
+        for key, host_bytes in self._host.items():  # in the order of dropping: mostly the first few suffice
             if self._can_drop_host(self._residencies[key]):
                 num_bytes -= host_bytes
                 num_adapters -= 1
@@ -392,12 +388,12 @@ class AdapterCache:
 
     @staticmethod
     def _can_drop_host(residency: Residency) -> bool:
-        """Whether the host copy may go: no copy from it is due, no step reads it, and it could be read again."""
+        """Whether the host copy may be dropped: no load or step reads it, and it could be read again from disk."""
         is_needed = residency.is_referenced and residency.device is not TierState.RESIDENT
         return not (is_needed or residency.is_retired or residency.device is TierState.LOADING)
 
     def _trim_host(self, now: float) -> None:
-        """Drop the least recently used host copies beyond the limit; the disk tier has them still."""
+        """Drop the least recently used host copies beyond the limit; they remain on disk."""
         if not self._is_over(self.host_bytes, len(self._host)):
             return
         for key in list(self._host):

@@ -4,24 +4,23 @@
 
     arrivals --size--> [ small  ] --own quota--\
                        [ medium ] --own quota---+--> running        pass 1: each queue up to its own quota
-                       [ large  ] --own quota--/                    pass 2: the others share what empty ones left
+                       [ large  ] --own quota--/                    pass 2: the others share tokens of empty ones
 
-A request is charged its prompt, its predicted answer and its adapter, in tokens, until it ends, and at least what
-one seat is worth; what pass 2 lends is charged to the empty queues and comes back to them. A request whose demand
-exceeds its queue's whole quota is charged all of that quota: it waits until its queue holds nothing else, instead
-of for ever.
+A request is charged its prompt, its predicted answer and its adapter, in tokens, until it ends, and at least one
+seat's share of the tokens. Tokens lent in pass 2 are charged to the empty queues and return to them. A request whose
+demand exceeds its queue's whole quota is charged all of that quota: it waits until its queue holds nothing else.
 
-A younger request passes one that lacks memory for its adapter only if it is predicted to end before that memory
-comes free, and is squashed if the older could run after all (``opportunity.py``). While an adapter is on its
-way, its request's tokens are kept for it and younger ones pass freely.
+A younger request passes one that lacks memory for its adapter only if it is predicted to end before that memory is
+freed, and is squashed if the older could run after all (``opportunity.py``). While an adapter is loading, its request's
+tokens are reserved and younger ones pass freely.
 
-No request starves. A queue's quota comes back as its running requests end, and its oldest takes it before any
-younger one; an empty queue lends nothing once it has work. For memory, the oldest of all is first in line. The
-oldest of a queue that has its quota and is not admitted, for want of memory or because smaller requests took the
-seats, is passed a bounded number of times (``bypass.py``), then is first in line, and alone. Squashing ends: only
-older requests squash younger ones.
+No request starves. A queue's quota returns as its running requests end, and its oldest takes it before any younger one;
+an empty queue lends nothing once it has work. For memory, the oldest of all is first in line. The oldest of a queue
+that has its quota and is not admitted, for want of memory or because smaller requests took the seats, is passed a
+bounded number of times (``policies/bypass.py``), then is first in line and offered alone. Squashing ends: only older
+requests squash younger ones.
 
-Source: Chameleon, section 4.3, algorithm 1. The choices it leaves open are in ``docs/adr/0010`` to ``0013``.
+Source: Chameleon, section 4.3, algorithm 1. Our choices where it is silent are in ``docs/adr/0010`` to ``0013``.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from dataclasses import dataclass, field
 from math import inf
 
 from manylora.options import option
-from manylora.scheduling import queue_plan
-from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
-from manylora.scheduling.line import Line
-from manylora.scheduling.opportunity import Opportunity, Running, steps_to_end
+from manylora.scheduling.policies.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.policies.chameleon import queue_plan
+from manylora.scheduling.policies.chameleon.opportunity import Opportunity, Running, steps_to_end
+from manylora.scheduling.policies.chameleon.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
+from manylora.scheduling.policies.chameleon.quota import QuotaLedger
+from manylora.scheduling.policies.line import Line
+from manylora.scheduling.policies.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.policy import Outcome, PolicyContext, QueueStatus
-from manylora.scheduling.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
-from manylora.scheduling.quota import QuotaLedger
-from manylora.scheduling.request_size import Demand, RequestSizer, SizeOptions
 from manylora.scheduling.sequence import Sequence
 
 __all__ = ["ChameleonPolicy", "StaticQueuesPolicy"]
@@ -46,32 +45,27 @@ __all__ = ["ChameleonPolicy", "StaticQueuesPolicy"]
 
 @dataclass(slots=True)
 class _Entry:
-    """The record of a sequence in flight."""
-
     sequence: Sequence
     demand: Demand
     queue: int
-    steps: int
-    """Steps it takes if admitted, at p90."""
-    total_output: int
-    """Tokens it is expected to generate in all, at p50."""
-    passed: list[Sequence] = field(default_factory=list)
-    """Older ones of its queue that lacked adapter memory when it was admitted."""
+    steps: int  # until it ends if admitted now, at p90
+    total_output: int  # tokens it is expected to generate in all, at p50
+    passed: list[Sequence] = field(default_factory=list)  # older ones of its queue that lacked adapter memory
 
 
 class ChameleonPolicy:
-    """Queues, cut-offs and quotas that follow the load."""
+    """Queues by size, with cut-offs and quotas that follow the load."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Options(SizeOptions):
-        """How queues and quotas are set."""
+        """The settings of queues and quotas."""
 
         queue_criterion: str = option(
             "elbow",
             panel="Scheduling",
             choices=("elbow", "wcss"),
-            help="Under chameleon: the number of queues; elbow stops where another explains little more, wcss takes "
-            "the least sum of squares (in practice always the most).",
+            help="Under chameleon: criterion for the number of queues; elbow stops where another queue explains little "
+            "more, wcss takes the least sum of squares (in practice always the most queues).",
         )
         refresh_s: float = option(
             300.0,
@@ -79,14 +73,14 @@ class ChameleonPolicy:
             flag="--queue-refresh",
             unit="s",
             above=0,
-            help="Under chameleon: time between two settings of queues and quotas.",
+            help="Under chameleon: time between two plans of queues and quotas.",
         )
         slo_s: float | None = option(
             None,
             panel="Scheduling",
             unit="s",
             above=0,
-            help="Under chameleon: time a request may take in all, for quotas; by default five times the mean.",
+            help="Under chameleon: SLO of a request's duration, for quotas; by default five times the mean.",
         )
 
     def __init__(self, context: PolicyContext) -> None:
@@ -94,8 +88,7 @@ class ChameleonPolicy:
         self._config = context.config
         self._options: ChameleonPolicy.Options = context.options
         self._total = context.num_pages * context.block_size
-        # Seats are shared out with the tokens: a request is charged a seat's worth at least, so that small ones
-        # cannot take all seats within their quota.
+        # A request is charged at least a seat's share of the tokens, so that small ones cannot take all seats.
         num_seats = min(context.config.max_num_seqs, context.config.max_num_batched_tokens)
         self._least = max(1, self._total // num_seats)
         self._history = RequestHistory()
@@ -112,9 +105,11 @@ class ChameleonPolicy:
         self._first: Sequence | None = None
         self._offers: Iterator[Sequence] = iter(())
         self._outcome = Outcome.NO_PAGES
-        self._charging: tuple[int, list[int]] = (0, [])  # tokens of the sequence just offered, and who gives them
+        self._charging: tuple[int, list[int]] = (0, [])  # tokens of the sequence just offered, and the queues charged
         self._offered: set[int] = set()
-        self._lacking: dict[int, list[tuple[Sequence, float]]] = {}  # by queue: who lacks adapter memory, for how long
+        self._lacking: dict[
+            int, list[tuple[Sequence, float]]
+        ] = {}  # by queue: sequences without adapter memory, steps to wait
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -122,7 +117,7 @@ class ChameleonPolicy:
     # -- sequences come and go ---------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Predict its length, measure it and put it into the queue for its size."""
+        """Predict its length, and add it to the queue for its size."""
         entry = self._measure(sequence)
         if sequence.admitted_at is None:
             self._history.arrived(entry.demand, now)
@@ -135,20 +130,20 @@ class ChameleonPolicy:
         self._bypass.forgive(sequence)
 
     def finish(self, sequence: Sequence, now: float) -> None:
-        """Take its tokens back, and note how long it took."""
+        """Release its tokens, and record its duration."""
         demand, held_tokens = self._stop(sequence)
         assert sequence.admitted_at is not None
         self._history.ended(demand, held_tokens, now - sequence.admitted_at)
 
     def send_back(self, sequence: Sequence, now: float) -> None:
-        """Take its tokens back and let it wait in its old place."""
+        """Release its tokens and let it wait in its old place."""
         self._stop(sequence)
         self.add(sequence, now)
 
     def _stop(self, sequence: Sequence) -> tuple[Demand, int]:
         entry = self._running.pop(sequence.seq_id)
         self._opportunity.stopped(sequence)
-        return entry.demand, self._ledger.give_back(sequence.seq_id)
+        return entry.demand, self._ledger.release(sequence.seq_id)
 
     def _take_out(self, sequence: Sequence) -> _Entry:
         entry = self._waiting.pop(sequence.seq_id)
@@ -169,20 +164,20 @@ class ChameleonPolicy:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
-        """Settle the queues anew if it is time, and name the first in line."""
+        """Plan the queues again if it is time, and name the first in line."""
         num_arrivals = self._history.num_arrivals
         if num_arrivals >= self._plan_after or (now >= self._plan_again_at and num_arrivals):
             self._settle(now)
         for line in self._lines:
             head = line.head
             if head is not None and self._has_quota(head):
-                # If the seats or the step's tokens run out before it is offered, it is passed all the same.
+                # It counts as passed also if the seats or the step's tokens run out before it is offered.
                 self._bypass.refuse(head)
         self._first = self._first_now()
         self._offered.clear()
         self._lacking = {}
-        worn = self._bypass.exhausted
-        self._offers = self._two_passes() if worn is None else self._alone(worn)
+        exhausted = self._bypass.exhausted
+        self._offers = self._two_passes() if exhausted is None else self._alone(exhausted)
 
     @property
     def first_in_line(self) -> Sequence | None:
@@ -197,11 +192,11 @@ class ChameleonPolicy:
         return sequence
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Let the passes go on from here."""
+        """Continue the passes."""
         self._outcome = outcome
         if outcome is Outcome.ADMITTED:
             entry = self._running[sequence.seq_id] = self._take_out(sequence)
-            self._ledger.take(sequence.seq_id, *self._charging)
+            self._ledger.charge(sequence.seq_id, *self._charging)
             self._opportunity.admitted(sequence)
             entry.passed = [older for older, _ in self._lacking.get(entry.queue, ()) if older.seq_id < sequence.seq_id]
             if self._bypass.admit(sequence):
@@ -223,7 +218,7 @@ class ChameleonPolicy:
             yield sequence
 
     def _two_passes(self) -> Iterator[Sequence]:
-        """Offer what own quotas allow, then what empty queues can lend; small requests first in both."""
+        """Offer within own quotas, then within the tokens that empty queues lend; small requests first in both."""
         for queue in range(len(self._lines)):
             yield from self._put_batch(queue, [queue])
         empty = [queue for queue, line in enumerate(self._lines) if not line]
@@ -235,7 +230,7 @@ class ChameleonPolicy:
 
     def _put_batch(self, queue: int, lenders: list[int]) -> Iterator[Sequence]:
         """Offer a queue's sequences, oldest first, as long as the lenders have the tokens."""
-        reserved = 0  # for those of this batch whose adapter is on its way
+        reserved = 0  # for those of this batch whose adapter is loading
         lacking = self._lacking.setdefault(queue, [])
         for sequence in self._lines[queue].oldest(LOOK_AHEAD):
             if sequence.seq_id in self._offered:
@@ -254,7 +249,7 @@ class ChameleonPolicy:
                 case Outcome.ADAPTER_NO_PAGES:
                     lacking.append((sequence, self._steps_until_room(sequence)))
                 case Outcome.NO_PAGES:
-                    lacking.append((sequence, 0))  # none of this queue passes it, in the second pass neither
+                    lacking.append((sequence, 0))  # none of this queue passes it, in either pass
                     return
 
     def _has_quota(self, sequence: Sequence) -> bool:
@@ -262,7 +257,7 @@ class ChameleonPolicy:
         return self._charge(entry) <= self._ledger.free([entry.queue])
 
     def _charge(self, entry: _Entry) -> int:
-        """Return the tokens an admission would hold: an adapter that runs already is held, and paid for, by others."""
+        """Return the tokens an admission would hold; an adapter in use is charged to other requests already."""
         tokens = entry.demand.tokens
         if self._opportunity.is_used(entry.sequence.adapter):
             tokens -= entry.demand.adapter
@@ -271,7 +266,7 @@ class ChameleonPolicy:
     # -- opportunistic bypass ----------------------------------------------------------------------------------------
 
     def squash(self, now: float) -> list[Sequence]:
-        """Name those that passed one that could run in their stead: as few as it takes, youngest first."""
+        """Name the fewest sequences that must go so that one they passed can run, youngest first."""
         passers: dict[int, list[tuple[Sequence, int]]] = {}  # by seq_id of the older one
         for seq_id, entry in self._running.items():
             for older in entry.passed:
@@ -281,13 +276,13 @@ class ChameleonPolicy:
             waiting = self._waiting[seq_id]
             num_tokens = self._charge(waiting) - self._ledger.free([waiting.queue])
             is_first = waiting.sequence is self._first_now()
-            squashed = self._opportunity.who_must_go(waiting.sequence, num_tokens, passers[seq_id], is_first=is_first)
+            squashed = self._opportunity.to_squash(waiting.sequence, num_tokens, passers[seq_id], is_first=is_first)
             if squashed:
                 return squashed
         return []
 
     def _steps_until_room(self, sequence: Sequence) -> float:
-        """Return in how many steps memory for its adapter will have come free, by the middle estimates."""
+        """Return the steps until memory for its adapter is free, by the p50 estimates."""
         running = []
         for entry in self._running.values():
             if entry.sequence.num_output_tokens >= entry.total_output:
@@ -299,7 +294,7 @@ class ChameleonPolicy:
     # -- queues ------------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        """Plan the queues by recent requests, and move every sequence to its queue of now."""
+        """Plan the queues by recent requests, and move every sequence to its new queue."""
         if now >= self._plan_again_at or self._plan_again_at == inf:
             self._plan_again_at = now + self._options.refresh_s
         self._plan_after = 2 * self._history.num_arrivals
@@ -354,7 +349,7 @@ class ChameleonPolicy:
         )
 
     def check_integrity(self) -> None:
-        """Assert that quotas and lines agree with who waits and who runs; slow, for tests."""
+        """Assert that quotas and lines agree with the waiting and running sequences; slow, for tests."""
         self._ledger.check_integrity()
         assert self._ledger.num_loans == len(self._running)
         assert sum(map(len, self._lines)) == len(self._waiting)
@@ -364,10 +359,10 @@ class ChameleonPolicy:
 
 
 class StaticQueuesPolicy(ChameleonPolicy):
-    """The same passes over four queues of equal ranges and equal quotas, settled once.
+    """The same passes over four queues of equal ranges and equal quotas, planned once.
 
     Source: the baseline "Static" of Chameleon, section 5.4.5, which knows the smallest and the largest size; here
-    they are those of the first hundred requests.
+    they are taken from the first hundred requests.
     """
 
     def _make_plan(self, now: float) -> QueuePlan:

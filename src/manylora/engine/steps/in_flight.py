@@ -1,4 +1,4 @@
-"""Steps in flight: at most two, of which the second was planned ahead and waits behind the first."""
+"""Steps in flight: at most two, the second planned ahead and queued behind the first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from manylora.costs.online import StepLoad
-from manylora.engine.plan_ahead import plan_at
+from manylora.engine.steps.plan_ahead import plan_at
 from manylora.memory import ReloadCosts
 from manylora.plan import StepPlan, StepResult
 from manylora.ports import Work
@@ -21,12 +21,10 @@ class Step:
     """A step in flight.
 
     Args:
-        plan: The plan that the executor carries out.
         sequences: Its sequences, in the plan's order.
         num_tokens: Tokens that it runs.
         load: Its size for the cost model, ``None`` while no cost is asked for.
-        work: The executor's handle.
-        began_at: When it had the device to itself: at its launch, or when the step before it was collected.
+        began_at: Time in seconds of its launch, or of the end of the step before it if that is later.
     """
 
     plan: StepPlan
@@ -38,12 +36,7 @@ class Step:
 
 
 class StepsInFlight:
-    """Steps in the order of their launch, and the time at which to plan one more.
-
-    Args:
-        costs: Expected duration of a step.
-        plans_ahead: Whether a step is planned while another is in flight.
-    """
+    """Steps in the order of their launch, and the time at which to plan one more."""
 
     def __init__(self, costs: ReloadCosts, *, plans_ahead: bool) -> None:
         self._costs = costs
@@ -59,21 +52,21 @@ class StepsInFlight:
         return [step.plan for step in self._steps]
 
     def may_plan(self, now: float) -> bool:
-        """Whether the next step is to be planned: nothing is in flight, or its time has come."""
+        """Whether the next step is to be planned now."""
         return not self._steps or now >= self._plan_at
 
     def planning(self) -> None:
-        """The next step is being planned: once per step in flight, whatever comes of it."""
+        """Note that the next step is being planned: once per step in flight, also if it comes out empty."""
         self._plan_at = math.inf
 
     def launched(self, step: Step, now: float) -> None:
-        """A step starts, behind the one in flight if there is one."""
+        """Add a step, behind the one in flight if there is one."""
         self._steps.append(step)
         if len(self._steps) == 1:
             self._begin(step, now)
 
     def take_completed(self, now: float) -> tuple[Step, StepResult] | None:
-        """Take the oldest step out if it is complete. Call ``begin_next`` once it has been taken in.
+        """Remove and return the oldest step if it is complete. Call ``begin_next`` once its result is processed.
 
         Raises:
             Exception: The device failed in it; the engine is lost.
@@ -84,12 +77,12 @@ class StepsInFlight:
         return self._steps.popleft(), result
 
     def begin_next(self, now: float) -> None:
-        """The step that was in front has been taken in: the one behind it has the device to itself."""
+        """Note that the step behind the completed one begins."""
         if self._steps:
             self._begin(self._steps[0], now)
 
     def next_event_at(self) -> float:
-        """Return when the oldest step completes, as far as is known, or the next is to be planned; else infinite."""
+        """Return the time at which the oldest step completes or the next is to be planned; infinite if unknown."""
         return min(self._steps[0].work.ready_at, self._plan_at) if self._steps else math.inf
 
     def _begin(self, step: Step, now: float) -> None:

@@ -1,21 +1,20 @@
-"""First come, first served, except that a cold or capped request does not hold up those behind it.
+"""First come, first served, except that a request without its adapter does not hold up those behind it.
 
-A sequence whose adapter is on its way is passed by younger ones: it could not run anyway. One that lacks room
-for its adapter, or that the adapter cap keeps out, may be passed as well, a bounded number of times
-(``bypass.py``). One that lacks room for KV is never passed.
+A sequence whose adapter is loading is passed by younger ones: it could not run anyway. One that lacks room for its
+adapter, or that the adapter cap keeps out, may be passed a bounded number of times (``bypass.py``). One that lacks room
+for KV is never passed.
 
 No request starves: the oldest is first in line until admitted, and is passed a bounded number of times.
 
-Source: vLLM admits first come first served. S-LoRA does as well, and lets none pass: ``strict_fifo.py``, whose line
-this is.
+Source: vLLM admits first come, first served. S-LoRA does as well, without bypassing (``strict_fifo.py``).
 """
 
 from __future__ import annotations
 
-from manylora.scheduling.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.policies.bypass import LOOK_AHEAD, Bypass
+from manylora.scheduling.policies.strict_fifo import StrictFifoPolicy
 from manylora.scheduling.policy import Outcome, PolicyContext
 from manylora.scheduling.sequence import Sequence
-from manylora.scheduling.strict_fifo import StrictFifoPolicy
 
 __all__ = ["FifoPolicy"]
 
@@ -35,7 +34,7 @@ class FifoPolicy(StrictFifoPolicy):
         self._bypass.forgive(sequence)
 
     def begin(self, now: float) -> None:
-        """Line up the oldest."""
+        """Collect the oldest, for the offers of this step."""
         super().begin(now)
         self._offers = self._waiting.oldest(LOOK_AHEAD)
         self._offers.reverse()
@@ -48,12 +47,10 @@ class FifoPolicy(StrictFifoPolicy):
 
     def offer(self) -> Sequence | None:
         """Return the oldest not yet offered in this step."""
-        if self._is_blocked or not self._offers:
-            return None
-        return self._offers.pop()
+        return self._offers.pop() if self._offers and not self._is_blocked else None
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Go on, count the passed ones, or stop."""
+        """Continue, count the passed ones, or stop."""
         if outcome is Outcome.ADMITTED:
             self._waiting.remove(sequence)
         self._is_blocked = self._bypass.report(sequence, outcome)

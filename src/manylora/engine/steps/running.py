@@ -1,14 +1,14 @@
 """The running set: the sequences in it, their tokens in a step, admission and pre-emption.
 
 A step is a list of sequences, each with a number of tokens. Decoding sequences get their one token first, then prompts
-share the rest of the budget (tokens, or time: ``step_budget.py``). How a prompt is cut and whether it shares the step
-with decoding is the step composition's decision (``scheduling/step_composition.py``). Every sequence is admitted with
-pages for all tokens it has, so only decoding ones grow; when a page is missing then, idle pages go first, then adapters
-that others wait for, then the youngest sequence is pre-empted (its tokens stay, its KV is computed again).
+share the rest of the budget (tokens, or time: ``budget.py``). The step composition cuts prompts and decides whether
+they share the step with decoding (``scheduling/step_composition.py``). Every sequence is admitted with pages for all
+its tokens, so only decoding ones grow. When a page is missing then, idle pages are evicted first, then adapters that
+waiting requests use, then the youngest sequence is pre-empted (its tokens are kept, its KV is computed again).
 
-Liveness: sequences are ordered by arrival. The oldest running one may pre-empt every other; the one the policy
-puts first in line may claim everything that running ones do not hold; a request is accepted only if it fits
-alone. So the oldest always ends, and by induction all do.
+Liveness: sequences are ordered by arrival. The oldest running one may pre-empt every other; the policy's first in line
+may claim every page that running ones do not hold; a request is accepted only if it fits alone. So the oldest always
+ends, and by induction all do.
 
 Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Orca, both through vLLM v1.
 """
@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts, StepLoad
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.status import Counters
-from manylora.engine.step_budget import StepBudget, target_s
+from manylora.engine.steps.budget import StepBudget, target_s
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
 from manylora.plan import ON_DEVICE, Placement
@@ -37,14 +37,14 @@ _Planned = tuple[Sequence, int]
 
 
 class StepDraft(NamedTuple):
-    """A step that was decided and not launched.
+    """A step before its launch.
 
     Args:
-        parts: Sequences, each with its tokens, in the order of the batch; empty if nothing can run.
-        load: Its size, for learning its cost once it has run; ``None`` while no cost is asked for.
+        parts: Sequences, each with its number of tokens, in the order of the batch; empty if nothing can run.
+        load: Its size, from which its cost is learned; ``None`` while no cost is asked for.
     """
 
-    parts: list[tuple[Sequence, int]]
+    parts: list[_Planned]
     load: StepLoad | None = None
 
 
@@ -52,23 +52,18 @@ _NOTHING = StepDraft([])
 
 
 def may_run_from(placement: Placement) -> bool:
-    """Decide whether a step may read an adapter's weights there: from device pages, with all layers."""
+    """Whether a step may read an adapter's weights there: only from device pages, with all layers."""
     return placement is ON_DEVICE
 
 
 class RunningSet:
-    """Running sequences, oldest arrival first, and the waiting ones the policy holds.
+    """Running sequences, oldest arrival first, and the admission of waiting ones from the policy.
 
     Args:
-        page_cache: The pages.
-        cache: The adapters.
-        policy: The order of waiting sequences.
-        scheduler: Limits and composition of a step.
-        memory: Block size and prefix caching.
-        costs: Costs of steps; told of each that was planned here.
+        policy: The waiting sequences.
+        costs: Learns the costs of steps.
         counters: Counts pre-emptions, squashes, prompt tokens and cached tokens.
-        on_hit: Told of each sequence that found its adapter on the device when first looked at.
-        emit: Takes events.
+        on_hit: Called with each sequence that finds its adapter on the device at the first look.
     """
 
     def __init__(
@@ -107,12 +102,12 @@ class RunningSet:
         return list(self._running)
 
     def plan(self, now: float, *, is_ahead: bool = False) -> StepDraft:
-        """Decide the next step: its sequences, and how many tokens of each. Admits and pre-empts on the way.
+        """Decide the next step: its sequences, and the tokens of each. Admits and pre-empts for it.
 
         Args:
             now: In seconds.
-            is_ahead: A step is in flight. A sequence whose pages it may be writing cannot be sent back then, so where
-                one must be, nothing is planned yet.
+            is_ahead: Whether a step is in flight. It may be writing the pages of a sequence, which can then not be
+                pre-empted: if one must be, the plan is empty.
         """
         squashed = self._policy.squash(now)
         if squashed and is_ahead:
@@ -125,7 +120,7 @@ class RunningSet:
             return _NOTHING
         composition, preemptions = self._composition, self._counters.preemptions
         decodes, prompts, budget = self._plan_running(now)
-        is_short = self._counters.preemptions > preemptions  # of memory: let the step run before others are admitted
+        is_short = self._counters.preemptions > preemptions  # of memory: admit none in this step
         if not (decodes or prompts) or (composition.may_admit() and not is_short):
             admitted, is_loading = self._admit(budget, now)
             prompts += admitted
@@ -136,12 +131,12 @@ class RunningSet:
         return StepDraft(parts, self._costs.load_of(parts) if self._costs.is_asked else None)
 
     def took(self, load: StepLoad | None, seconds: float) -> None:
-        """Learn how long a step with that load took."""
+        """Learn the duration of a step with that load."""
         if load is not None and load.tokens:
             self._costs.observe(load, seconds)
 
     def stop(self, sequence: Sequence, now: float) -> None:
-        """Take a sequence out that ended, with its pages and its hold on the adapter."""
+        """Remove a sequence that ended; release its pages and its adapter."""
         self._take_out(sequence, now)
         self._policy.finish(sequence, now)
 
@@ -152,18 +147,18 @@ class RunningSet:
             self._cache.release(sequence.adapter, now)
 
     def moved(self, key: AdapterKey, placement: Placement) -> None:
-        """Learn that an adapter's weights are elsewhere now: its sequences read them there from the next step on."""
+        """Learn that an adapter's weights moved: its sequences read them there from the next step on."""
         for sequence in self._running:
             if sequence.adapter == key:
                 sequence.moved(placement)
 
     def forget(self, sequence: Sequence) -> None:
-        """Learn that a sequence is over."""
+        """Learn that a sequence ended."""
         if sequence is self._first_in_line:
             self._first_in_line = None
 
     def _budget_after(self, decodes: list[_Planned]) -> StepBudget:
-        """Return the part of the step that is left for prompts."""
+        """Return the budget of the step that is left for prompts."""
         beside = self._composition.beside_prompts(decodes)
         num_tokens = self._scheduler.max_num_batched_tokens - len(beside)
         longest_s = self._scheduler.step_target_s
@@ -174,11 +169,7 @@ class RunningSet:
         return StepBudget(num_tokens, self._costs, self._costs.load_of(beside), step_s)
 
     def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned], StepBudget]:
-        """Give running sequences their tokens: decoding ones first, then prompt chunks, each oldest first.
-
-        Returns:
-            Both, and the budget that is left.
-        """
+        """Return decoding sequences and prompt chunks with their tokens, oldest first, and the remaining budget."""
         decodes: list[_Planned] = []
         prompts: list[_Planned] = []
         unfinished = []
@@ -189,27 +180,27 @@ class RunningSet:
             num_tokens = len(sequence.tokens) + sequence.num_pending
             if num_tokens - sequence.num_computed > 1:
                 unfinished.append(sequence)
-            elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one a moment ago
+            elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one in this loop
                 has_room = num_tokens <= len(sequence.table.pages) * block_size
                 if has_room or self._grow(sequence, now):
                     decodes.append((sequence, 1))
         budget = self._budget_after(decodes)
         for sequence in unfinished:
             if not budget.is_spent and sequence.status is SequenceStatus.RUNNING:
-                prompts.append((sequence, self._take(sequence, budget)))
+                prompts.append((sequence, self._spend(sequence, budget)))
         return decodes, prompts, budget
 
-    def _take(self, sequence: Sequence, budget: StepBudget) -> int:
-        """Return how many tokens of a prompt go into the step, and count them."""
+    def _spend(self, sequence: Sequence, budget: StepBudget) -> int:
+        """Return how many tokens of a prompt go into the step, and subtract them from the budget."""
         num_tokens = self._composition.chunk(sequence.num_to_run, budget.room_for(sequence))
-        budget.take(sequence, num_tokens)
+        budget.spend(sequence, num_tokens)
         return num_tokens
 
     def _grow(self, sequence: Sequence, now: float, *, may_preempt: bool = True) -> bool:
         """Claim a page for a decoding sequence's next token; return whether it can run in this step.
 
-        Idle pages go first, then adapters that others wait for (that of the first in line only if it is younger), then
-        younger running sequences, youngest first; at last the sequence itself.
+        Idle pages are evicted first, then adapters that waiting requests use (that of the first in line only if it is
+        younger). Then younger running sequences are pre-empted, youngest first; at last the sequence itself.
         """
         first = self._first_in_line
         spare = first.adapter if first is not None and first.seq_id < sequence.seq_id else None
@@ -222,13 +213,13 @@ class RunningSet:
                 return False
             youngest = self._running[-1]
             if youngest is sequence and len(self._running) == 1 and self._cache.has_loads:
-                return False  # adapters on their way hold the pages: they can be claimed when they have arrived
+                return False  # loading adapters hold the pages: they can be claimed once loaded
             self._preempt(youngest, now)
             if youngest is sequence:
                 return False
 
     def _claim_growth(self, now: float) -> bool:
-        """Claim an idle page for every decoding sequence that lacks one; return whether all have theirs."""
+        """Claim an idle page for every decoding sequence that lacks one; return whether all succeeded."""
         block_size = self._memory.block_size
         return all(
             sequence.num_tokens <= len(sequence.table.pages) * block_size
@@ -238,13 +229,13 @@ class RunningSet:
         )
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Take a running sequence's pages for an older one."""
+        """Free a running sequence's pages for an older one."""
         self._counters.preemptions += 1
         self._emit(RequestPreempted(now, sequence.request.request_id, sequence.num_computed))
         self._send_back(sequence, now)
 
     def _send_back(self, sequence: Sequence, now: float) -> None:
-        """Let a running sequence wait again; its tokens stay and are computed again."""
+        """Let a running sequence wait again; its tokens are kept, and their KV is computed again."""
         if sequence.adapter is not None:
             self._cache.want(sequence.adapter, now)
         self._take_out(sequence, now)
@@ -255,7 +246,7 @@ class RunningSet:
         """Admit waiting sequences, in the policy's order, while there are seats and room in the step.
 
         Returns:
-            The admitted ones with their tokens, and whether any other was not admitted because its adapter is loading.
+            The admitted ones with their tokens, and whether another was refused because its adapter is loading.
         """
         planned: list[_Planned] = []
         is_loading = False
@@ -268,7 +259,7 @@ class RunningSet:
             outcome = self._try_admit(sequence, now, Depth.WANTED if is_first else Depth.IDLE)
             self._policy.report(sequence, outcome)
             if outcome is Outcome.ADMITTED:
-                planned.append((sequence, self._take(sequence, budget)))
+                planned.append((sequence, self._spend(sequence, budget)))
             is_loading |= outcome is Outcome.ADAPTER_LOADING
         first = self._policy.first_in_line
         is_waiting = first is not None and first.status is SequenceStatus.WAITING
@@ -314,9 +305,9 @@ class RunningSet:
         self._emit(RequestAdmitted(now, request_id, sequence.adapter, waited_s, num_cached, was_resident))
 
     def _note_wait(self, sequence: Sequence, adapter: AdapterKey, now: float, depth: Depth) -> None:
-        """Report once for each load that a sequence waits for nothing else.
+        """Report, once per load, that a sequence waits only for that load.
 
-        Pages it may find in the prefix cache are not counted, so a wait can be missed and is never invented.
+        Its pages in the prefix cache are not counted: a wait can be missed, but every reported one is real.
         """
         load = self._cache.residency(adapter).num_loads
         if sequence.awaited_load == load:
@@ -326,7 +317,7 @@ class RunningSet:
             self._emit(AdapterAwaited(now, sequence.request.request_id, adapter))
 
     def _is_capped(self, sequence: Sequence) -> bool:
-        """Whether its adapter would be one more distinct adapter than may run."""
+        """Whether its adapter would exceed the limit of distinct adapters that run."""
         cap = self._scheduler.max_loras
         if cap is None or sequence.adapter is None:
             return False

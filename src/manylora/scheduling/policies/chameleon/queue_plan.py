@@ -1,8 +1,7 @@
-"""How many queues, where they are cut, and what each may hold: settled anew every few minutes from recent requests.
+"""The plan of queues: their number, cut-offs and quotas, made again every few minutes from recent requests.
 
-Before the first hundred requests there is one queue with all tokens. A first plan rests on little, and on durations
-of none but short requests, so it is made anew each time the number of requests has doubled, until the
-regular time comes round.
+Before the first hundred requests there is one queue with all tokens. The first plan rests on few requests, and on the
+durations of short ones alone, so it is made again each time the number of requests doubles, until the regular time.
 
 Source: Chameleon, sections 4.3.4 and 4.3.5; the static plan is the baseline of section 5.4.5.
 """
@@ -14,9 +13,9 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from manylora.scheduling.clustering import choose, cluster, cut_offs
-from manylora.scheduling.quota import QueueLoad, in_proportion, share_out
-from manylora.scheduling.request_size import Demand, RequestSizer
+from manylora.scheduling.policies.chameleon.clustering import choose, cluster, cut_offs
+from manylora.scheduling.policies.chameleon.quota import QueueLoad, in_proportion, share_out
+from manylora.scheduling.policies.request_size import Demand, RequestSizer
 
 __all__ = ["QueuePlan", "RequestHistory", "plan_queues", "plan_static"]
 
@@ -31,7 +30,7 @@ class QueuePlan:
     """Queues in order of size.
 
     Args:
-        cut_offs: Where one ends and the next begins, rising; one fewer than queues.
+        cut_offs: Sizes at which the next queue begins, rising; one fewer than queues.
         quotas: Tokens of each.
     """
 
@@ -49,16 +48,15 @@ class RequestHistory:
     def __init__(self) -> None:
         self.arrivals: deque[tuple[float, Demand]] = deque(maxlen=WINDOW)
         self._ended: deque[tuple[Demand, int, float]] = deque(maxlen=WINDOW)
-
         self.num_arrivals = 0
 
     def arrived(self, demand: Demand, now: float) -> None:
-        """Take in an arrival."""
+        """Add an arrival."""
         self.num_arrivals += 1
         self.arrivals.append((now, demand))
 
     def ended(self, demand: Demand, held_tokens: int, duration_s: float) -> None:
-        """Take in what a request was charged, and for how long: from its admission to its end."""
+        """Add an ended request: its charge, and its time from admission to end."""
         self._ended.append((demand, held_tokens, duration_s))
 
     def mean_duration_s(self) -> float:
@@ -104,16 +102,16 @@ def plan_queues(
     slo_s: float | None,
     now: float,
 ) -> QueuePlan:
-    """Cluster recent sizes, cut between the clusters and share the tokens out by load.
+    """Cluster recent sizes, cut between the clusters, and share the tokens by load.
 
     Args:
         history: Recent requests, at least one.
         sizer: Fitted to them.
-        criterion: How the number of queues is chosen, see ``clustering.choose``.
+        criterion: Chooses the number of queues, see ``clustering.choose``.
         total: Tokens in the pool.
-        least: What a request is charged at least.
-        slo_s: What a request may take in seconds; five times the mean when ``None``.
-        now: Seconds.
+        least: Least charge of a request, in tokens.
+        slo_s: Time that a request may take; five times the mean when ``None``.
+        now: In seconds.
     """
     sizes = [sizer.size(demand) for _, demand in history.arrivals]
     cuts = cut_offs(choose(cluster(sizes, min(MAX_QUEUES, total // least)), criterion))

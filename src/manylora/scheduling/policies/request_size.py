@@ -1,4 +1,4 @@
-"""How large a request is: one number that stands for how long it will take (the paper's WRS).
+"""The size of a request: one number for its expected duration (the paper's WRS).
 
 ::
 
@@ -6,12 +6,11 @@
     degree-1   (A * prompt/max_prompt + B * output/max_output + adapter/max_adapter) / 2
     output      output/max_output
 
-The largest values are those of recent requests and change only when the queues do. A request without an
-adapter counts as if it had the smallest adapter among them: multiplied by nothing it would have size 0 however
-long it is, and go ahead of everything.
+The largest values are those of recent requests and change only when the queues do. A request without an adapter counts
+as if it had the smallest adapter among them: a factor of 0 would put it ahead of everything, however long it is.
 
-Source: Chameleon, section 4.3.1. It does not say over what the maxima are taken, what a request on the base counts as,
-nor the weights of degree 1, where we let the adapter weigh as much as the other two together, as in degree 2.
+Source: Chameleon, section 4.3.1. It does not define the range of the maxima, the adapter factor of the base, or the
+weights of degree 1, where our adapter weighs as much as the other two together, as in degree 2.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ PROMPT_WEIGHT, OUTPUT_WEIGHT = 0.4, 0.6
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request asks of memory, all in tokens of KV.
+    """The memory that a request needs, in tokens of KV.
 
     Args:
         prompt: Its prompt.
-        output: Its answer, as predicted.
-        adapter: What the pages of its adapter would hold; 0 for the base.
+        output: Its predicted answer.
+        adapter: Tokens that would fit in the pages of its adapter; 0 for the base.
     """
 
     prompt: int
@@ -42,13 +41,13 @@ class Demand:
 
     @property
     def tokens(self) -> int:
-        """All of it: what a quota counts."""
+        """The sum, which quotas count."""
         return self.prompt + self.output + self.adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeOptions:
-    """How large a request is."""
+    """The measure of size."""
 
     request_size: str = option(
         "degree-2",
@@ -63,11 +62,7 @@ class SizeOptions:
 
 
 class RequestSizer:
-    """Measures requests against recent ones.
-
-    Args:
-        kind: ``degree-2``, ``degree-1`` or ``output``.
-    """
+    """Measures requests relative to recent ones, by a ``kind``: ``degree-2``, ``degree-1`` or ``output``."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -83,7 +78,7 @@ class RequestSizer:
         self._least_adapter = min(adapters, default=1)
 
     def size(self, demand: Demand) -> float:
-        """Return a request's size; above 1 for one larger than any that was fitted."""
+        """Return a request's size; above 1 if it is larger than all that were fitted."""
         output = demand.output / self._max_output
         if self._kind == "output":
             return output

@@ -1,6 +1,6 @@
-"""Opportunistic bypass: which requests may pass one that lacks memory for its adapter, and when that is taken back.
+"""Opportunistic bypass: which requests may pass one that lacks memory for its adapter, and when they are squashed.
 
-Everything is counted in steps: a running request makes one token in each, so no clock is needed.
+Time is counted in steps: a running request makes one token in each, so no clock is needed.
 
 ::
 
@@ -8,8 +8,8 @@ Everything is counted in steps: a running request makes one token in each, so no
     younger, 20 tokens to go        |-- 1 prompt step + 20 --|  passes
     younger, 40 tokens to go        |-- 1 prompt step + 40 --------------|--------|  does not
 
-Source: Chameleon, section 4.3.3. It does not say which prediction is compared: we take the middle estimate of when
-memory comes free, and the high one (p90) of how long the younger takes, so that few are squashed.
+Source: Chameleon, section 4.3.3. It does not say which predictions are compared: we take the p50 of when memory is
+freed, and the p90 of the younger's duration, so that few are squashed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,14 @@ __all__ = ["Opportunity", "Running", "steps_to_end"]
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A running request, as far as its memory is concerned.
-
-    Args:
-        sequence: The request.
-        steps_left: Steps until it is expected to end.
-    """
+    """A running request, and the steps until it is expected to end."""
 
     sequence: Sequence
     steps_left: int
 
 
 def steps_to_end(sequence: Sequence, total_output: int, max_num_batched_tokens: int) -> int:
-    """Return the steps a request takes if admitted now: those of its prompt, then one per token still to come.
+    """Return the steps of a request if admitted now: those of its prompt, then one per remaining token.
 
     The step that ends the prompt makes the first token.
     """
@@ -49,36 +44,32 @@ def steps_to_end(sequence: Sequence, total_output: int, max_num_batched_tokens: 
 
 
 class Opportunity:
-    """Knows which adapters run, and answers the two questions: how long until there is room, and who must go for it.
-
-    Args:
-        context: Says what could be claimed, and where adapters are.
-    """
+    """Knows which adapters run; answers how long until there is room, and which requests to squash for it."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._context = context
-        self._users: dict[AdapterKey, int] = {}  # running requests per adapter: its pages come free with the last
+        self._users: dict[AdapterKey, int] = {}  # running requests per adapter: the last one frees its pages
 
     def is_used(self, key: AdapterKey | None) -> bool:
         """Whether a running request uses the adapter."""
         return key in self._users
 
     def admitted(self, sequence: Sequence) -> None:
-        """A request starts to run."""
+        """Count a request that starts to run."""
         if sequence.adapter is not None:
             self._users[sequence.adapter] = self._users.get(sequence.adapter, 0) + 1
 
     def stopped(self, sequence: Sequence) -> None:
-        """A request ended or was sent back."""
+        """Count a request that ended or was sent back."""
         if sequence.adapter is not None:
             self._users[sequence.adapter] -= 1
             if not self._users[sequence.adapter]:
                 del self._users[sequence.adapter]
 
     def steps_until_room(self, sequence: Sequence, running: Iterable[Running], *, is_first: bool) -> float:
-        """Return in how many steps running requests will have given back what a waiting one lacks.
+        """Return the steps until running requests will have freed the pages that a waiting one lacks.
 
-        Infinite if all of them do not suffice, or if it is not pages it lacks (but room on the host).
+        Infinite if all their pages do not suffice, or if it lacks room on the host instead of pages.
         """
         num_pages = self._pages_missing(sequence, is_first)
         if num_pages <= 0:
@@ -90,23 +81,23 @@ class Opportunity:
                 return one.steps_left
         return inf
 
-    def who_must_go(
+    def to_squash(
         self, older: Sequence, num_tokens: int, passers: Iterable[tuple[Sequence, int]], *, is_first: bool
     ) -> list[Sequence]:
-        """Return the fewest of those that passed whose pages and tokens, with what is free, let the older one run.
+        """Return the fewest of the passers whose pages and tokens, with the free ones, let the older request run.
 
         Args:
-            older: Waits.
+            older: The waiting request that was passed.
             num_tokens: Tokens its queue lacks for it.
             passers: Running requests that passed it, and the tokens each holds.
-            is_first: Whether the older is first in line. Adapters of those who go wait with them, so only then
-                may it take their pages.
+            is_first: Whether the older is first in line: only then may it claim pages of adapters that the squashed
+                requests will wait for.
 
         Returns:
-            The youngest first; none if all of them were not enough, or if it can run without.
+            The youngest first; empty if all of them were not enough, or if it can run without.
         """
         if self._context.nearness(older) < Nearness.HOST:
-            return []  # its adapter came after all
+            return []  # its adapter is loaded by now
         num_pages = self._pages_missing(older, is_first)
         left = dict(self._users)
         chosen: list[Sequence] = []
@@ -120,22 +111,22 @@ class Opportunity:
         return chosen if num_pages <= 0 and num_tokens <= 0 else []
 
     def _pages_missing(self, sequence: Sequence, is_first: bool) -> int:
-        """Return the pages that its adapter and its tokens need and that it could not claim now."""
+        """Return the pages that its adapter and its tokens need beyond those that it could claim now."""
         needed = sequence.num_adapter_pages + num_blocks(sequence.num_tokens_to_hold, self._context.block_size)
         return needed - self._context.num_claimable_pages(is_first)
 
     def check_integrity(self, num_with_adapter: int) -> None:
-        """Assert that so many running requests are accounted for."""
+        """Assert that this number of running requests is counted."""
         assert sum(self._users.values()) == num_with_adapter
 
 
 def _own_pages(sequence: Sequence) -> int:
-    """Return the pages of KV that no other is likely to share: not those found in the prefix cache."""
+    """Return the pages of KV that are likely unshared: not those found in the prefix cache."""
     return max(0, len(sequence.table.pages) - sequence.num_shared_pages)
 
 
 def _adapter_pages(sequence: Sequence, left: dict[AdapterKey, int]) -> int:
-    """Return an adapter's pages if this is its last user; counts the user out."""
+    """Remove a user from ``left``; return its adapter's pages if it was the last."""
     key = sequence.adapter
     if key is None:
         return 0
