@@ -72,7 +72,6 @@ NOT_YET = {
     "src/manylora/demo",
     "src/manylora/engine",
     "src/manylora/errors.py",
-    "src/manylora/execution",
     "src/manylora/experiments",
     "src/manylora/hosting",
     "src/manylora/measure",

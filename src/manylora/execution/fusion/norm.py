@@ -16,7 +16,7 @@ __all__ = ["FusedNorm", "Summed", "fuse_norms"]
 
 
 class Summed(torch.Tensor):
-    """A sum that has been normalised already; any operation on it returns a plain tensor."""
+    """A sum with its normalised value; any operation on it returns a plain tensor."""
 
     norm: FusedNorm
     normed: torch.Tensor
@@ -28,7 +28,7 @@ class FusedNorm(nn.Module):
     """A root-mean-square norm over the last dimension.
 
     Args:
-        weight: ``[width]``; taken over.
+        weight: ``[width]``.
         eps: Added to the mean square.
         is_offset: Whether the factor is one more than the weight (Gemma).
     """
@@ -50,12 +50,9 @@ class FusedNorm(nn.Module):
     def add(
         self, residual: torch.Tensor, x: torch.Tensor, inner: FusedNorm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a sum and that sum normalised, both of the shape and type of ``x``.
+        """Return ``residual + x`` and that sum normalised, both ``[..., width]`` of one type.
 
-        Args:
-            residual: ``[..., width]``.
-            x: The other term, of the same shape and type.
-            inner: Normalises ``x`` before it is added; of the same kind as this norm.
+        ``inner`` normalises ``x`` before it is added; it is of the same kind as this norm.
         """
         assert inner is None or inner.is_offset == self.is_offset
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -63,7 +60,7 @@ class FusedNorm(nn.Module):
         return total, out
 
     def add_ahead(self, residual: torch.Tensor, x: torch.Tensor, inner: FusedNorm | None = None) -> Summed:
-        """Return the sum alone, for which this norm then has nothing to do."""
+        """Return the sum, which carries its normalised value for this norm's own call."""
         total, out = self.add(residual, x, inner)
         summed = total.as_subclass(Summed)
         summed.norm, summed.normed = self, out
@@ -104,11 +101,7 @@ class FusedNorm(nn.Module):
 
 @torch.inference_mode()
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every norm of ``model`` that is one; return how many.
-
-    Args:
-        model: Changed in place.
-    """
+    """Replace the root-mean-square norms of ``model`` in place; return their number."""
     count = 0
     for name, module in list(model.named_modules()):
         if (fused := _fused(module)) is not None:

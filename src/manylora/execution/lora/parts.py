@@ -1,4 +1,4 @@
-"""The input of a LoRA kernel: which rows of a step take which weights of one group."""
+"""The input of a LoRA kernel: which rows of a step use which weights of one group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["GroupParts", "HasTables", "Part"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows ``[start, stop)`` take ``weights``."""
+    """Rows ``[start, stop)`` use ``weights``."""
 
     start: int
     stop: int
@@ -24,7 +24,7 @@ class Part:
 
 
 class HasTables(Protocol):
-    """Tables of a step, made when first asked for."""
+    """Tables of a step, made on first use."""
 
     @property
     def step(self) -> StepTables:
@@ -38,8 +38,8 @@ class GroupParts:
 
     Args:
         parts: In order of rows.
-        prepared: Kept with them by kernels, by the kernel's own key; as long-lived as the parts.
-        tables: The step's tables, for the kernels that go by them; ``None`` where none does.
+        prepared: A kernel's data for these parts, by the kernel's key; lives as long as the parts.
+        tables: The step's tables, for table-driven kernels.
         span: The group in those tables.
         is_scaled: Whether any adapter of the step has a column scale here, so that the group needs an epilogue.
     """

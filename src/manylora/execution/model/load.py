@@ -24,21 +24,21 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Rotary embeddings whose frequencies change once any position of the *batch* passes the trained length: in a
-# batch of many sequences a long one would change the others, so such models are served up to that length.
+# Rotary embeddings whose frequencies change once any position of the *batch* passes the trained length: one long
+# sequence would change the others, so such models are served up to that length.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A module tree of transformers that attends our way.
+    """A module tree of transformers with our attention.
 
     Args:
         name: Folder or hub name of its checkpoint.
         model: The causal language model, in evaluation mode; its weights may still be in main memory, or missing.
         text_config: The part of its configuration that describes the decoder.
-        dtype: Of its weights.
-        device: Where it will run.
+        dtype: Type of the weights.
+        device: The device that it will run on.
     """
 
     name: str
@@ -51,11 +51,8 @@ class LoadedModel:
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the base model into main memory.
 
-    Args:
-        config: Which model, dtype and device.
-
     Raises:
-        ConfigError: There is no such model, or it is none that can be served this way; says why.
+        ConfigError: The model does not exist or cannot be served.
     """
     checkpoint, dtype, device = _open(config)
     return _loaded(
@@ -77,11 +74,8 @@ def load_model(config: ModelConfig) -> LoadedModel:
 def load_skeleton(config: ModelConfig) -> LoadedModel:
     """Build the same model without reading its weights: every tensor is on the ``meta`` device.
 
-    Args:
-        config: As for ``load_model``.
-
     Raises:
-        ConfigError: There is no such model, or it is none that can be served this way; says why.
+        ConfigError: The model does not exist or cannot be served.
     """
     checkpoint, dtype, device = _open(config)
 
@@ -93,7 +87,7 @@ def load_skeleton(config: ModelConfig) -> LoadedModel:
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
             )
-        with suppress(OSError):  # most checkpoints without the file mean the model's configuration
+        with suppress(OSError):  # without the file, the model's configuration applies
             model.generation_config = GenerationConfig.from_pretrained(config.model, revision=config.revision)
         return model
 
@@ -121,7 +115,7 @@ def _open(config: ModelConfig) -> tuple[Any, torch.dtype, torch.device]:
 def _loaded(
     config: ModelConfig, checkpoint: Any, dtype: torch.dtype, device: torch.device, make: Callable[[], Any]
 ) -> LoadedModel:
-    """Make the module tree and check that its attention can be ours."""
+    """Make the module tree and check that its attention can be replaced."""
     transformers_logging.disable_progress_bar()
     try:
         model = make()
@@ -140,7 +134,7 @@ def _loaded(
 
 
 def context_limit(text_config: Any) -> int:
-    """Return the longest context in tokens that the model was made for and that may share a batch."""
+    """Return the longest context, in tokens, that the model was trained for and that may share a batch."""
     limit = int(text_config.max_position_embeddings)
     rope = getattr(text_config, "rope_parameters", None) or {}
     variants = [rope, *(value for value in rope.values() if isinstance(value, dict))]

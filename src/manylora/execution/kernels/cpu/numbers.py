@@ -1,7 +1,7 @@
 """Numbers of 16 bits in compiled loops: widened to float32 in registers, exactly.
 
-numba knows no bfloat16 and no float16 on a CPU, so arrays of their bits stand for them: uint16 for bfloat16, int16 for
-float16. The loops are written once; the array's type chooses.
+numba has no bfloat16 and no float16 on a CPU, so arrays hold their bits: as uint16 for bfloat16, as int16 for float16.
+The loops are written once; the array's type selects the conversion.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ def as_float32(typing_context: Any, value: Any) -> Any:
 
 
 def widen(builder: Any, dtype: Any, bits: Any, lanes: int | None = None) -> Any:
-    """Return ``bits`` as float32: a number, or a vector of ``lanes`` of them.
-
-    Args:
-        builder: LLVM's, at the place where they are wanted.
-        dtype: numba's type of one.
-        bits: What was loaded.
-        lanes: How many, ``None`` for a number by itself.
-    """
+    """Return ``bits`` of numba's type ``dtype`` as float32: ``lanes`` numbers in a vector, or one number."""
     word: Any = ir.IntType(32) if lanes is None else ir.VectorType(ir.IntType(32), lanes)
     real: Any = ir.FloatType() if lanes is None else ir.VectorType(ir.FloatType(), lanes)
     convert = {types.float32: _same, types.uint16: _from_bfloat16, types.int16: _from_float16}[dtype]
@@ -45,10 +38,10 @@ def _from_bfloat16(builder: Any, bits: Any, word: Any, real: Any) -> Any:
 
 
 def _from_float16(builder: Any, bits: Any, word: Any, real: Any) -> Any:
-    """Move exponent and mantissa to where float32 has them and make up for its larger bias by a product.
+    """Move exponent and mantissa to their places in float32 and correct the bias by a product.
 
-    Not the processor's own instruction: where it lacks one, the compiler would call a function that is not there.
-    Exact for every finite number, subnormal ones too; weights are checked to be finite.
+    The processor's own instruction is not used: where it is missing, the compiler would call a function that does not
+    exist. Exact for every finite number, subnormal ones too; weights are checked to be finite.
     """
     wide = builder.zext(bits, word)
     moved = builder.shl(builder.and_(wide, ir.Constant(word, 0x7FFF)), ir.Constant(word, 13))

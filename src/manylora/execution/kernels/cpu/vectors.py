@@ -1,8 +1,8 @@
-"""The processor's own vectors in compiled loops: how they are loaded, widened, multiplied and added up.
+"""Vectors of the processor in compiled loops: loading, widening, multiplying and adding them.
 
-numba compiles loops over scalars and leaves it to LLVM to find vectors in them. Where that is not enough (a block of
-sums that must stay in registers, a stream that must be fetched ahead), ``compiled_streams`` and ``compiled_tiles``
-write the innermost loop in LLVM's language, from these words.
+numba compiles scalar loops and leaves vectors to LLVM. Where that is not enough (a block of sums that must stay in
+registers, or a prefetched stream), ``streams`` and ``tiles`` build the innermost loop in LLVM's language from these
+functions.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = [
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 
 LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4
-"""Numbers of float32 in a vector."""
+"""Float32 numbers in a vector."""
 
 HAS_32_REGISTERS = LANES != 8
-"""Whether there are 32 vectors in registers, or 16. (Of those with four lanes, only old x86 has 16.)"""
+"""Whether the processor has 32 vector registers, or 16. (With four lanes, only old x86 has 16.)"""
 
 _FLOAT, _WORD, INT = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 def address(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
-    """Return where number ``at`` of a one-dimensional, contiguous array lies."""
+    """Return the address of element ``at`` of a one-dimensional, contiguous array."""
     pointer = context.make_array(array_type)(context, builder, array).data
     return builder.gep(pointer, [at], inbounds=True)
 
@@ -52,7 +52,7 @@ def address(context: Any, builder: Any, array_type: Any, array: Any, at: Any) ->
 def row_addresses(
     context: Any, builder: Any, array_type: Any, array: Any, at: Any, stride: Any, num_rows: int
 ) -> list[Any]:
-    """Return where rows lie that are ``stride`` numbers apart, the first of them at ``at``."""
+    """Return the addresses of rows that are ``stride`` elements apart, the first at ``at``."""
     return [
         address(context, builder, array_type, array, builder.add(at, builder.mul(stride, INT(row))))
         for row in range(num_rows)
@@ -60,14 +60,14 @@ def row_addresses(
 
 
 def load(builder: Any, pointer: Any, at: Any, dtype: Any) -> Any:
-    """Return numbers ``[at, at + LANES)`` behind ``pointer``, of numba's type ``dtype``, as float32."""
+    """Return elements ``[at, at + LANES)`` from ``pointer``, of numba's type ``dtype``, as float32."""
     raw = ir.VectorType(_FLOAT if dtype.bitwidth == 32 else ir.IntType(16), LANES)
     place = builder.bitcast(builder.gep(pointer, [at]), raw.as_pointer())
     return widen(builder, dtype, builder.load(place, align=dtype.bitwidth // 8), LANES)
 
 
 def store(builder: Any, vector: Any, pointer: Any, at: Any) -> None:
-    """Write a vector of float32 to ``[at, at + LANES)`` behind ``pointer``."""
+    """Write a vector of float32 to elements ``[at, at + LANES)`` from ``pointer``."""
     builder.store(vector, builder.bitcast(builder.gep(pointer, [at]), VECTOR.as_pointer()), align=4)
 
 
@@ -96,7 +96,7 @@ def zero_sums(builder: Any, number: int) -> list[Any]:
 
 
 def prefetch(builder: Any, pointer: Any, at: Any) -> None:
-    """Ask for the cache line of number ``at`` as far as the second-level cache; any address will do."""
+    """Prefetch the cache line of element ``at`` into the second-level cache; any address is allowed."""
     kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _WORD, _WORD, _WORD])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     place = builder.bitcast(builder.gep(pointer, [at]), ir.IntType(8).as_pointer())
