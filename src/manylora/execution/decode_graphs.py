@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ class _StaticLora:
     def __init__(
         self, tables: StepTables, space: LoraSpace, present: NDArray[np.bool_], scaled: NDArray[np.bool_]
     ) -> None:
-        self._tables = _FixedTables(tables)
+        self._tables = tables
         self._space = space
         self._present = present
         self._scaled = scaled
@@ -78,14 +77,7 @@ class _StaticLora:
         span = self._space.directory.groups.get(group)
         if span is None or not self._present[span.index]:
             return None
-        return GroupParts((), tables=self._tables, span=span, is_scaled=bool(self._scaled[span.index]))
-
-
-@dataclass(frozen=True, slots=True)
-class _FixedTables:
-    """Tables at the addresses that a captured graph reads."""
-
-    step: StepTables
+        return GroupParts((), tables=lambda: self._tables, span=span, is_scaled=bool(self._scaled[span.index]))
 
 
 class DecodeGraphs:

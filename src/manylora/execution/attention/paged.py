@@ -109,27 +109,6 @@ class _Prompt:
     pages: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeIndex:
-    """Pages of the decode rows.
-
-    Args:
-        tables: Pages of each row ``[rows, width]``.
-        bounds: First and one past the last position that each row sees, from the table's start ``[rows, 2]``.
-    """
-
-    tables: np.ndarray
-    bounds: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeGather:
-    """The same for the torch path, on the device: flat tables, and bounds as ``[rows, 1, 1, width * block_size]``."""
-
-    pages: torch.Tensor
-    mask: torch.Tensor
-
-
 class PagedBatch:
     """One step's attention: the slots of K and V, and the positions that each row attends to.
 
@@ -173,8 +152,8 @@ class PagedBatch:
         self._slots = self._index(np.concatenate(slots))
         self._prompts = tuple(prompts)
         self._decode_rows = self._index(np.asarray(decode_rows, dtype=np.int64))
-        self._decode_indices: dict[int | None, _DecodeIndex] = {}
-        self._decode_gathers: dict[int | None, _DecodeGather] = {}
+        self._decode_indices: dict[int | None, tuple[np.ndarray, np.ndarray]] = {}  # by window, as are the next
+        self._decode_gathers: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self._prompt_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         if unfilled and self._kernels is None:
             # The torch path reads whole pages: stale values must not reach the sums, since 0 * NaN is NaN.
@@ -238,25 +217,23 @@ class PagedBatch:
     def _attend_decode(self, layer: int, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """Attend rows of one token, ``query`` ``[rows, heads, head_dim]``."""
         if self._kernels is not None:
-            index = self._decode_index(call.window)
+            tables, bounds = self._decode_index(call.window)
+            blocks, query = self._pages.blocks, query.contiguous()
             return self._kernels.attend(
-                query.contiguous(),
-                self._pages.blocks,
-                layer,
-                index.tables,
-                index.bounds,
-                scaling=call.scaling,
-                softcap=call.softcap,
+                query, blocks, layer, tables, bounds, scaling=call.scaling, softcap=call.softcap
             )
-        gather = self._decode_gather(call.window)
+        pages, mask = self._decode_gather(call.window)
         num_rows = query.shape[0]
         key, value = (
-            self._gather(layer, kv, gather.pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2)
-            for kv in (0, 1)
+            self._gather(layer, kv, pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2) for kv in (0, 1)
         )
-        return _attend(call, query.unsqueeze(2), key, value, gather.mask).squeeze(2)
+        return _attend(call, query.unsqueeze(2), key, value, mask).squeeze(2)
 
-    def _decode_index(self, window: int | None) -> _DecodeIndex:
+    def _decode_index(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return tables of the decode rows' pages ``[rows, width]``, and bounds of the positions that each row sees.
+
+        Bounds are the first and one past the last position, from the table's start ``[rows, 2]``.
+        """
         if window not in self._decode_indices:
             block_size = self._pages.shape.block_size
             bounds, tables = [], []
@@ -269,16 +246,17 @@ class PagedBatch:
             width = max(len(table) for table in tables)
             # Short tables are padded with the sequence's own last page: no sequence reads another's KV.
             padded = np.asarray([[*table, *([table[-1]] * (width - len(table)))] for table in tables], dtype=np.int64)
-            self._decode_indices[window] = _DecodeIndex(padded, np.asarray(bounds, dtype=np.int64))
+            self._decode_indices[window] = (padded, np.asarray(bounds, dtype=np.int64))
         return self._decode_indices[window]
 
-    def _decode_gather(self, window: int | None) -> _DecodeGather:
+    def _decode_gather(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same on the device: flat tables, and bounds as a mask ``[rows, 1, 1, width * block_size]``."""
         if window not in self._decode_gathers:
-            index = self._decode_index(window)
-            position = np.arange(index.tables.shape[1] * self._pages.shape.block_size)[None, :]
-            is_seen = (position >= index.bounds[:, :1]) & (position < index.bounds[:, 1:])
+            tables, bounds = self._decode_index(window)
+            position = np.arange(tables.shape[1] * self._pages.shape.block_size)[None, :]
+            is_seen = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
             mask = torch.from_numpy(is_seen).to(self._slots.device)[:, None, None, :]
-            self._decode_gathers[window] = _DecodeGather(self._index(index.tables.ravel()), mask)
+            self._decode_gathers[window] = (self._index(tables.ravel()), mask)
         return self._decode_gathers[window]
 
     def _index(self, values: np.ndarray) -> torch.Tensor:

@@ -80,44 +80,25 @@ class TritonAttention:
             partials = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
             sums = torch.empty((splits, num_rows, num_heads, 2), dtype=torch.float32, device=out.device)
         block_d = max(16, power_of_two(head_dim))
+        queries = (query, query.stride(0), query.stride(1), angles.cos, angles.sin, angles.cos.stride(0))
+        pages = (self.pages.rows, shape.num_elements, self.pages.rows.stride(0), first)
+        numbers = (call.scaling, call.window or 0, call.softcap or 1.0, num_rows)
+        sizes = {"HEADS": num_heads, "DIM": head_dim, "SPLITS": splits, "BLOCK_D": block_d}
         triton_attention.attend[(blocks.shape[0], shape.num_kv_heads, splits)](
-            query,
-            query.stride(0),
-            query.stride(1),
-            angles.cos,
-            angles.sin,
-            angles.cos.stride(0),
-            self.pages.rows,
-            shape.num_elements,
-            self.pages.rows.stride(0),
-            first,
-            blocks,
-            self.tables,
-            self.tables.stride(0),
-            partials,
-            sums,
-            call.scaling,
-            call.window or 0,
-            call.softcap or 1.0,
-            num_rows,
-            HEADS=num_heads,
+            *(*queries, *pages, blocks, self.tables, self.tables.stride(0), partials, sums, *numbers),
+            **sizes,
             GROUP=group,
-            DIM=head_dim,
             ROTARY=angles.rotary_dim,
-            SPLITS=splits,
             HAS_WINDOW=call.window is not None,
             HAS_SOFTCAP=call.softcap is not None,
             BLOCK_SIZE=shape.block_size,
             BLOCK_M=lines,
             BLOCK_N=max(16, (16384 if self.is_decode else 8192) // (block_d * query.dtype.itemsize)),
-            BLOCK_D=block_d,
             num_warps=4,
             num_stages=2,
         )
         if splits > 1:
-            triton_attention.combine[(blocks.shape[0], num_heads)](
-                partials, sums, blocks, out, num_rows, HEADS=num_heads, DIM=head_dim, SPLITS=splits, BLOCK_D=block_d
-            )
+            triton_attention.combine[(blocks.shape[0], num_heads)](partials, sums, blocks, out, num_rows, **sizes)
         return out
 
     def _output(self, query: torch.Tensor) -> torch.Tensor:
@@ -135,19 +116,8 @@ class TritonAttention:
         key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (call.key, call.value))
         num_heads, num_rows, head_dim = key.shape
         triton_attention.store[(num_rows,)](
-            key,
-            value,
-            angles.cos,
-            angles.sin,
-            angles.cos.stride(0),
-            self.slots,
-            self.pages.rows,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            self.pages.rows.stride(0),
-            first,
+            *(key, value, angles.cos, angles.sin, angles.cos.stride(0), self.slots, self.pages.rows),
+            *(*key.stride()[:2], *value.stride()[:2], self.pages.rows.stride(0), first),
             HEADS=num_heads,
             DIM=head_dim,
             ROTARY=angles.rotary_dim,

@@ -114,7 +114,7 @@ class LoraBatch:
         tables = self._tables[is_sampled]
         if not tables.has_group(span):
             return None
-        return GroupParts(tuple(parts), tables=tables, span=span, is_scaled=tables.is_scaled(span))
+        return GroupParts(tuple(parts), tables=lambda: tables.step, span=span, is_scaled=tables.is_scaled(span))
 
     def _table_rows(self, is_sampled: bool) -> list[TableRows]:
         rows: list[TableRows] = []

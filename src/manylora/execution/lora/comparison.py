@@ -59,4 +59,4 @@ def apply_naive(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
 def apply_padded(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
     """Add LoRA by tables whose row blocks have one row; see ``lora.tables.PADDED``."""
     assert parts.tables is not None and parts.span is not None, "the step was made without tables"
-    parts.tables.step.apply(x, out, parts.span)
+    parts.tables().apply(x, out, parts.span)

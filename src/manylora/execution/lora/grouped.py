@@ -54,7 +54,7 @@ def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
         apply_grouped(x, out, parts)
         return
     assert parts.tables is not None and parts.span is not None, "the step was made without tables"
-    parts.tables.step.apply(x, out, parts.span)
+    parts.tables().apply(x, out, parts.span)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from manylora.execution.storage.resident import ResidentGroup
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from manylora.execution.lora.tables import StepTables
     from manylora.execution.storage.tile_tables import GroupSpan
 
-__all__ = ["GroupParts", "HasTables", "Part"]
+__all__ = ["GroupParts", "Part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,6 @@ class Part:
     weights: ResidentGroup
 
 
-class HasTables(Protocol):
-    """Tables of a step, made on first use."""
-
-    @property
-    def step(self) -> StepTables:
-        """The tables on the device."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupParts:
     """A group's parts over a step.
@@ -39,13 +31,13 @@ class GroupParts:
     Args:
         parts: In order of rows.
         prepared: A kernel's data for these parts, by the kernel's key; lives as long as the parts.
-        tables: The step's tables, for table-driven kernels.
+        tables: Returns the step's tables, for table-driven kernels; the first call makes them.
         span: The group in those tables.
         is_scaled: Whether any adapter of the step has a column scale here, so that the group needs an epilogue.
     """
 
     parts: tuple[Part, ...]
     prepared: dict[str, object] = field(default_factory=dict)
-    tables: HasTables | None = None
+    tables: Callable[[], StepTables] | None = None
     span: GroupSpan | None = None
     is_scaled: bool = False

@@ -59,7 +59,7 @@ def apply_epilogue(out: torch.Tensor, bias: torch.Tensor | None, parts: GroupPar
         parts: The weights of each row.
     """
     if parts.tables is not None and parts.span is not None:
-        parts.tables.step.scale(out, parts.span)
+        parts.tables().scale(out, parts.span)
     else:
         for part in parts.parts:
             for module in part.weights.modules:

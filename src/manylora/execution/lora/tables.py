@@ -171,11 +171,7 @@ class StepTables:
 
         directory = self._space.directory
         triton_lora.plan[(len(directory.groups),)](
-            self._step,
-            self._work,
-            self._work.stride(0),
-            self._sizes,
-            directory.line,
+            *(self._step, self._work, self._work.stride(0), self._sizes, directory.line),
             MODULES=directory.num_modules,
             PAD=self._block_rows == PADDED.decode,
             BLOCKS=power_of_two(self.room.num_blocks),
@@ -192,69 +188,36 @@ class StepTables:
         splits = 1 if is_prompt else min(self._splits, power_of_two(span.in_features // SPLIT_COLUMNS))
         block_k = 64 if is_prompt else 256 if wide else 128
         block_n = 128 if is_prompt or not wide else 256
-        block_m = max(16, self._block_rows)
         columns = self._space.columns(span, block_n)
-        align = self._space.directory.alignment
         programs = num_programs(x.device)
-        line = self._space.directory.line
-        rank_stride, split_stride = self._partials.stride(1), self._partials.stride(0)
+        group = (span.index, self._space.directory.line)
+        partials = (self._partials, self._partials.stride(1), self._partials.stride(0))
+        options = {
+            "SPLITS": splits,
+            "BLOCK_M": max(16, self._block_rows),
+            "ALIGN": self._space.directory.alignment,
+            "num_warps": 4,
+            "num_stages": 3,
+        }
+        pages, work = self._space.pool, (self._work, self._work.stride(0))
         triton_lora.shrink[(-(-programs // splits), splits)](
-            x,
-            x.stride(0),
-            self._space.pool,
-            self._step,
-            self._work,
-            self._work.stride(0),
-            self._sizes,
-            span.index,
-            line,
-            self._partials,
-            rank_stride,
-            split_stride,
-            SPLITS=splits,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            ALIGN=align,
-            num_warps=4,
-            num_stages=3,
+            x, x.stride(0), pages, self._step, *work, self._sizes, *group, *partials, **options, BLOCK_K=block_k
         )
+        blocks = (columns, columns.shape[0])
         triton_lora.expand[(programs,)](
-            out,
-            out.stride(0),
-            self._space.pool,
-            self._step,
-            self._sizes,
-            columns,
-            columns.shape[0],
-            span.index,
-            line,
-            self._partials,
-            rank_stride,
-            split_stride,
-            SPLITS=splits,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            ALIGN=align,
-            num_warps=4,
-            num_stages=3,
+            out, out.stride(0), pages, self._step, self._sizes, *blocks, *group, *partials, **options, BLOCK_N=block_n
         )
 
     def scale(self, out: torch.Tensor, span: GroupSpan) -> None:
         """Multiply rows of ``out`` ``[rows, out]`` in place by the column scales of their adapters, if any."""
         from manylora.execution.kernels.triton import lora as triton_lora
 
-        block_n = 128
+        block_n, directory = 128, self._space.directory
         columns = self._space.columns(span, block_n)
+        blocks = (columns, columns.shape[0])
         triton_lora.scale[(num_programs(out.device),)](
-            out,
-            out.stride(0),
-            self._space.pool,
-            self._step,
-            columns,
-            columns.shape[0],
-            span.index,
-            self._space.directory.line,
-            MODULES=self._space.directory.num_modules,
+            *(out, out.stride(0), self._space.pool, self._step, *blocks, span.index, directory.line),
+            MODULES=directory.num_modules,
             BLOCK_M=max(16, self._block_rows),
             BLOCK_N=block_n,
             num_warps=4,

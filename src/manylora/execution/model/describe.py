@@ -61,7 +61,23 @@ def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, m
 
 def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule, ...]:
     """Return the modules that an adapter may change; those of one group are computed as one product."""
-    return tuple(_modules(model, probe))
+    groups = _groups(model, probe)
+    modules = []
+    for name, module in model.named_modules():
+        if name not in probe.inputs and name != probe.head:
+            continue
+        if type(module) is nn.Linear:
+            kind, in_features, out_features = ModuleKind.LINEAR, module.in_features, module.out_features
+        elif isinstance(module, nn.Embedding):
+            kind, in_features, out_features = ModuleKind.EMBEDDING, module.num_embeddings, module.embedding_dim
+        else:
+            continue
+        match = re.search(r"\.(\d+)\.", name)
+        layer = int(match.group(1)) if match else None
+        group, offset = groups.get(name, (name, 0))
+        sizes = {"in_features": in_features, "out_features": out_features}
+        modules.append(TargetModule(name=name, kind=kind, layer=layer, group=group, offset=offset, **sizes))
+    return tuple(modules)
 
 
 def siblings(model: nn.Module) -> dict[str, list[str]]:
@@ -74,30 +90,6 @@ def siblings(model: nn.Module) -> dict[str, list[str]]:
             if all(type(modules.get(name)) is nn.Linear for name in names):
                 groups[f"{parent}.{family}"] = names
     return groups
-
-
-def _modules(model: nn.Module, probe: ModelProbe) -> Iterable[TargetModule]:
-    groups = _groups(model, probe)
-    for name, module in model.named_modules():
-        if name not in probe.inputs and name != probe.head:
-            continue
-        if type(module) is nn.Linear:
-            kind, in_features, out_features = ModuleKind.LINEAR, module.in_features, module.out_features
-        elif isinstance(module, nn.Embedding):
-            kind, in_features, out_features = ModuleKind.EMBEDDING, module.num_embeddings, module.embedding_dim
-        else:
-            continue
-        layer = re.search(r"\.(\d+)\.", name)
-        group, offset = groups.get(name, (name, 0))
-        yield TargetModule(
-            name=name,
-            kind=kind,
-            in_features=in_features,
-            out_features=out_features,
-            layer=int(layer.group(1)) if layer else None,
-            group=group,
-            offset=offset,
-        )
 
 
 def _groups(model: nn.Module, probe: ModelProbe) -> dict[str, tuple[str, int]]:

@@ -53,7 +53,8 @@ def gather(model: nn.Module, device: torch.device) -> torch.Tensor:
     ]
     placed = {id(tensor) for stretch in stretches for tensor in stretch}
     stretches += [[tensor] for key, tensor in tensors.items() if key not in placed]
-    offsets = list(accumulate((_aligned(sum(t.nbytes for t in stretch)) for stretch in stretches), initial=0))
+    sizes = [sum(tensor.nbytes for tensor in stretch) for stretch in stretches]
+    offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
     for stretch, offset in zip(stretches, offsets[:-1], strict=True):
         for tensor in stretch:
@@ -199,10 +200,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer, tied ones under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -80,7 +80,7 @@ class _Progress:
 
 
 class JsonGrammar:
-    """Token masks for requests with a JSON schema (see ``sampler.TokenMasks``); used by one thread.
+    """Token masks for requests with a JSON schema; used by one thread.
 
     Args:
         tokenizer: Directory or name of the model's tokenizer; loaded on first use.

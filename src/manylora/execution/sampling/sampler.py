@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from manylora.execution.sampling.philox import philox_uniform
 from manylora.plan import PlannedSequence
 from manylora.types import SampledToken
 
-__all__ = ["Sampler", "TokenMasks", "make_sampler"]
+__all__ = ["Sampler", "make_sampler"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +38,6 @@ GREEDY_BELOW = 1e-5
 
 LEAST_LOGPROB = -9999.0
 """Log-probability reported for a token of probability zero, as by vLLM: JSON has no infinity."""
-
-
-class TokenMasks(Protocol):
-    """Masks of constrained decoding; implemented by ``sampling.grammar``."""
-
-    def allowed(self, seq_id: int, schema: str, generated: Sequence[int]) -> NDArray[np.bool_]:
-        """Return which tokens may follow ``generated``, bool ``[vocab]``; never raises."""
-        ...
-
-    def release(self, seq_ids: Sequence[int]) -> None:
-        """Drop the state of these sequences."""
-        ...
 
 
 class Sampler:
@@ -73,7 +60,7 @@ class Sampler:
         eos_token_ids: Sequence[int],
         device: torch.device | str = "cpu",
         *,
-        grammar: TokenMasks | None = None,
+        grammar: JsonGrammar | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos = tuple(t for t in eos_token_ids if 0 <= t < vocab_size)
