@@ -84,12 +84,8 @@ class DecodeGraphs:
     """Runs decode steps by replaying graphs.
 
     Args:
-        ops: The device.
-        model: The model with its modules replaced.
-        step: The context that those modules read.
-        pages: KV and adapters.
+        step: The context that the replaced modules read.
         tables: Block tables on the device.
-        vocab_size: Columns of the logits.
         max_num_seqs: Largest batch.
         space: Makes adapters' tables; without it only steps without adapters are run.
     """
@@ -130,12 +126,7 @@ class DecodeGraphs:
         self._adapted = b""  # both, as part of a graph's key
 
     def run(self, sequences: Sequence[PlannedSequence], segments: Sequence[LoraSegment]) -> torch.Tensor | None:
-        """Run a step; return logits ``[n, vocab]``, valid until the next step, or ``None`` if no graph can run it.
-
-        Args:
-            sequences: In the order of their rows.
-            segments: Their adapters.
-        """
+        """Run a step; return logits ``[n, vocab]``, valid until the next step, or ``None`` if no graph can run it."""
         num_rows = len(sequences)
         if self._is_broken or num_rows > self._buckets[-1]:
             return None

@@ -58,16 +58,7 @@ class FutureWork(Generic[ResultT]):
 
 
 class TorchExecutor:
-    """Carries plans out with torch.
-
-    Args:
-        runner: Runs steps.
-        pages: KV and adapters on the device.
-        host: Packed adapters in main memory.
-        reader: Reads adapters into ``host``.
-        resident: Adapters on the device; shared with ``runner``.
-        clock: Woken when work completes.
-    """
+    """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``."""
 
     def __init__(
         self,
@@ -108,7 +99,7 @@ class TorchExecutor:
     def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
         """Start a load: files to host, or host to device pages."""
         if load.tier is Tier.HOST:
-            return self._watch(self._reads.submit(_carry_out, self._read, load))
+            return self._watch(self._reads.submit(_carry_out, lambda load: self._reader.read_again(load.version), load))
         assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
         return self._watch(self._copies.submit(_carry_out, self._copy, load))
 
@@ -136,9 +127,6 @@ class TorchExecutor:
         self._tokens = result.tokens
         return replace(result, device_s=time.perf_counter() - began_at)
 
-    def _read(self, load: AdapterLoad) -> None:
-        self._reader.read_again(load.version)
-
     def _copy(self, load: AdapterLoad) -> None:
         key = load.version.key
         adapter = self._host.get(key)
@@ -159,7 +147,7 @@ class TorchExecutor:
         self._resident[key] = resident
 
 
-def _carry_out(load_to_tier: Callable[[AdapterLoad], None], load: AdapterLoad) -> LoadResult:
+def _carry_out(load_to_tier: Callable[[AdapterLoad], object], load: AdapterLoad) -> LoadResult:
     """Run a load; every failure is a result, since one broken adapter must not end the engine."""
     began_at = time.perf_counter()
     try:

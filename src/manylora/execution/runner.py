@@ -44,12 +44,9 @@ class ModelRunner:
     Args:
         model: The causal language model with its modules replaced (``model.modules``).
         step: The context that those modules read.
-        pages: KV and adapters.
-        sampler: Chooses tokens.
         resident: Adapters on the device by key; changed by the executor.
         space: Makes the tables of a table-driven LoRA kernel.
         attention: Implementation of attention; torch by default.
-        ops: The device.
         graphs: Runs decode steps, where it can.
     """
 

@@ -25,12 +25,7 @@ _TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
 
 
 def check_sequences_are_separate(runner: ModelRunner, base: BaseShape, num_pages: int) -> None:
-    """Compare two sequences alone, together, and in chunks.
-
-    Args:
-        runner: The model with empty pages.
-        base: Its shape.
-        num_pages: With too few for two sequences the check is left out.
+    """Compare two sequences alone, together, and in chunks, in empty pages; do nothing with too few pages for two.
 
     Raises:
         ConfigError: The logits depend on the other sequences of the batch.

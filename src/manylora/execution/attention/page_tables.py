@@ -28,7 +28,6 @@ class PageTables:
     """The tables of sequences that ran lately.
 
     Args:
-        ops: The device.
         num_lines: Most sequences with a line at once; at least the most in one step.
         width: Pages of the longest sequence.
     """

@@ -110,12 +110,7 @@ class _Prompt:
 
 
 class PagedBatch:
-    """One step's attention: the slots of K and V, and the positions that each row attends to.
-
-    Args:
-        pages: The KV cache.
-        sequences: The step's sequences in the order of their rows.
-    """
+    """One step's attention: the slots of K and V, and the positions that each row of ``sequences`` attends to."""
 
     def __init__(self, pages: PageTensor, sequences: Sequence[PlannedSequence]) -> None:
         self._pages = pages

@@ -58,8 +58,6 @@ class TritonAttentionKernel:
     """The Triton kernels, with block tables kept on the device.
 
     Args:
-        ops: The device.
-        pages: The KV cache.
         max_num_seqs: Most sequences in a step.
         max_model_len: Longest sequence, in tokens.
     """

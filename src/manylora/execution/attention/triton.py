@@ -139,10 +139,7 @@ class TritonBatch:
     """One step's attention: the slots of K and V, and the positions that each row attends to.
 
     Args:
-        ops: The device.
-        pages: The KV cache.
-        tables: Block tables on the device.
-        sequences: The step's sequences in the order of their rows.
+        sequences: In the order of their rows.
         splits: See ``TritonAttention``.
     """
 

@@ -28,8 +28,6 @@ class FusedNorm(nn.Module):
     """A root-mean-square norm over the last dimension.
 
     Args:
-        weight: ``[width]``.
-        eps: Added to the mean square.
         is_offset: Whether the factor is one more than the weight (Gemma).
     """
 

@@ -90,9 +90,7 @@ class LoraBatch:
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it.
 
-        Args:
-            group: Name of the group.
-            is_sampled: Count in sampled rows, the input of the output head, instead of all rows.
+        ``is_sampled`` counts in sampled rows, the input of the output head, instead of all rows.
         """
         if (group, is_sampled) not in self._parts:
             self._parts[group, is_sampled] = self._find(group, is_sampled)
@@ -143,7 +141,6 @@ class StepContext:
     """The running step as adapted modules see it; set before the model is called, cleared after.
 
     Args:
-        kernel: The LoRA implementation.
         lora: The step's adapters, ``None`` when it has none.
         token_ids: The step's tokens ``[rows]``, for adapters of the embedding.
     """

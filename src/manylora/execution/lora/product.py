@@ -53,10 +53,7 @@ def adapted_product(
 def apply_epilogue(out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts) -> None:
     """Multiply each row by the column scale of its adapter, then add the bias to all rows.
 
-    Args:
-        out: Base product with LoRA ``[rows, out]``, changed in place.
-        bias: ``[out]`` or ``None``.
-        parts: The weights of each row.
+    ``out`` ``[rows, out]`` is the base product with LoRA, changed in place.
     """
     if parts.tables is not None and parts.span is not None:
         parts.tables().scale(out, parts.span)

@@ -60,7 +60,6 @@ class LoraSpace:
     """Shared by every step's tables: all pages, the base's groups, and the column blocks of each group.
 
     Args:
-        directory: The groups by number.
         pool: All pages ``[num_pages, page_elements]``.
         blocks: Heights of row blocks of the kernel in use.
     """
@@ -92,9 +91,7 @@ class Room:
     """The size of a step's tables.
 
     Args:
-        num_blocks: Row blocks.
         num_items: Items of work in one group.
-        num_rows: Rows of the batch.
         max_rank: Most rows of a stack of A.
         max_planes: Most column pieces of a stack.
     """
@@ -119,10 +116,7 @@ class Room:
 class StepTables:
     """A step's tables and scratch on the device, and the launches that use them.
 
-    Args:
-        space: Shared by all steps.
-        room: Size of the tables.
-        block_rows: Rows of a row block; 1 pads every row by itself.
+    A row block has ``block_rows`` rows; 1 pads every row by itself.
     """
 
     def __init__(self, space: LoraSpace, room: Room, block_rows: int) -> None:

@@ -53,10 +53,7 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The table of the buffer: with it and the checkpoint's configuration, another process builds the model.
 
     Args:
-        model: The checkpoint.
         probe: Findings of the pass through the model, which needs the weights as they were loaded.
-        entries: In the order of the buffer.
-        num_bytes: Size of the buffer.
     """
 
     model: str
@@ -69,7 +66,6 @@ class BaseWeights:
     """A frozen table of weights over one buffer.
 
     Args:
-        manifest: The table.
         buffer: ``[num_bytes]``, uint8, on the device of the weights; kept alive.
         memory: The buffer's memory, where another process can map it.
     """
@@ -88,7 +84,7 @@ class BaseWeights:
 
         Args:
             manifest: From ``export``.
-            buffer: The same memory, mapped here (``SealedMemory.map``); it may be read-only.
+            buffer: The same memory, mapped here (``SealedMemory.map``), perhaps read-only.
 
         Raises:
             ConfigError: The buffer does not match, or this build of torch cannot read packed weights.

@@ -27,9 +27,7 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
 
     A model that the hub has but does not deliver (gated, or a server error) passes; the loader reports it.
 
-    Args:
-        name: A folder's path, or a name at the hub.
-        revision: Revision at the hub; by default the newest.
+    ``name`` is a folder's path, or a name at the hub.
 
     Raises:
         ConfigError: It does not exist; the message names the places that were searched.

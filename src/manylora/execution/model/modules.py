@@ -23,14 +23,7 @@ __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "ada
 
 
 class AdaptedLinear(nn.Module):
-    """A linear with LoRA beside it.
-
-    Args:
-        linear: The original; its parameters are used.
-        group: Name of its group.
-        step: The running step's adapters and tokens.
-        is_head: Whether its input is the sampled rows only.
-    """
+    """A linear with LoRA beside it; the output head's input (``is_head``) is the sampled rows only."""
 
     def __init__(self, linear: nn.Linear, group: str, step: StepContext, *, is_head: bool = False) -> None:
         super().__init__()
@@ -48,13 +41,7 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedEmbedding(nn.Module):
-    """An embedding with LoRA beside it.
-
-    Args:
-        embedding: The original, called as it is (subclasses scale their output).
-        group: Name of its group.
-        step: The running step's adapters and tokens.
-    """
+    """An embedding with LoRA beside it; the original is called, since subclasses scale their output."""
 
     def __init__(self, embedding: nn.Embedding, group: str, step: StepContext) -> None:
         super().__init__()
@@ -91,8 +78,6 @@ class FusedLinear(nn.Module):
         weight: ``[out, in]``, the parts' rows one behind the other.
         bias: ``[out]`` or ``None``.
         sizes: Output columns of each part.
-        group: Name of the group.
-        step: The running step's adapters and tokens.
     """
 
     def __init__(
@@ -141,13 +126,9 @@ class FusedPart(nn.Module):
 
 
 def adapt_modules(model: nn.Module, weights: Mapping[str, torch.Tensor], shape: BaseShape, step: StepContext) -> None:
-    """Replace every module of ``shape`` in ``model`` by one that adds LoRA.
+    """Replace every module of ``shape`` in ``model`` by one that adds LoRA, in place.
 
-    Args:
-        model: The causal language model, with its weights; changed in place.
-        weights: Fused weights and biases, by the name of their group.
-        shape: The modules and their groups.
-        step: Shared by all modules.
+    ``weights`` has fused weights and biases, as ``<group>.weight`` and ``<group>.bias``.
     """
     head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[operator]
     groups: dict[str, list[TargetModule]] = defaultdict(list)

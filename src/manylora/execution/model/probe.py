@@ -90,7 +90,7 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     """Run the model once on a few tokens and report its behaviour.
 
     Args:
-        model: A causal language model with our attention; unchanged afterwards.
+        model: A causal language model with our attention; not changed.
         architecture: Its ``model_type``, for messages.
         num_layers: Decoder layers by its configuration.
 

@@ -30,12 +30,7 @@ ALIGNMENT = 64
 
 
 class SealedMemory:
-    """Memory that can no longer change.
-
-    Args:
-        fd: Its file descriptor, closed with this object; mappings stay valid.
-        num_bytes: Its size.
-    """
+    """Memory that can no longer change; its file ``fd`` is closed with this object, mappings stay valid."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.fd = fd
@@ -43,11 +38,7 @@ class SealedMemory:
         weakref.finalize(self, os.close, fd)
 
     def map(self, *, is_strict: bool = False) -> torch.Tensor:
-        """Return the memory as ``[num_bytes]``, uint8, mapped while any tensor over it is alive.
-
-        Args:
-            is_strict: A write ends the process instead of making a private copy of a page.
-        """
+        """Return the memory as ``[num_bytes]``, uint8, mapped while any tensor over it is alive."""
         access = mmap.ACCESS_READ if is_strict else mmap.ACCESS_COPY
         mapping = mmap.mmap(self.fd, self.num_bytes, access=access)
         with warnings.catch_warnings():

@@ -84,9 +84,7 @@ class JsonGrammar:
 
     Args:
         tokenizer: Directory or name of the model's tokenizer; loaded on first use.
-        vocab_size: Columns of the logits.
         eos_token_ids: Tokens that end a finished answer.
-        revision: Hub revision of the tokenizer.
     """
 
     def __init__(

@@ -47,9 +47,6 @@ class Sampler:
     row without any choice (all NaN or masked) ends with the model's end-of-sequence token, or token 0 if it has none.
 
     Args:
-        vocab_size: Columns of the logits.
-        eos_token_ids: The model's end-of-sequence tokens.
-        device: Device of the logits.
         grammar: Masks for requests with ``json_schema``. Without it such rows end at once, since an unconstrained
             answer would be silently wrong (the server refuses such requests before).
     """
@@ -172,13 +169,8 @@ class Sampler:
     def _draw(self, logits: Tensor, highest: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
         """Draw a token per row by inverting its cumulative distribution at one uniform number.
 
-        Args:
-            logits: ``[n, vocab]`` float32, edited.
-            highest: ``[n]``, the largest of each row.
-            sequences: One per row.
-
-        Returns:
-            ``[n]`` int64; undefined for rows whose ``highest`` is -inf.
+        Logits are float32 ``[n, vocab]``, edited, and ``highest`` ``[n]`` is the largest of each row. The result,
+        ``[n]`` int64, is undefined for rows whose ``highest`` is -inf.
         """
         samplings = [s.sampling for s in sequences]
         temperature = self._column([s.temperature for s in samplings])

@@ -25,8 +25,6 @@ class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
     Args:
-        base: The base that adapters must fit.
-        store: The host tier.
         max_bytes: Largest weight file accepted.
         dtype: Type to keep weights in, as in ``read_adapter``.
     """

@@ -35,20 +35,11 @@ def attend_compiled(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend one token per sequence.
+    """Attend one token per sequence; ``[rows, heads, head_dim]``, as is the query, float32 and contiguous.
 
-    Args:
-        team: The threads.
-        query: ``[rows, heads, head_dim]``, float32, contiguous.
-        blocks: All pages ``[pages, layers, 2, block_size, kv_heads, head_dim]``, float32.
-        layer: Layer of K and V.
-        tables: Pages of each row's sequence ``[rows, width]``, int64.
-        bounds: First and one past the last position that each row sees, from its table's start ``[rows, 2]``.
-        scaling: Factor of the scores.
-        softcap: Bound of the scores, or ``None``.
-
-    Returns:
-        ``[rows, heads, head_dim]``.
+    ``blocks`` are all pages ``[pages, layers, 2, block_size, kv_heads, head_dim]``, float32; ``tables`` are the pages
+    of each row's sequence ``[rows, width]``, int64. ``bounds`` ``[rows, 2]`` are the first and one past the last
+    position that a row sees, from its table's start. ``scaling`` and ``softcap`` are as in ``AttentionCall``.
     """
     num_rows, num_heads, head_dim = query.shape
     _, num_layers, _, block_size, num_kv_heads, _ = blocks.shape

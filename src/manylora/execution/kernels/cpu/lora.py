@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from manylora.execution.kernels.cpu.numbers import as_float32
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.streams import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.kernels.cpu.tables import (
@@ -46,6 +45,7 @@ from manylora.execution.kernels.cpu.tables import (
     group_table,
     share,
 )
+from manylora.execution.kernels.cpu.vectors import as_float32
 from manylora.execution.storage.resident import ResidentGroup
 
 __all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
@@ -104,12 +104,8 @@ def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
 def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: LoraTables) -> None:
     """Add LoRA of all pieces in ``tables`` into ``out``.
 
-    Args:
-        team: The threads.
-        x: Inputs ``[rows, in]``, float32, contiguous.
-        out: Outputs ``[rows, out]``, float32, contiguous, added into.
-        pages: All pages; offsets count elements of the piece's type.
-        tables: The pieces.
+    Inputs ``x`` ``[rows, in]`` and outputs ``[rows, out]`` are float32 and contiguous. ``pages`` is all pages; offsets
+    in the tables count elements of the piece's type.
     """
     scratch = torch.empty(x.shape[0], tables.max_rank)
     lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from manylora.execution.kernels.cpu.numbers import as_float32
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import (
     COLUMN,
@@ -48,7 +47,7 @@ from manylora.execution.kernels.cpu.tiles import (
     dot_row,
     dot_tile,
 )
-from manylora.execution.kernels.cpu.vectors import LANES
+from manylora.execution.kernels.cpu.vectors import LANES, as_float32
 from manylora.execution.storage.resident import ResidentGroup
 
 __all__ = ["ProductTables", "apply_products", "make_product_tables", "product_kernel"]
@@ -107,7 +106,7 @@ def make_product_tables(parts: list[tuple[int, int, ResidentGroup]]) -> ProductT
 
 
 def apply_products(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: ProductTables) -> None:
-    """Add LoRA of all parts in ``tables`` into ``out``; see ``lora.apply_compiled`` for the arguments."""
+    """Add LoRA of all parts in ``tables`` into ``out``; with arguments as in ``lora.apply_compiled``."""
     # A tile of A may reach beyond the last rank; and a pitch that is no power of two keeps rows apart in a cache.
     pitch = -(-tables.max_rank // 16) * 16 + 16
     panel = max(DOT_RANKS * (SHRINK_COLS + LANES), tables.max_rank * EXPAND_COLS)
