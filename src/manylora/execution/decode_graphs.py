@@ -57,11 +57,7 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
 class _StaticLora:
     """The adapters of any decode step, as modules see them while a graph is captured.
 
-    Args:
-        tables: Tables that the captured launches read.
-        space: The groups.
-        present: Whether any adapter changes a group, by group.
-        scaled: Whether any adapter has a column scale in a group, by group.
+    ``present`` and ``scaled`` tell by group whether any adapter changes it, and whether any has a column scale in it.
     """
 
     def __init__(
@@ -83,11 +79,8 @@ class _StaticLora:
 class DecodeGraphs:
     """Runs decode steps by replaying graphs.
 
-    Args:
-        step: The context that the replaced modules read.
-        tables: Block tables on the device.
-        max_num_seqs: Largest batch.
-        space: Makes adapters' tables; without it only steps without adapters are run.
+    ``model`` has its modules replaced, and ``step`` is the context that those read. Without ``space``, which makes
+    adapters' tables, only steps without adapters are run.
     """
 
     def __init__(

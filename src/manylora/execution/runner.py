@@ -46,7 +46,6 @@ class ModelRunner:
         step: The context that those modules read.
         resident: Adapters on the device by key; changed by the executor.
         space: Makes the tables of a table-driven LoRA kernel.
-        attention: Implementation of attention; torch by default.
         graphs: Runs decode steps, where it can.
     """
 

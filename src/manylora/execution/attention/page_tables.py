@@ -25,12 +25,7 @@ class _Line:
 
 
 class PageTables:
-    """The tables of sequences that ran lately.
-
-    Args:
-        num_lines: Most sequences with a line at once; at least the most in one step.
-        width: Pages of the longest sequence.
-    """
+    """The tables of sequences that ran lately: ``num_lines``, at least the most in one step, of ``width`` pages."""
 
     def __init__(self, ops: DeviceOps, *, num_lines: int, width: int) -> None:
         self._ops = ops

@@ -39,14 +39,11 @@ class AttentionCall:
     """A layer's call of attention.
 
     Args:
-        module: The attention module, for its ``layer_idx``.
         query: ``[heads, T, head_dim]``.
         key: ``[kv_heads, T, head_dim]``; so is ``value``.
-        scaling: Factor of the scores.
         window: Positions that a token sees, itself included; ``None`` for all before it.
         softcap: Bound of the scores (``softcap * tanh(score / softcap)``), or ``None``.
         mask: The model's mask; must be ``None``.
-        extra: Other keyword arguments of the architecture.
         rotation: RoPE that query and key still need; ``None`` if they are rotated.
     """
 

@@ -57,9 +57,7 @@ class TorchAttentionKernel:
 class TritonAttentionKernel:
     """The Triton kernels, with block tables kept on the device.
 
-    Args:
-        max_num_seqs: Most sequences in a step.
-        max_model_len: Longest sequence, in tokens.
+    A step has at most ``max_num_seqs`` sequences, each of at most ``max_model_len`` tokens.
     """
 
     def __init__(self, ops: DeviceOps, pages: PageTensor, *, max_num_seqs: int, max_model_len: int) -> None:

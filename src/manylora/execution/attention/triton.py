@@ -36,7 +36,6 @@ class TritonAttention:
     """The launches of one step, for any layer.
 
     Args:
-        pages: The KV cache.
         slots: Row of each token's K in layer 0 ``[rows]``, int64; below 0 for none.
         tables: Pages of each sequence ``[lines, width]``, int32.
         blocks: Returns query blocks (``BLOCK_FIELDS``), given the most tokens of a block.
@@ -44,7 +43,6 @@ class TritonAttention:
         splits: Pieces of a context, for decoding; by default as many as fill the device.
         outputs: Results of a batch with rows of padding, which no program writes: zeros ``[most_rows, heads,
             head_dim]`` by heads, made on first use. Stale memory would pass through the model as numbers that overflow.
-        most_rows: Rows of ``outputs``.
     """
 
     pages: PageTensor

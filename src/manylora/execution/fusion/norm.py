@@ -25,11 +25,7 @@ class Summed(torch.Tensor):
 
 
 class FusedNorm(nn.Module):
-    """A root-mean-square norm over the last dimension.
-
-    Args:
-        is_offset: Whether the factor is one more than the weight (Gemma).
-    """
+    """A root-mean-square norm over the last dimension; with ``is_offset`` its factor is weight + 1 (Gemma)."""
 
     def __init__(self, weight: nn.Parameter, eps: float, *, is_offset: bool) -> None:
         super().__init__()
@@ -78,17 +74,10 @@ class FusedNorm(nn.Module):
 
         width = x.shape[-1]
         rows, others = _rows(x), _rows(residual)
+        first = self if inner is None else inner
         triton_norm.rms_norm[(rows.shape[0],)](
-            rows,
-            rows.stride(0),
-            others,
-            others.stride(0),
-            self.weight if inner is None else inner.weight,
-            self._eps if inner is None else inner._eps,
-            self.weight,
-            self._eps,
-            total,
-            out,
+            *(rows, rows.stride(0), others, others.stride(0)),
+            *(first.weight, first._eps, self.weight, self._eps, total, out),
             WIDTH=width,
             BLOCK=1 << (width - 1).bit_length(),
             IS_OFFSET=self.is_offset,

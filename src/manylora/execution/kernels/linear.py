@@ -25,13 +25,7 @@ MIN_PACKED = 1 << 18
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x W^T + b``.
-
-    Args:
-        x: ``[..., in]``.
-        weight: ``[out, in]``, packed or not.
-        bias: ``[out]`` or ``None``.
-    """
+    """Return ``x W^T + b`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``, packed or not."""
     if weight.is_mkldnn:
         return _onednn(x, weight, bias)
     if (

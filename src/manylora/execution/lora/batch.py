@@ -140,9 +140,7 @@ class StepLora(Protocol):
 class StepContext:
     """The running step as adapted modules see it; set before the model is called, cleared after.
 
-    Args:
-        lora: The step's adapters, ``None`` when it has none.
-        token_ids: The step's tokens ``[rows]``, for adapters of the embedding.
+    ``token_ids`` ``[rows]`` are for adapters of the embedding.
     """
 
     kernel: LoraKernel
@@ -155,11 +153,8 @@ def add_embedding(
 ) -> None:
     """Add an embedding's LoRA: A ``[rank, vocab]`` is gathered at the tokens, then multiplied by B^T.
 
-    Args:
-        parts: The weights of each row.
-        token_ids: Tokens ``[rows]``.
-        out: Embedded tokens ``[rows, hidden]``, added into.
-        scale: Factor of the base embedding's output (Gemma), applied to LoRA's share as PEFT does.
+    ``out`` ``[rows, hidden]`` is added into. ``scale``, the factor of the base embedding's output (Gemma), applies to
+    LoRA too, as in PEFT.
     """
     for part in parts.parts:
         tokens = token_ids[part.start : part.stop]

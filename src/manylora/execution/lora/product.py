@@ -28,15 +28,9 @@ def adapted_product(
     *,
     is_sampled: bool = False,
 ) -> torch.Tensor:
-    """Return ``x W^T + b`` with each row's adapter.
+    """Return ``x W^T + b`` with each row's adapter, for ``x`` ``[..., in]``, ``weight`` ``[out, in]``, packed or not.
 
-    Args:
-        x: Inputs ``[..., in]``.
-        weight: The base's weight ``[out, in]``, packed or not.
-        bias: ``[out]`` or ``None``.
-        step: The running step.
-        group: Name of the weight's group.
-        is_sampled: Whether ``x`` holds the sampled rows only.
+    ``is_sampled`` means that ``x`` holds the sampled rows only.
     """
     lora = step.lora
     parts = lora.parts(group, is_sampled=is_sampled) if lora is not None else None

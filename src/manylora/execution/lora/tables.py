@@ -57,12 +57,7 @@ TableRows = tuple[int, int, AdapterTable]
 
 
 class LoraSpace:
-    """Shared by every step's tables: all pages, the base's groups, and the column blocks of each group.
-
-    Args:
-        pool: All pages ``[num_pages, page_elements]``.
-        blocks: Heights of row blocks of the kernel in use.
-    """
+    """Shared by every step's tables: the base's groups, all pages (``pool``) and the kernel's heights of row blocks."""
 
     def __init__(self, directory: GroupDirectory, pool: torch.Tensor, blocks: RowBlocks = RAGGED) -> None:
         self.directory = directory
@@ -92,8 +87,7 @@ class Room:
 
     Args:
         num_items: Items of work in one group.
-        max_rank: Most rows of a stack of A.
-        max_planes: Most column pieces of a stack.
+        max_planes: Most column pieces of a stack of A.
     """
 
     num_blocks: int

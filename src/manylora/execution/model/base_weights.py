@@ -52,8 +52,7 @@ class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
 class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The table of the buffer: with it and the checkpoint's configuration, another process builds the model.
 
-    Args:
-        probe: Findings of the pass through the model, which needs the weights as they were loaded.
+    It includes the probe's findings, since the probe needs the weights as they were loaded.
     """
 
     model: str
@@ -65,9 +64,7 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
 class BaseWeights:
     """A frozen table of weights over one buffer.
 
-    Args:
-        buffer: ``[num_bytes]``, uint8, on the device of the weights; kept alive.
-        memory: The buffer's memory, where another process can map it.
+    The buffer ``[num_bytes]``, uint8, is on the device of the weights; ``memory`` is its memory where it can be mapped.
     """
 
     def __init__(self, manifest: WeightsManifest, buffer: torch.Tensor, memory: SealedMemory | None = None) -> None:

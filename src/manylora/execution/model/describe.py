@@ -24,13 +24,9 @@ _VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype"
 
 
 def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, max_model_len: int) -> BaseShape:
-    """Describe a model, from its modules and not from its weights.
+    """Describe a model whose modules are not replaced yet, without its weights.
 
-    Args:
-        loaded: The model, before its modules are replaced.
-        probe: Findings of one pass through it.
-        block_size: Tokens of KV in a page.
-        max_model_len: Longest context that is served, in tokens.
+    ``block_size`` is the tokens of KV in a page, ``max_model_len`` the longest context that is served, in tokens.
     """
     model, config = loaded.model, loaded.text_config
     page = PageShape(

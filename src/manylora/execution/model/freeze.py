@@ -67,9 +67,7 @@ def gather(model: nn.Module, device: torch.device) -> torch.Tensor:
 def freeze(loaded: LoadedModel, buffer: torch.Tensor | None = None) -> BaseWeights:
     """Probe a model, then fuse, pack and freeze its weights; the model has none afterwards.
 
-    Args:
-        loaded: The model.
-        buffer: From ``gather``, with the weights in it; by default a new one on the CPU.
+    ``buffer`` is from ``gather``, with the weights in it; by default a new one on the CPU.
 
     Raises:
         ConfigError: The model cannot be served.
@@ -98,12 +96,9 @@ def freeze(loaded: LoadedModel, buffer: torch.Tensor | None = None) -> BaseWeigh
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """An entry before it is written: tensors that follow one another in the buffer.
+    """An entry before it is written: tensors that follow one another in the buffer, more than one for fused linears.
 
-    Args:
-        names: Names of the entry.
-        parts: More than one for fused linears.
-        is_linear: Whether only products read it, so that it may be packed.
+    An entry that only products read (``is_linear``) may be packed.
     """
 
     names: tuple[str, ...]

@@ -73,11 +73,7 @@ class FusedLinear(nn.Module):
 
     The parts may be called in any order. The product is kept until every part was returned for the same input tensor,
     or another input comes.
-
-    Args:
-        weight: ``[out, in]``, the parts' rows one behind the other.
-        bias: ``[out]`` or ``None``.
-        sizes: Output columns of each part.
+    ``weight`` ``[out, in]`` and ``bias`` ``[out]`` have the parts' rows one behind the other, ``sizes`` of each.
     """
 
     def __init__(
@@ -107,10 +103,7 @@ class FusedLinear(nn.Module):
 class FusedPart(nn.Module):
     """One of the fused linears, in its place in the model.
 
-    Args:
-        fused: The product.
-        index: Which part of it.
-        is_owner: Whether the product is registered as a child of this part: one part must, for ``.to`` and counting.
+    The product is registered as a child of one part (``is_owner``), for ``.to`` and counting.
     """
 
     def __init__(self, fused: FusedLinear, index: int, *, is_owner: bool) -> None:

@@ -44,9 +44,7 @@ class ModelProbe:
     """Findings of the pass.
 
     Args:
-        num_layers: Layers with attention, numbered from 0.
-        num_kv_heads: Heads of K and V, the same in every layer.
-        head_dim: Width of K and V heads.
+        num_kv_heads: Heads of K and V, the same in every layer, as is ``head_dim``.
         inputs: Number of the input tensor, per module that was called exactly once on every token; modules with equal
             numbers share their input.
         head: Name of the output head, called once on the sampled rows.

@@ -87,10 +87,7 @@ def draw_at(weights: Tensor, uniform: Tensor) -> Tensor:
 
     Two levels, over blocks of columns and then inside one, because a cumulative sum over the vocabulary would be most
     of the cost. Sums are float64: with 100,000 tokens float32 would bias the tail.
-
-    Args:
-        weights: ``[n, vocab]`` float32, none negative.
-        uniform: ``[n]`` float64 in [0, 1).
+    Weights are ``[n, vocab]`` float32, none negative; ``uniform`` is ``[n]`` float64 in [0, 1).
     """
     n, vocab = weights.shape
     if pad := -vocab % BLOCK:

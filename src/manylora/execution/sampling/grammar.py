@@ -82,9 +82,7 @@ class _Progress:
 class JsonGrammar:
     """Token masks for requests with a JSON schema; used by one thread.
 
-    Args:
-        tokenizer: Directory or name of the model's tokenizer; loaded on first use.
-        eos_token_ids: Tokens that end a finished answer.
+    ``tokenizer``, a directory or name, is loaded on first use.
     """
 
     def __init__(

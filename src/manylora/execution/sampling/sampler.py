@@ -45,10 +45,8 @@ class Sampler:
 
     A broken adapter's logits do not affect other rows: NaN is never chosen, +inf is the largest finite number, and a
     row without any choice (all NaN or masked) ends with the model's end-of-sequence token, or token 0 if it has none.
-
-    Args:
-        grammar: Masks for requests with ``json_schema``. Without it such rows end at once, since an unconstrained
-            answer would be silently wrong (the server refuses such requests before).
+    Without ``grammar`` a row with ``json_schema`` ends at once, since an unconstrained answer would be silently wrong
+    (the server refuses such requests before).
     """
 
     def __init__(
@@ -73,14 +71,9 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken]:
-        """Choose one token per row.
+        """Return a token per row of ``logits`` ``[n, vocab]``, with log-probabilities of them where requested.
 
-        Args:
-            logits: ``[n, vocab]``, any float type; not modified.
-            sequences: Row ``i`` is the next token of ``sequences[i]``.
-
-        Returns:
-            One token per row, with log-probabilities of the raw logits where requested.
+        Logits may be of any float type and are not modified. Row ``i`` is the next token of ``sequences[i]``.
         """
         if not sequences:
             return []

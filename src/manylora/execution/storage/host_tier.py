@@ -33,12 +33,7 @@ class HostAdapter:
 
 
 class HostTier:
-    """Packed adapters by key.
-
-    Args:
-        is_pinned: Keep them page-locked, so that copies to a GPU run beside its work.
-        directory: The base's groups, for table-driven kernels.
-    """
+    """Packed adapters by key; ``is_pinned`` keeps them page-locked, so that copies to a GPU run beside its work."""
 
     def __init__(self, *, is_pinned: bool, directory: GroupDirectory | None = None) -> None:
         self._directory = directory

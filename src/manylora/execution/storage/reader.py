@@ -24,9 +24,7 @@ NUM_READERS = 2
 class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
-    Args:
-        max_bytes: Largest weight file accepted.
-        dtype: Type to keep weights in, as in ``read_adapter``.
+    ``max_bytes`` is the largest weight file accepted, ``dtype`` as in ``read_adapter``.
     """
 
     def __init__(self, base: BaseShape, store: HostTier, *, max_bytes: int, dtype: str | None = None) -> None:

@@ -33,7 +33,7 @@ class ResidentModule:
 
     Args:
         row: Its first row in the group's A stack.
-        offset: First column of its output in the group's output.
+        offset: Its first column in the group's output.
         b: Pieces of B^T ``[rank, out_features]``, with LoRA's scale in them.
         column_scale: Pieces of the column scale ``[1, out_features]``, if it has one.
     """
@@ -52,7 +52,6 @@ class ResidentGroup:
     Args:
         rank: Rows of the A stack.
         a: Pieces of the A stack ``[rank, in_features]``.
-        modules: B^T of each module.
         prepared: A kernel's data for these weights, by the kernel's key; lives as long as the weights.
     """
 
@@ -72,10 +71,7 @@ class ResidentAdapter:
     """The weights by group name, as views of pages.
 
     Equal only to itself: the same weights in other pages are another resident adapter.
-
-    Args:
-        groups: The views.
-        table: The same for table-driven kernels; ``None`` where no such kernel is in use.
+    ``table`` is for table-driven kernels; ``None`` where no such kernel is in use.
     """
 
     groups: dict[str, ResidentGroup]

@@ -50,13 +50,7 @@ BLOCK_FIELDS = 3
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """A group of the base as kernels see it.
-
-    Args:
-        index: Its line in every adapter's header.
-        in_features: Columns of A.
-        modules: First output column and width of each module, in order.
-    """
+    """A group of the base: its line in adapters' headers, columns of A, and each module's (first column, width)."""
 
     index: int
     in_features: int
@@ -68,8 +62,7 @@ class GroupDirectory:
     """The base's groups by number.
 
     Args:
-        groups: Every group of linears by name.
-        places: Group and number in it of each module, by module name.
+        places: Group of each module, and its number in the group, by module name.
         num_modules: Modules of the largest group.
         alignment: Common divisor of first element and width of every tile: the widest load of a kernel, in elements.
     """
@@ -121,9 +114,7 @@ class TileTemplate:
         header: ``[groups, line]``, as above; tile numbers count from the front of the table.
         tiles: ``[n, TILE_FIELDS]``; the element counts from the front of its page.
         pages: The tile's page, as a number among the adapter's own ``[n]``.
-        max_rank: Most rows of a stack of A.
-        max_tiles: Most tiles of a stack of A.
-        max_planes: Most column pieces of a stack of A.
+        max_rank: Most rows of a stack of A; so is ``max_tiles`` of tiles, and ``max_planes`` of column pieces.
         is_complete: Whether the table holds the whole adapter; LoRA of the embedding is not in it.
     """
 

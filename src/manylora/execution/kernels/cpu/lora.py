@@ -56,15 +56,7 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class LoraTables:
-    """A group's pieces over a step, as the kernel reads them.
-
-    Args:
-        shrink: Pieces of A stacks ``[n, NUM_FIELDS]``.
-        expand: Pieces of B^T ``[n, NUM_FIELDS]``; the module's columns begin at BEGIN.
-        shrink_cost: Work of all stacks.
-        expand_cost: Work of all modules.
-        max_rank: Largest rank of a stack.
-    """
+    """A group's pieces over a step: ``shrink`` of A stacks, ``expand`` of B^T, each ``[n, NUM_FIELDS]``."""
 
     shrink: Table
     expand: Table

@@ -68,15 +68,7 @@ EXPAND_COLS = 256
 
 @dataclass(frozen=True, slots=True)
 class ProductTables:
-    """A group's pieces over the prompts of a step, as the kernel reads them.
-
-    Args:
-        parts: A line per adapter ``[n, NUM_PART_FIELDS]``.
-        shrink: Pieces of A stacks ``[n, NUM_FIELDS]``.
-        expand: Pieces of B^T ``[n, NUM_FIELDS]``.
-        cost: Work of all parts.
-        max_rank: Largest rank of a stack.
-    """
+    """A group's pieces over the prompts of a step, as in ``LoraTables``; ``parts`` has a line per adapter."""
 
     parts: Table
     shrink: Table

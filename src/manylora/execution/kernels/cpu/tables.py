@@ -52,11 +52,8 @@ Table = NDArray[np.int64]
 class GroupTable:
     """One adapter's part of a step's tables, for one row at a cost of one; kept with its weights.
 
-    Args:
-        shrink: Pieces of its A stack ``[n, NUM_FIELDS]``.
-        expand: Pieces of its B^T ``[n, NUM_FIELDS]``; the module's columns begin at BEGIN.
-        expand_cost: Work of its modules.
-        element_bytes: Size of a weight.
+    ``shrink`` are pieces of its A stack and ``expand`` of its B^T, each ``[n, NUM_FIELDS]``; a module's columns begin
+    at BEGIN. ``expand_cost`` is the work of its modules.
     """
 
     shrink: Table
