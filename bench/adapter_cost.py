@@ -26,7 +26,7 @@ from cpu_systems import LAYERS, RANKS
 from kernels_cpu import NUM_ROWS, Case, bench_shape, lora_case, product_cases
 from publishing import arguments, clock_of, publish, table
 
-from manylora.execution.machine import describe_machine
+from manylora.execution.device import describe_machine
 
 SHARED_RANK = 32
 DTYPES = ("float32", "bfloat16")

@@ -39,7 +39,7 @@ from manylora.demo import demo_model_path
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
-from manylora.execution.machine import describe_machine
+from manylora.execution.device import describe_machine
 from manylora.measure import Recorder
 from manylora.types import AdapterVersion, Request, SamplingParams, Tier
 

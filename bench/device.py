@@ -34,7 +34,7 @@ from manylora.config import GIB, MIB
 from manylora.costs.features import StepFeatures
 from manylora.costs.roofline import RooflineCost
 from manylora.costs.step_log import LoadRecord, StepRecord
-from manylora.execution.machine import describe_machine
+from manylora.execution.device import describe_machine
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BATCHES = (1, 4, 16)

@@ -22,11 +22,10 @@ from manylora.adapters.shape import PageShape
 from manylora.catalog.models import base_shape
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.decode_graphs import DecodeGraphs
-from manylora.execution.device import DirectOps
+from manylora.execution.device import DeviceOps, describe_machine
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.comparison import apply_naive
 from manylora.execution.lora.tables import LoraSpace, StepTables, measure
-from manylora.execution.machine import describe_machine
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.tile_tables import AdapterTable, GroupDirectory, make_template
 from manylora.plan import PlannedSequence
@@ -57,11 +56,11 @@ def main() -> None:
     rows = []
     for batch in (1, 32, 64, 128):
         graphs = DecodeGraphs(
-            ops=DirectOps(cpu),
+            ops=DeviceOps(cpu),
             model=torch.nn.Identity(),
             step=StepContext(apply_naive),
             pages=pool,
-            tables=PageTables(DirectOps(cpu), num_lines=160, width=512),
+            tables=PageTables(DeviceOps(cpu), num_lines=160, width=512),
             vocab_size=8,
             max_num_seqs=128,
             space=space,

@@ -30,10 +30,10 @@ from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
 from manylora.catalog.dims import ModelDims
 from manylora.catalog.models import base_shape
+from manylora.execution.device import describe_machine
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.kernels.linear import linear, pack
 from manylora.execution.lora.batch import LORA_KERNELS, LoraBatch, LoraSegment
-from manylora.execution.machine import describe_machine
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import make_resident
 

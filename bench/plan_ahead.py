@@ -29,8 +29,8 @@ from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.steps.plan_ahead import fill_in
+from manylora.execution.device import describe_machine
 from manylora.execution.executor import FutureWork
-from manylora.execution.machine import describe_machine
 from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.ports import Work
 from manylora.sim.run.adapters import adapter_versions

@@ -39,7 +39,7 @@ from cpu_systems import RANKS, VOCAB, Bare, Ours, make_adapters, make_model
 from publishing import arguments, clock_of, publish, table
 
 from manylora.bench.peers import Asked, Peft, Transformers
-from manylora.execution.machine import describe_machine
+from manylora.execution.device import describe_machine
 from manylora.workloads.distributions import GammaTokens
 from manylora.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
 

@@ -15,7 +15,7 @@ from manylora.errors import ConfigError
 from manylora.execution.attention.step import choose_attention
 from manylora.execution.build import build_parts
 from manylora.execution.decode_graphs import batch_buckets
-from manylora.execution.device import DirectOps
+from manylora.execution.device import DeviceOps
 from manylora.execution.lora.batch import choose_kernel
 from manylora.ports import EngineParts
 from manylora.types import AdapterVersion, Tier
@@ -98,10 +98,10 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def refuse(self: DirectOps, work: Callable[[], None]) -> Callable[[], None]:
+    def refuse(self: DeviceOps, work: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(DirectOps, "capture", refuse)
+    monkeypatch.setattr(DeviceOps, "capture", refuse)
     parts = build(folders, "graphs")
     try:
         found = serve(parts, folders)

@@ -66,7 +66,6 @@ NOT_YET = {
     "bench",
     "src/manylora/bench",
     "src/manylora/demo",
-    "src/manylora/execution",
     "src/manylora/experiments",
     "src/manylora/measure",
     "src/manylora/planning",

@@ -1,12 +1,12 @@
-"""Put a live engine's parts together, stage by stage.
+"""Build a live engine's parts, stage by stage.
 
 ::
 
-    weights     loaded, fused, packed and frozen; or another process's, mapped      model/freeze, model/base_weights
+    weights     loaded, fused, packed and frozen; or mapped from another process     model/freeze, model/base_weights
     model       a module tree over them, its linears replaced for LoRA               model/modules
     pages       as many as fit beside it                                             page_budget, storage
-    attention   and with it fewer launches, and decode steps as graphs               attention, fusion, decode_graphs
-    runner      all of it for one step; checked on two sequences                     runner, self_check
+    attention   with fused launches, and decode steps as captured graphs             attention, fusion, decode_graphs
+    runner      runs one step; checked on two sequences                              runner, self_check
     executor    threads for steps, copies and reads                                  executor
 """
 
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-
-import torch
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
@@ -28,12 +26,11 @@ from manylora.execution.attention.step import (
     choose_attention,
 )
 from manylora.execution.decode_graphs import DecodeGraphs
-from manylora.execution.device import make_device_ops
+from manylora.execution.device import describe_machine, make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.step import fuse_launches
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
-from manylora.execution.machine import describe_machine
 from manylora.execution.model.base_weights import BaseWeights, check_complete
 from manylora.execution.model.describe import describe_model
 from manylora.execution.model.freeze import load_weights
@@ -67,14 +64,14 @@ def build_parts(
     """Load the model and build everything a live ``EngineCore`` needs.
 
     Args:
-        config: Of the engine; ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
+        config: ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
         clock: Woken when steps and loads complete.
-        make_sampler: Builds the sampler from the base's shape; the plain one, without grammars, when ``None``.
-        load: Loads the model; for models that lie in no folder.
-        weights: The model's, frozen by another process and attached to here; loaded when ``None``.
+        make_sampler: Builds the sampler from the base's shape; by default a sampler without grammars.
+        load: Loads the model; another function for a model without a folder.
+        weights: Base weights that another process froze; loaded when ``None``.
 
     Raises:
-        ConfigError: The model cannot be served, or the pool cannot hold one sequence of ``max_model_len``.
+        ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
     """
     if weights is None:
         loaded, weights = load_weights(config.model, load)
@@ -108,7 +105,8 @@ def build_parts(
         max_num_seqs = config.scheduler.max_num_seqs
         fuse_launches(model)
         attention = TritonAttentionKernel(ops, pages, max_num_seqs=max_num_seqs, max_model_len=base.max_model_len)
-        if _wants_graphs(config.model.decode_graphs, device):
+        graphs_option = config.model.decode_graphs
+        if graphs_option == "on" or (graphs_option == "auto" and device.type == "cuda"):
             graphs = DecodeGraphs(
                 ops=ops,
                 model=model,
@@ -119,7 +117,7 @@ def build_parts(
                 max_num_seqs=max_num_seqs,
                 space=space,
             )
-    sampler = make_sampler(base) if make_sampler is not None else _plain_sampler(base, device)
+    sampler = make_sampler(base) if make_sampler is not None else Sampler(base.vocab_size, base.eos_token_ids, device)
     resident: dict[AdapterKey, ResidentAdapter] = {}
     runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs)
     check_sequences_are_separate(runner, base, num_pages)
@@ -152,34 +150,18 @@ def build_parts(
 
 
 def _context(config: ModelConfig, loaded: LoadedModel) -> int:
-    """Return the longest context to serve, in tokens.
-
-    Raises:
-        ConfigError: The model has a shorter one than the configuration asks for.
-    """
+    """Return the longest context to serve, in tokens; refuse more than the model has."""
     limit = context_limit(loaded.text_config)
-    asked = config.max_model_len
-    if asked is not None and asked > limit:
-        raise ConfigError(f"Got max_model_len = {asked}, but the model's context is {limit} tokens")
-    return limit if asked is None else asked
+    wanted = config.max_model_len
+    if wanted is not None and wanted > limit:
+        raise ConfigError(f"Got max_model_len = {wanted}, but the model's context is {limit} tokens")
+    return limit if wanted is None else wanted
 
 
-def _adapter_dtype(asked: str, page_dtype: str, kernel: str) -> str:
-    """Return the type to keep adapters in, ``auto`` where each may have its own.
-
-    Raises:
-        ConfigError: The kernels here read weights of the base's type only.
-    """
+def _adapter_dtype(wanted: str, page_dtype: str, kernel: str) -> str:
+    """Return the type to keep adapters in, ``auto`` where each may have its own; refuse a type no kernel here reads."""
     if page_dtype == "float32" and kernel not in TABLE_KERNELS:
-        return asked
-    if asked not in ("auto", page_dtype):
-        raise ConfigError(f"Got adapter_dtype = {asked!r}, but here adapters have the base's type, {page_dtype}")
+        return wanted
+    if wanted not in ("auto", page_dtype):
+        raise ConfigError(f"Got adapter_dtype = {wanted!r}, but here adapters have the base's type, {page_dtype}")
     return page_dtype
-
-
-def _wants_graphs(choice: str, device: torch.device) -> bool:
-    return choice == "on" or (choice == "auto" and device.type == "cuda")
-
-
-def _plain_sampler(base: BaseShape, device: torch.device) -> TokenSampler:
-    return Sampler(base.vocab_size, base.eos_token_ids, device)

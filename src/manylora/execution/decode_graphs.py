@@ -1,7 +1,7 @@
-"""Decoding as captured graphs: hundreds of kernel launches become one, for any mix of adapters.
+"""Decode steps as captured graphs: one launch in place of hundreds, for any mix of adapters.
 
-A step in which every sequence decodes is the same launches every time; only numbers differ, and those lie in buffers
-that never move:
+A step in which every sequence decodes makes the same launches every time. Only numbers differ, and those are in buffers
+at fixed addresses:
 
 ::
 
@@ -10,20 +10,19 @@ that never move:
     adapters  row blocks and adapters' addresses                one line per adapter, when the batch changes
     logits    [rows, vocab]                                     the result of a replay
 
-Batches are padded to a *bucket*; rows of padding have no slot and an empty query block, so nothing is written or read
-for them, and their attention is zeros, or left from an earlier step. A graph is captured when its bucket is first
-needed, after that very step has run eagerly. Those with adapters also depend on which groups any adapter has changed so
-far: a group that none has is left out of the graph, since even a launch that finds nothing to do takes its two
-microseconds, 32 layers long. For the same reason a graph with an epilogue is another one than the graph without.
+Batches are padded to a *bucket*. A row of padding has no slot and an empty query block: nothing is written or read for
+it, and its attention is zeros, or the output of an earlier step. A graph is captured when its bucket is first needed,
+after that step has run eagerly. A graph with adapters holds launches only for the groups that any adapter has changed
+so far, since an empty launch takes two microseconds in each of, say, 32 layers. For the same reason graphs with and
+without an epilogue are different graphs.
 
-On the CPU a capture is the work itself, which is how the tests run this file.
+On the CPU ``capture`` returns the work itself, so the tests run this file without a GPU.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manylora.execution.attention.page_tables import PageTables
-from manylora.execution.attention.paged import AttentionCall
 from manylora.execution.attention.triton import TritonAttention, first_slot
 from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import BLOCK_FIELDS
@@ -47,11 +45,11 @@ __all__ = ["DecodeGraphs", "batch_buckets"]
 logger = logging.getLogger(__name__)
 
 ROOM_RANK, ROOM_TILES = 384, 24
-"""Room for three modules of rank 128 from the start; larger adapters make more, and graphs are captured anew."""
+"""Initial room: three modules of rank 128. A larger adapter makes more room, and graphs are captured again."""
 
 
 def batch_buckets(largest: int) -> tuple[int, ...]:
-    """Return the batch sizes worth a graph, up to ``largest``: a batch wastes at most a third, and large ones less."""
+    """Return the batch sizes to capture, up to ``largest``; at most a third of a batch is padding."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 32, 32)]
     return (*(size for size in sizes if size < largest), largest)
 
@@ -59,59 +57,30 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
 class _StaticLora:
     """The adapters of any decode step, as modules see them while a graph is captured.
 
-    Args:
-        tables: Read by the launches that are captured.
-        space: The groups.
-        present: Whether any adapter changes each group.
-        scaled: Whether any adapter has a column scale in each group.
+    ``present`` and ``scaled`` tell by group whether any adapter changes it, and whether any has a column scale in it.
     """
 
     def __init__(
         self, tables: StepTables, space: LoraSpace, present: NDArray[np.bool_], scaled: NDArray[np.bool_]
     ) -> None:
-        self._tables = _FixedTables(tables)
+        self._tables = tables
         self._space = space
         self._present = present
         self._scaled = scaled
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
-        """Return parts that point to the tables; every row of a decode step is sampled, so there is one set of rows."""
+        # Every row of a decode step is sampled, so there is one set of rows.
         span = self._space.directory.groups.get(group)
         if span is None or not self._present[span.index]:
             return None
-        return GroupParts((), tables=self._tables, span=span, is_scaled=bool(self._scaled[span.index]))
-
-
-@dataclass(frozen=True, slots=True)
-class _FixedTables:
-    """Tables that lie where a captured graph reads them."""
-
-    step: StepTables
-
-
-class _StaticAttention:
-    """The model's ``paged`` argument while a graph is captured."""
-
-    def __init__(self, attention: TritonAttention) -> None:
-        self._attention = attention
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Attend as the static inputs describe."""
-        return self._attention.attend(call)
+        return GroupParts((), tables=lambda: self._tables, span=span, is_scaled=bool(self._scaled[span.index]))
 
 
 class DecodeGraphs:
     """Runs decode steps by replaying graphs.
 
-    Args:
-        ops: The device.
-        model: The model with its modules replaced.
-        step: The context those modules look at.
-        pages: The pages.
-        tables: Block tables on the device.
-        vocab_size: Columns of the logits.
-        max_num_seqs: Largest batch.
-        space: Where adapters' tables are made; without it only steps of the base alone are run.
+    ``model`` has its modules replaced, and ``step`` is the context that those read. Without ``space``, which makes
+    adapters' tables, only steps without adapters are run.
     """
 
     def __init__(
@@ -147,15 +116,10 @@ class DecodeGraphs:
         groups = len(space.directory.groups) if space is not None else 0
         self._present = np.zeros(groups, dtype=np.bool_)
         self._scaled = np.zeros(groups, dtype=np.bool_)
-        self._adapted = b""  # both of them, as the graphs with adapters are told apart
+        self._adapted = b""  # both, as part of a graph's key
 
     def run(self, sequences: Sequence[PlannedSequence], segments: Sequence[LoraSegment]) -> torch.Tensor | None:
-        """Run a step; return logits ``[n, vocab]``, good until the next, or ``None`` if no graph can run it.
-
-        Args:
-            sequences: The step's, in the order of their rows.
-            segments: Their adapters.
-        """
+        """Run a step; return logits ``[n, vocab]``, valid until the next step, or ``None`` if no graph can run it."""
         num_rows = len(sequences)
         if self._is_broken or num_rows > self._buckets[-1]:
             return None
@@ -177,14 +141,14 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Capture the base's graph of every bucket, so that no request waits for it later."""
+        """Capture every bucket's graph without adapters, so that no request waits for it later."""
         for bucket in reversed(self._buckets):  # the largest first: smaller ones fit in the memory it leaves
             self._write_inputs((), bucket)
             self._record((bucket, b""))
         self._ops.wait()
 
     def _table_rows(self, segments: Sequence[LoraSegment]) -> list[TableRows] | None:
-        """Return the rows of each adapter, ``None`` if one changes modules that tables do not cover."""
+        """Return the rows of each adapter, ``None`` if an adapter changes modules that tables do not cover."""
         rows: list[TableRows] = []
         for segment in segments:
             table = segment.adapter.table
@@ -239,7 +203,7 @@ class DecodeGraphs:
         self._inputs.copy_(self._host, non_blocking=True)
 
     def _record(self, key: tuple[int, bytes]) -> None:
-        """Run the step eagerly, and capture it for the next time."""
+        """Run the step eagerly, then capture it."""
         bucket, adapted = key
         lora = None
         if adapted:
@@ -261,7 +225,7 @@ class DecodeGraphs:
             "position_ids": positions[None],
             "use_cache": False,
             "logits_to_keep": self._rows[:bucket],
-            "paged": _StaticAttention(attention),
+            "paged": attention,
         }
 
         def work() -> None:

@@ -1,36 +1,39 @@
-"""The few things that differ between a GPU and the CPU in how a step is carried out, behind one small seam.
+"""Operations that differ between a GPU and the CPU: uploads, graph capture, waiting.
 
-Everything that decides (which rows, which tables, which bucket) is the same code on both, so that it runs in the
-tests; the code for the GPU alone is here and in ``device_cuda``, and short enough to check line by line.
+Everything that decides (which rows, which tables, which bucket) is the same code on both, so the tests run it on the
+CPU. The code that only a GPU runs is ``CudaOps``, short enough to check line by line.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["DeviceOps", "DirectOps", "make_device_ops"]
+__all__ = ["DeviceOps", "describe_machine", "make_device_ops"]
 
 
-class DeviceOps(Protocol):
-    """How work reaches a device."""
+class DeviceOps:
+    """How work reaches a device; this class is the CPU, where every call completes at once.
 
-    @property
-    def device(self) -> torch.device:
-        """Where tensors live."""
-        ...
+    Args:
+        device: The device of all tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros on the host that copies to the device may read while the host goes on."""
-        ...
+        """Return zeros on the host, which copies to the device may read while the host goes on."""
+        return torch.zeros(shape, dtype=dtype)
 
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """Return ``values`` on the device, without waiting for the copy."""
-        ...
+        """Return a copy of ``values`` on the device, without waiting for the copy."""
+        return torch.from_numpy(values.copy())
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` once it has run; return a function that repeats it on the current values of its tensors.
@@ -38,43 +41,62 @@ class DeviceOps(Protocol):
         Raises:
             RuntimeError: It cannot be recorded.
         """
-        ...
-
-    def wait(self) -> None:
-        """Return once everything given to the device has been done."""
-        ...
-
-
-class DirectOps:
-    """The CPU: everything at once, nothing to wait for; a capture is the work itself.
-
-    Args:
-        device: The CPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros."""
-        return torch.zeros(shape, dtype=dtype)
-
-    def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """Return a tensor of its own memory, as a copy on a device would be."""
-        return torch.from_numpy(values.copy())
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Return ``work``."""
         return work
 
     def wait(self) -> None:
-        """Return."""
+        """Return once the device has done all work."""
+
+
+class CudaOps(DeviceOps):
+    """CUDA through torch: page-locked memory, asynchronous copies and captured graphs.
+
+    Args:
+        device: The GPU; steps run on its current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        # One pool for all graphs: only one replays at a time, so they may share their intermediate tensors.
+        self._graph_pool = torch.cuda.graph_pool_handle()
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return page-locked zeros."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
+        """Return ``values`` on the device; torch keeps the page-locked copy until the transfer has read it."""
+        return torch.from_numpy(np.ascontiguousarray(values)).pin_memory().to(self.device, non_blocking=True)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record ``work`` as a graph in the shared pool.
+
+        It has run eagerly before (kernels are compiled and libraries have their workspaces). It may touch only tensors
+        that it makes itself or that outlive the graph. Errors are checked for this thread alone: another thread copies
+        adapters during the capture.
+        """
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+            work()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def wait(self) -> None:
+        """Wait for the current stream."""
+        torch.cuda.current_stream(self.device).synchronize()
 
 
 def make_device_ops(device: torch.device) -> DeviceOps:
     """Return the operations for ``device``."""
-    if device.type == "cuda":
-        from manylora.execution.device_cuda import CudaOps
+    return CudaOps(device) if device.type == "cuda" else DeviceOps(device)
 
-        return CudaOps(device)
-    return DirectOps(device)
+
+def describe_machine(device: torch.device) -> str:
+    """Return processor or GPU, threads, and the version of torch."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    processor = next(names, platform.processor() or platform.machine())
+    return f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -1,13 +1,12 @@
-"""The live executor: a thread per link, so that loading never stops decoding.
+"""The live executor: a thread per kind of work, so that loading never stops decoding.
 
 ::
 
-    step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the one before it ends
+    step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the step before it ends
     copy     one thread    host image -> device pages, then the views of its tiles
-    read     two threads   files -> packed host image, in a process of its own
+    read     two threads   files -> packed host image, by reader processes
 
-Each thread takes its work first in, first out. A thread that finishes its work wakes the clock, and the loop sees the
-result through ``Work.poll``.
+Each thread runs its work in order of submission, then wakes the clock. The loop gets the result through ``Work.poll``.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ ResultT = TypeVar("ResultT", StepResult, LoadResult)
 
 
 class FutureWork(Generic[ResultT]):
-    """Work on another thread: done when that thread says so."""
+    """Work on another thread; done when its future is."""
 
     __slots__ = ("_future",)
 
@@ -50,25 +49,16 @@ class FutureWork(Generic[ResultT]):
 
     @property
     def ready_at(self) -> float:
-        """Return infinity: only the device knows."""
+        """Return infinity: the end of real work is not known in advance."""
         return math.inf
 
     def poll(self, now: float) -> ResultT | None:
-        """Return the result once complete, else ``None``; raises the error of the thread."""
+        """Return the result once complete, else ``None``; raise the thread's error."""
         return self._future.result() if self._future.done() else None
 
 
 class TorchExecutor:
-    """Carries plans out with torch.
-
-    Args:
-        runner: The model.
-        pages: The pages.
-        host: The host tier.
-        reader: Reads adapters into ``host``.
-        resident: Adapters on the device; shared with ``runner``.
-        clock: Woken when work completes.
-    """
+    """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``."""
 
     def __init__(
         self,
@@ -103,13 +93,13 @@ class TorchExecutor:
         self._runner.logits_hook = hook
 
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:
-        """Start a step. Behind one in flight it takes from that one the tokens it awaits, with no turn of the loop."""
+        """Start a step; behind a step in flight, it gets the tokens it awaits from that step directly."""
         return self._watch(self._steps.submit(self._run, plan))
 
     def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
         """Start a load: files to host, or host to device pages."""
         if load.tier is Tier.HOST:
-            return self._watch(self._reads.submit(_carry_out, self._read, load))
+            return self._watch(self._reads.submit(_carry_out, lambda load: self._reader.read_again(load.version), load))
         assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
         return self._watch(self._copies.submit(_carry_out, self._copy, load))
 
@@ -131,37 +121,34 @@ class TorchExecutor:
         return FutureWork(future)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        """Run a step. Its tokens are on the host at the end, so the device is done when the clock is read."""
+        """Run a step; its tokens are on the host at the end, so the device is done when the clock is read."""
         began_at = time.perf_counter()
         result = self._runner.run(fill_in(plan, self._tokens))
         self._tokens = result.tokens
         return replace(result, device_s=time.perf_counter() - began_at)
 
-    def _read(self, load: AdapterLoad) -> None:
-        self._reader.read_again(load.version)
-
     def _copy(self, load: AdapterLoad) -> None:
         key = load.version.key
         adapter = self._host.get(key)
         if adapter is None:
-            # Registering weights again while their host copy is being evicted can lose it; the files are the truth.
+            # An eviction at the same time as a second registration can lose the host copy; the files still have it.
             logger.warning("host_copy_gone adapter=%s", key)
             adapter = self._reader.read_again(load.version)
         if len(load.pages) != adapter.image.shape[0]:
-            raise ValueError(f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
+            raise ValueError(f"Got {len(load.pages)} pages for an adapter of {adapter.image.shape[0]}")
         with torch.cuda.stream(self._copy_stream) if self._copy_stream is not None else nullcontext():
             self._pages.write(load.pages, adapter.image)
             resident = make_resident(adapter.layout, load.pages, self._pages, adapter.template)
             if self._copy_stream is not None:
-                # Asleep, not spinning: the step beside us needs the core.
+                # A blocking event sleeps instead of spinning: the step's thread needs the core.
                 done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 done.record(self._copy_stream)
                 done.synchronize()
         self._resident[key] = resident
 
 
-def _carry_out(load_to_tier: Callable[[AdapterLoad], None], load: AdapterLoad) -> LoadResult:
-    """Run a load; an error of one adapter must not end the engine, so every failure is a result."""
+def _carry_out(load_to_tier: Callable[[AdapterLoad], object], load: AdapterLoad) -> LoadResult:
+    """Run a load; every failure is a result, since one broken adapter must not end the engine."""
     began_at = time.perf_counter()
     try:
         load_to_tier(load)

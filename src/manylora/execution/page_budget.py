@@ -1,4 +1,4 @@
-"""How many pages there are, and how long a context they can hold."""
+"""The number of pages, and the longest context that they hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_CPU_BYTES = GIB
 
 
 def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel) -> int:
-    """Return how many pages the configuration asks for, or the device has room for beside weights and activations.
+    """Return the configured number of pages, or the number that fit beside weights and activations.
 
     Raises:
         ConfigError: There is no room for two pages.
@@ -33,10 +33,12 @@ def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel) -> i
     num_bytes = memory.memory_bytes
     if num_bytes is None and loaded.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(loaded.device)
+        scheduler = config.scheduler
+        composition = make_step_composition(scheduler.step_composition)
         activations = measure_activations(
             loaded.model,
-            num_tokens=_most_tokens_in_a_step(config, base),
-            num_sampled=min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens),
+            num_tokens=composition.most_tokens(scheduler.max_num_batched_tokens, base.max_model_len),
+            num_sampled=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
         )
         num_bytes = int(total * memory.gpu_memory_utilization) - (total - free) - activations
     if num_bytes is None:
@@ -53,13 +55,8 @@ def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel) -> i
 def fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape:
     """Return ``base`` with a context that the pages can hold.
 
-    Args:
-        base: The shape, with the context that the model or the configuration allows.
-        num_pages: Pages of the pool.
-        is_asked: The configuration names the context; then it is not shortened in silence.
-
     Raises:
-        ConfigError: The context was asked for and does not fit.
+        ConfigError: The context does not fit, and the configuration names it (``is_asked``).
     """
     room = num_pages * base.page.block_size
     if base.max_model_len <= room:
@@ -67,13 +64,7 @@ def fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape
     if is_asked:
         raise ConfigError(
             f"Got max_model_len = {base.max_model_len}, but {num_pages} pages hold {room} tokens: "
-            "lower it or give the pool more memory"
+            "lower it or raise the memory for pages"
         )
     logger.warning("context_limited num_pages=%d max_model_len=%d model_limit=%d", num_pages, room, base.max_model_len)
     return replace(base, max_model_len=room)
-
-
-def _most_tokens_in_a_step(config: EngineConfig, base: BaseShape) -> int:
-    scheduler = config.scheduler
-    composition = make_step_composition(scheduler.step_composition)
-    return composition.most_tokens(scheduler.max_num_batched_tokens, base.max_model_len)

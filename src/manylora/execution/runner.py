@@ -1,8 +1,9 @@
-"""Carry out one step: from a plan to sampled tokens. Blocking and single-threaded; threads are the executor's."""
+"""Run one step: from a plan to sampled tokens. Blocking and single-threaded; the executor owns the threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from manylora.types import AdapterKey, SampledToken
 __all__ = ["LogitsHook", "ModelRunner", "TokenSampler"]
 
 LogitsHook = Callable[[StepPlan, torch.Tensor], None]
-"""Gets a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
+"""Called with a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
 
 
 class TokenSampler(Protocol):
@@ -33,23 +34,19 @@ class TokenSampler(Protocol):
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Drop the state of sequences that will not come back."""
+        """Drop the state of sequences that have left the engine."""
         ...
 
 
 class ModelRunner:
-    """The model with its pages and the adapters that are resident.
+    """The model with its pages and resident adapters.
 
     Args:
-        model: The causal language model with its modules replaced (``fused.adapt_modules``).
-        step: The context those modules look at.
-        pages: The pages.
-        sampler: Chooses tokens.
-        resident: Adapters on the device by key; changed by the executor, read here.
-        space: Where the LoRA kernel's tables are made, if it goes by tables.
-        attention: Implementation of attention; torch when ``None``.
-        ops: The device.
-        graphs: Runs steps that only decode, where it can.
+        model: The causal language model with its modules replaced (``model.modules``).
+        step: The context that those modules read.
+        resident: Adapters on the device by key; changed by the executor.
+        space: Makes the tables of a table-driven LoRA kernel.
+        graphs: Runs decode steps, where it can.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class ModelRunner:
             order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
             self.logits_hook(plan, logits[order])
         if not sampled:
-            # Nothing is read back that would wait for the device, and pages may change hands once we return.
+            # No token is read back, which would wait for the device; and pages may change owners once we return.
             self._ops.wait()
             return StepResult()
         tokens = self._sampler.sample(logits, sampled)
@@ -149,10 +146,5 @@ def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:
 
 
 def _sampled_rows(sequences: Sequence[PlannedSequence]) -> list[int]:
-    rows: list[int] = []
-    row = 0
-    for sequence in sequences:
-        row += sequence.num_tokens
-        if sequence.is_sampled:
-            rows.append(row - 1)
-    return rows
+    ends = accumulate(sequence.num_tokens for sequence in sequences)
+    return [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.is_sampled]

@@ -1,8 +1,8 @@
-"""The last check before serving: sequences that share a batch must not affect one another.
+"""Check before serving that sequences in one batch do not affect one another.
 
-The probe checks how a model calls attention; this checks its output. A recurrent layer, a
-convolution over tokens or positions counted by the model itself would pass tokens of one sequence to the
-next in a flat batch, and every answer would be subtly wrong.
+The probe checks how a model calls attention; this module checks its output. A recurrent layer, a convolution over
+tokens, or positions that the model counts itself would carry tokens of one sequence into the next in a flat batch, and
+every answer would be subtly wrong.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ __all__ = ["check_sequences_are_separate"]
 
 NUM_TOKENS = 6
 
-# Sums in another order differ by rounding (and rounding may send a token to another expert); another
-# sequence's tokens change logits by their own size.
+# Relative to the largest logit. Sums in another order differ by rounding (and rounding may send a token to another
+# expert); tokens of another sequence change logits by their own size.
 _TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
 
 
 def check_sequences_are_separate(runner: ModelRunner, base: BaseShape, num_pages: int) -> None:
-    """Compare two sequences alone, together, and in chunks.
-
-    Args:
-        runner: The model with its pages, nothing in them yet.
-        base: Its shape.
-        num_pages: Pages in the pool; with too few for two sequences the check is left out.
+    """Compare two sequences alone, together, and in chunks, in empty pages; do nothing with too few pages for two.
 
     Raises:
         ConfigError: The logits depend on the other sequences of the batch.

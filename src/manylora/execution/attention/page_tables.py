@@ -1,7 +1,7 @@
 """Block tables on the device: a line per sequence, rewritten only where it changed.
 
-A sequence keeps its line while it runs, at any place in the batch, and gains a page every ``block_size``
-tokens. So a step of many sequences with long contexts uploads a few numbers, not all tables.
+A sequence keeps its line while it runs, wherever it is in the batch, and gains a page every ``block_size`` tokens. So a
+step of many sequences with long contexts uploads a few numbers instead of all tables.
 """
 
 from __future__ import annotations
@@ -25,13 +25,7 @@ class _Line:
 
 
 class PageTables:
-    """The tables of sequences that ran lately.
-
-    Args:
-        ops: The device.
-        num_lines: Sequences that have a line at once, at least the most in one step.
-        width: Pages of the longest sequence.
-    """
+    """The tables of sequences that ran lately: ``num_lines``, at least the most in one step, of ``width`` pages."""
 
     def __init__(self, ops: DeviceOps, *, num_lines: int, width: int) -> None:
         self._ops = ops
@@ -42,14 +36,16 @@ class PageTables:
         self._free = list(range(num_lines))[::-1]
 
     def place(self, sequences: Sequence[PlannedSequence]) -> list[int]:
-        """Return the line of each sequence, written as far as its pages go; in order of the current stream.
+        """Return the line of each sequence, written up to its last page in the order of the current stream.
 
-        The host's copy may be written again only when the step that read it is done, which is when its tokens are.
+        The host's copy may be rewritten only after the step that read it, that is, once its tokens are there.
         """
         lines = []
         missing = sum(sequence.seq_id not in self._lines for sequence in sequences)
         if missing > len(self._free):
-            self._make_room({sequence.seq_id for sequence in sequences})
+            # Sequences that were pre-empted come back with other pages.
+            needed = {sequence.seq_id for sequence in sequences}
+            self.release([seq_id for seq_id in self._lines if seq_id not in needed])
         for sequence in sequences:
             pages = tuple(sequence.pages)
             line = self._lines.get(sequence.seq_id)
@@ -61,14 +57,10 @@ class PageTables:
         return lines
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Give the lines of sequences back that will not come again."""
+        """Free the lines of sequences that have left the engine."""
         for seq_id in seq_ids:
             if (line := self._lines.pop(seq_id, None)) is not None:
                 self._free.append(line.index)
-
-    def _make_room(self, needed: set[int]) -> None:
-        # Sequences that were pre-empted come back with other pages.
-        self.release([seq_id for seq_id in self._lines if seq_id not in needed])
 
     def _write(self, line: _Line, pages: tuple[int, ...]) -> None:
         old = line.pages

@@ -1,13 +1,13 @@
-"""Attention over paged KV, plugged into transformers' models through ``AttentionInterface``.
+"""Attention over paged KV, registered with transformers' ``AttentionInterface``.
 
-The model is called on one flat row of tokens ``[1, T]`` that belong to many sequences. Under our name no
-mask function is registered, so the model builds no mask and hands every layer's q, k, v to us, with the
-``PagedBatch`` of the step that was passed to the model as the keyword ``paged``.
+The model is called on one flat row of tokens ``[1, T]`` of many sequences. No mask function is registered under our
+name, so the model builds no mask and passes every layer's q, k, v to us, with the step's ``PagedBatch`` that the model
+got as the keyword ``paged``.
 
 All index tensors are made once per step and used by every layer::
 
     flat batch   | seq 3: chunk of 5 | seq 7: 1 | seq 1: 1 | ...        T rows
-    slots        where row t's K goes in layer 0; layer l adds l * 2 * block_size, V another block_size
+    slots        place of row t's K in layer 0; layer l adds l * 2 * block_size, V another block_size
     decode       rows of one token: the compiled kernel, or one padded gather of pages and one masked product
     prompts      longer chunks: one product per sequence, over its own history and itself
 """
@@ -39,15 +39,11 @@ class AttentionCall:
     """A layer's call of attention.
 
     Args:
-        module: The attention module, for its ``layer_idx``.
         query: ``[heads, T, head_dim]``.
-        key: ``[kv_heads, T, head_dim]``.
-        value: ``[kv_heads, T, head_dim]``.
-        scaling: Factor of the scores.
-        window: Positions a token sees, itself included; ``None`` is all before it.
+        key: ``[kv_heads, T, head_dim]``; so is ``value``.
+        window: Positions that a token sees, itself included; ``None`` for all before it.
         softcap: Bound of the scores (``softcap * tanh(score / softcap)``), or ``None``.
         mask: The model's mask; must be ``None``.
-        extra: Further keyword arguments of the architecture.
         rotation: RoPE that query and key still need; ``None`` if they are rotated.
     """
 
@@ -64,7 +60,7 @@ class AttentionCall:
 
 
 class AttentionSink(Protocol):
-    """Answers a layer's attention: the paged batch, or the probe that only looks."""
+    """Computes a layer's attention: the paged batch, or a recorder of calls."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return ``[T, heads, head_dim]``."""
@@ -96,7 +92,7 @@ def _attention(
 
 
 def register_attention() -> None:
-    """Make the attention known to transformers under ``ATTENTION_NAME``; harmless to repeat."""
+    """Register the attention with transformers under ``ATTENTION_NAME``; may be repeated."""
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
 
@@ -110,39 +106,8 @@ class _Prompt:
     pages: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeIndex:
-    """Which pages the decode rows read, and which of their positions count.
-
-    Args:
-        tables: Pages of each row ``[rows, width]``.
-        bounds: First and one past the last position that counts, from the table's start ``[rows, 2]``.
-    """
-
-    tables: np.ndarray
-    bounds: np.ndarray
-
-
-@dataclass(frozen=True, slots=True)
-class _DecodeGather:
-    """The same for the torch path, on the device.
-
-    Args:
-        pages: The tables, flat.
-        mask: The bounds as ``[rows, 1, 1, width * block_size]``.
-    """
-
-    pages: torch.Tensor
-    mask: torch.Tensor
-
-
 class PagedBatch:
-    """One step's attention: where K and V go and which positions each row attends to.
-
-    Args:
-        pages: The pages.
-        sequences: The step's sequences in the order of their rows.
-    """
+    """One step's attention: the slots of K and V, and the positions that each row of ``sequences`` attends to."""
 
     def __init__(self, pages: PageTensor, sequences: Sequence[PlannedSequence]) -> None:
         self._pages = pages
@@ -179,16 +144,16 @@ class PagedBatch:
         self._slots = self._index(np.concatenate(slots))
         self._prompts = tuple(prompts)
         self._decode_rows = self._index(np.asarray(decode_rows, dtype=np.int64))
-        self._decode_indices: dict[int | None, _DecodeIndex] = {}
-        self._decode_gathers: dict[int | None, _DecodeGather] = {}
+        self._decode_indices: dict[int | None, tuple[np.ndarray, np.ndarray]] = {}  # by window, as are the next
+        self._decode_gathers: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self._prompt_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         if unfilled and self._kernels is None:
-            # The torch path reads pages whole: stale values must not reach the sums, 0 * NaN is NaN.
+            # The torch path reads whole pages: stale values must not reach the sums, since 0 * NaN is NaN.
             pages.flat.index_fill_(0, self._index(np.asarray(unfilled)), 0)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
-        assert call.rotation is None, "rotations are deferred only for kernels that rotate"
+        assert call.rotation is None, "only the Triton kernels rotate"
         layer = int(call.module.layer_idx)  # type: ignore[arg-type]
         self._store(layer, call.key, call.value)
         if not self._prompts:
@@ -209,7 +174,7 @@ class PagedBatch:
         rows[first + self._pages.shape.block_size :].index_copy_(0, self._slots, value.transpose(0, 1))
 
     def _gather(self, layer: int, kv: int, pages: torch.Tensor) -> torch.Tensor:
-        """Return pages of K (0) or V (1) of a layer, whole: ``[pages, block_size, kv_heads, head_dim]``."""
+        """Return whole pages of K (0) or V (1) of a layer ``[pages, block_size, kv_heads, head_dim]``."""
         return self._pages.blocks[:, layer, kv].index_select(0, pages)
 
     def _attend_prompt(self, layer: int, call: AttentionCall, prompt: _Prompt) -> torch.Tensor:
@@ -225,7 +190,7 @@ class PagedBatch:
         return _attend(call, query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), mask)[0].transpose(0, 1)
 
     def _prompt_mask(self, prompt: _Prompt, window: int | None) -> torch.Tensor | None:
-        """Return which positions each row sees ``[num_tokens, total]``; ``None`` where plain causality says it."""
+        """Return a mask of the positions that each row sees ``[num_tokens, total]``; ``None`` for all before it."""
         total = prompt.start + prompt.num_tokens
         if window is not None and window >= total:
             window = None
@@ -244,47 +209,46 @@ class PagedBatch:
     def _attend_decode(self, layer: int, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """Attend rows of one token, ``query`` ``[rows, heads, head_dim]``."""
         if self._kernels is not None:
-            index = self._decode_index(call.window)
+            tables, bounds = self._decode_index(call.window)
+            blocks, query = self._pages.blocks, query.contiguous()
             return self._kernels.attend(
-                query.contiguous(),
-                self._pages.blocks,
-                layer,
-                index.tables,
-                index.bounds,
-                scaling=call.scaling,
-                softcap=call.softcap,
+                query, blocks, layer, tables, bounds, scaling=call.scaling, softcap=call.softcap
             )
-        gather = self._decode_gather(call.window)
+        pages, mask = self._decode_gather(call.window)
         num_rows = query.shape[0]
         key, value = (
-            self._gather(layer, kv, gather.pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2)
-            for kv in (0, 1)
+            self._gather(layer, kv, pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2) for kv in (0, 1)
         )
-        return _attend(call, query.unsqueeze(2), key, value, gather.mask).squeeze(2)
+        return _attend(call, query.unsqueeze(2), key, value, mask).squeeze(2)
 
-    def _decode_index(self, window: int | None) -> _DecodeIndex:
+    def _decode_index(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return tables of the decode rows' pages ``[rows, width]``, and bounds of the positions that each row sees.
+
+        Bounds are the first and one past the last position, from the table's start ``[rows, 2]``.
+        """
         if window not in self._decode_indices:
             block_size = self._pages.shape.block_size
             bounds, tables = [], []
             for sequence in self._decode:
                 length = sequence.start + 1
-                first_block = 0 if window is None else max(0, length - window) // block_size
-                tables.append(sequence.pages[first_block : (length - 1) // block_size + 1])
                 first = 0 if window is None else max(0, length - window)
+                first_block = first // block_size
+                tables.append(sequence.pages[first_block : (length - 1) // block_size + 1])
                 bounds.append((first - first_block * block_size, length - first_block * block_size))
             width = max(len(table) for table in tables)
-            # Short tables are padded with the sequence's own last page: no sequence reads another's memory.
+            # Short tables are padded with the sequence's own last page: no sequence reads another's KV.
             padded = np.asarray([[*table, *([table[-1]] * (width - len(table)))] for table in tables], dtype=np.int64)
-            self._decode_indices[window] = _DecodeIndex(padded, np.asarray(bounds, dtype=np.int64))
+            self._decode_indices[window] = (padded, np.asarray(bounds, dtype=np.int64))
         return self._decode_indices[window]
 
-    def _decode_gather(self, window: int | None) -> _DecodeGather:
+    def _decode_gather(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same on the device: flat tables, and bounds as a mask ``[rows, 1, 1, width * block_size]``."""
         if window not in self._decode_gathers:
-            index = self._decode_index(window)
-            position = np.arange(index.tables.shape[1] * self._pages.shape.block_size)[None, :]
-            is_seen = (position >= index.bounds[:, :1]) & (position < index.bounds[:, 1:])
+            tables, bounds = self._decode_index(window)
+            position = np.arange(tables.shape[1] * self._pages.shape.block_size)[None, :]
+            is_seen = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
             mask = torch.from_numpy(is_seen).to(self._slots.device)[:, None, None, :]
-            self._decode_gathers[window] = _DecodeGather(self._index(index.tables.ravel()), mask)
+            self._decode_gathers[window] = (self._index(tables.ravel()), mask)
         return self._decode_gathers[window]
 
     def _index(self, values: np.ndarray) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Rotary embeddings (RoPE) that are left to the attention kernels.
+"""Rotary embeddings (RoPE) that the attention kernels apply.
 
-Transformers rotates queries and keys in ten small operations before it calls attention. Kernels that read q and k
-anyway can rotate them as well, given the angles. An unrotated tensor carries its angles::
+Transformers rotates queries and keys in ten small operations before it calls attention. Kernels that read q and k can
+rotate them as well, given the angles. An unrotated tensor carries its angles::
 
-    q, k  ->  deferred_rotation  ->  Unrotated(q), Unrotated(k)  ->  AttentionCall.rotation  ->  kernels
+    q, k  ->  fusion.rotation    ->  Unrotated(q), Unrotated(k)  ->  AttentionCall.rotation  ->  kernels
 
 Any operation on such a tensor returns a plain one. So a model that changes q after rotating it is detected: its
 attention gets a query without a rotation.
@@ -21,11 +21,10 @@ __all__ = ["Rotation", "Unrotated", "rotate"]
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Angles of every row: dimension ``d`` turns with ``d + rotary_dim / 2``, those from ``rotary_dim`` on stay.
+    """Angles of every row: dimension ``d`` is rotated with ``d + rotary_dim / 2``; later dimensions stay.
 
     Args:
-        cos: ``[rows, rotary_dim]``, contiguous in the last dimension.
-        sin: The same.
+        cos: ``[rows, rotary_dim]``, contiguous in the last dimension; so is ``sin``.
     """
 
     cos: torch.Tensor
@@ -33,12 +32,12 @@ class Rotation:
 
     @property
     def rotary_dim(self) -> int:
-        """How many dimensions turn."""
+        """The number of dimensions that are rotated."""
         return self.cos.shape[1]
 
 
 class Unrotated(torch.Tensor):
-    """A query or key that has still to be rotated."""
+    """A query or key that is not rotated yet."""
 
     rotation: Rotation
 
@@ -46,7 +45,7 @@ class Unrotated(torch.Tensor):
 
     @classmethod
     def of(cls, x: torch.Tensor, rotation: Rotation) -> Self:
-        """Return ``x`` itself, with the rotation it still needs."""
+        """Return ``x`` itself, with the rotation that is still to be applied."""
         unrotated = x.as_subclass(cls)
         unrotated.rotation = rotation
         return unrotated

@@ -1,4 +1,4 @@
-"""Which attention a step runs on: torch (with the compiled kernel for CPU decoding) or Triton."""
+"""The implementations of attention for a step: torch (with a compiled kernel for CPU decoding) or Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AttentionKernel", "StepAttention", "TorchAttentionKernel", "TritonAt
 
 
 class StepAttention(AttentionSink, Protocol):
-    """A step's attention, as every layer asks for it."""
+    """A step's attention, for every layer."""
 
     @property
     def positions(self) -> torch.Tensor:
@@ -36,16 +36,12 @@ class AttentionKernel(Protocol):
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Forget sequences that will not come back."""
+        """Drop the state of sequences that have left the engine."""
         ...
 
 
 class TorchAttentionKernel:
-    """Torch and, for decoding on the CPU, the compiled kernel; keeps nothing between steps.
-
-    Args:
-        pages: The pages.
-    """
+    """Torch and, for decoding on the CPU, the compiled kernel; keeps nothing between steps."""
 
     def __init__(self, pages: PageTensor) -> None:
         self._pages = pages
@@ -55,24 +51,20 @@ class TorchAttentionKernel:
         return PagedBatch(self._pages, sequences)
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Forget nothing."""
+        """Do nothing."""
 
 
 class TritonAttentionKernel:
     """The Triton kernels, with block tables kept on the device.
 
-    Args:
-        ops: The device.
-        pages: The pages.
-        max_num_seqs: Most sequences in a step.
-        max_model_len: Longest sequence, in tokens.
+    A step has at most ``max_num_seqs`` sequences, each of at most ``max_model_len`` tokens.
     """
 
     def __init__(self, ops: DeviceOps, pages: PageTensor, *, max_num_seqs: int, max_model_len: int) -> None:
         self._ops = ops
         self._pages = pages
         width = -(-max_model_len // pages.shape.block_size)
-        # Two more for the check of the model at start; the others for sequences that are pre-empted meanwhile.
+        # Two more for the check at start; the others for sequences that are pre-empted meanwhile.
         self.tables = PageTables(ops, num_lines=max_num_seqs + max(2, max_num_seqs // 4), width=width)
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonBatch:
@@ -80,16 +72,12 @@ class TritonAttentionKernel:
         return TritonBatch(self._ops, self._pages, self.tables, sequences)
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Give back the tables' lines of sequences that will not come back."""
+        """Free the table lines of sequences that have left the engine."""
         self.tables.release(seq_ids)
 
 
 def choose_attention(name: str, device: torch.device) -> str:
-    """Return the implementation, ``torch`` or ``triton``, that ``name`` means on ``device``.
-
-    Raises:
-        ConfigError: It cannot run there.
-    """
+    """Return the implementation, ``torch`` or ``triton``, of ``name`` on ``device``; refuse one that cannot run."""
     reason = find_triton(device)
     if name == "auto":
         return "triton" if device.type == "cuda" and reason is None else "torch"

@@ -12,7 +12,7 @@ from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.attention.paged import AttentionCall
 from manylora.execution.attention.rotary import Rotation
 from manylora.execution.device import DeviceOps
-from manylora.execution.kernels.triton.support import num_programs
+from manylora.execution.kernels.triton.support import num_programs, power_of_two
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.plan import PlannedSequence
 
@@ -21,13 +21,12 @@ __all__ = ["TritonAttention", "TritonBatch", "first_slot"]
 MIN_LINES = 16
 """Rows of a matrix instruction; query blocks are padded to it."""
 
-
 PROMPT_LINES = 64
 MAX_SPLITS = 16
 
 
 def first_slot(pages: PageTensor, page: int, position: int) -> int:
-    """Return the row of ``pages.rows`` in layer 0 where the K of ``position``, which lies in ``page``, goes."""
+    """Return the row of ``pages.rows`` for the K of ``position`` in layer 0; ``page`` holds that position."""
     block_size = pages.shape.block_size
     return page * pages.shape.num_layers * 2 * block_size + position % block_size
 
@@ -37,16 +36,13 @@ class TritonAttention:
     """The launches of one step, for any layer.
 
     Args:
-        pages: The pages.
-        slots: Row of layer 0 where each token's K goes ``[rows]``, int64; below 0 for none.
+        slots: Row of each token's K in layer 0 ``[rows]``, int64; below 0 for none.
         tables: Pages of each sequence ``[lines, width]``, int32.
-        blocks: Returns the query blocks of at most so many tokens (``BLOCK_FIELDS``).
+        blocks: Returns query blocks (``BLOCK_FIELDS``), given the most tokens of a block.
         is_decode: Whether every block is one token.
-        splits: Pieces a context is cut in; as many as fill the device when ``None``. Only for decoding.
-        outputs: Where results go if the batch has rows of padding, which no program writes: zeros
-            ``[most rows, heads, head_dim]`` by heads, made when first needed. Stale memory
-            would otherwise pass through the rest of the model, as numbers that overflow.
-        most_rows: Rows of those.
+        splits: Pieces of a context, for decoding; by default as many as fill the device.
+        outputs: Results of a batch with rows of padding, which no program writes: zeros ``[most_rows, heads,
+            head_dim]`` by heads, made on first use. Stale memory would pass through the model as numbers that overflow.
     """
 
     pages: PageTensor
@@ -61,7 +57,7 @@ class TritonAttention:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the layer's K and V, then attend every row to its own sequence; ``[rows, heads, head_dim]``.
 
-        Queries and keys that have still to be rotated are, in the same launches.
+        The same launches rotate queries and keys that are not rotated yet.
         """
         from manylora.execution.kernels.triton import attention as triton_attention
 
@@ -73,7 +69,7 @@ class TritonAttention:
         angles = _angles(call)
         self._store(call, angles, first)
 
-        lines = max(MIN_LINES if self.is_decode else PROMPT_LINES, _power_of_two(group))
+        lines = max(MIN_LINES if self.is_decode else PROMPT_LINES, power_of_two(group))
         blocks = self.blocks(1 if self.is_decode else lines // group)
         splits = self._num_splits(blocks.shape[0])
         out = self._output(query)
@@ -81,45 +77,26 @@ class TritonAttention:
         if splits > 1:
             partials = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
             sums = torch.empty((splits, num_rows, num_heads, 2), dtype=torch.float32, device=out.device)
-        block_d = max(16, _power_of_two(head_dim))
+        block_d = max(16, power_of_two(head_dim))
+        queries = (query, query.stride(0), query.stride(1), angles.cos, angles.sin, angles.cos.stride(0))
+        pages = (self.pages.rows, shape.num_elements, self.pages.rows.stride(0), first)
+        numbers = (call.scaling, call.window or 0, call.softcap or 1.0, num_rows)
+        sizes = {"HEADS": num_heads, "DIM": head_dim, "SPLITS": splits, "BLOCK_D": block_d}
         triton_attention.attend[(blocks.shape[0], shape.num_kv_heads, splits)](
-            query,
-            query.stride(0),
-            query.stride(1),
-            angles.cos,
-            angles.sin,
-            angles.cos.stride(0),
-            self.pages.rows,
-            shape.num_elements,
-            self.pages.rows.stride(0),
-            first,
-            blocks,
-            self.tables,
-            self.tables.stride(0),
-            partials,
-            sums,
-            call.scaling,
-            call.window or 0,
-            call.softcap or 1.0,
-            num_rows,
-            HEADS=num_heads,
+            *(*queries, *pages, blocks, self.tables, self.tables.stride(0), partials, sums, *numbers),
+            **sizes,
             GROUP=group,
-            DIM=head_dim,
             ROTARY=angles.rotary_dim,
-            SPLITS=splits,
             HAS_WINDOW=call.window is not None,
             HAS_SOFTCAP=call.softcap is not None,
             BLOCK_SIZE=shape.block_size,
             BLOCK_M=lines,
             BLOCK_N=max(16, (16384 if self.is_decode else 8192) // (block_d * query.dtype.itemsize)),
-            BLOCK_D=block_d,
             num_warps=4,
             num_stages=2,
         )
         if splits > 1:
-            triton_attention.combine[(blocks.shape[0], num_heads)](
-                partials, sums, blocks, out, num_rows, HEADS=num_heads, DIM=head_dim, SPLITS=splits, BLOCK_D=block_d
-            )
+            triton_attention.combine[(blocks.shape[0], num_heads)](partials, sums, blocks, out, num_rows, **sizes)
         return out
 
     def _output(self, query: torch.Tensor) -> torch.Tensor:
@@ -137,25 +114,14 @@ class TritonAttention:
         key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (call.key, call.value))
         num_heads, num_rows, head_dim = key.shape
         triton_attention.store[(num_rows,)](
-            key,
-            value,
-            angles.cos,
-            angles.sin,
-            angles.cos.stride(0),
-            self.slots,
-            self.pages.rows,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            self.pages.rows.stride(0),
-            first,
+            *(key, value, angles.cos, angles.sin, angles.cos.stride(0), self.slots, self.pages.rows),
+            *(*key.stride()[:2], *value.stride()[:2], self.pages.rows.stride(0), first),
             HEADS=num_heads,
             DIM=head_dim,
             ROTARY=angles.rotary_dim,
             BLOCK_SIZE=self.pages.shape.block_size,
-            BLOCK_H=_power_of_two(num_heads),
-            BLOCK_D=_power_of_two(head_dim),
+            BLOCK_H=power_of_two(num_heads),
+            BLOCK_D=power_of_two(head_dim),
         )
 
     def _num_splits(self, num_blocks: int) -> int:
@@ -164,17 +130,14 @@ class TritonAttention:
         if self.splits is not None:
             return self.splits
         wanted = num_programs(self.pages.flat.device) // max(1, num_blocks * self.pages.shape.num_kv_heads)
-        return min(MAX_SPLITS, _power_of_two(max(1, wanted)))
+        return min(MAX_SPLITS, power_of_two(max(1, wanted)))
 
 
 class TritonBatch:
-    """One step's attention: where K and V go and which positions each row attends to.
+    """One step's attention: the slots of K and V, and the positions that each row attends to.
 
     Args:
-        ops: The device.
-        pages: The pages.
-        tables: Block tables on the device.
-        sequences: The step's sequences in the order of their rows.
+        sequences: In the order of their rows.
         splits: See ``TritonAttention``.
     """
 
@@ -226,19 +189,15 @@ class TritonBatch:
                 for row, count, start, line in self._spans
                 for done in range(0, count, num_tokens)
             ]
-            # Long contexts first: the last programs to start should be short ones.
+            # Long contexts first: the programs that start last should be short.
             blocks.sort(key=lambda block: -block[2])
             self._blocks[num_tokens] = self._ops.upload(np.asarray(blocks, dtype=np.int64))
         return self._blocks[num_tokens]
 
 
 def _angles(call: AttentionCall) -> Rotation:
-    """Return the rotation that q and k still need; where they need none, empty angles."""
+    """Return the rotation that q and k still need, or empty angles."""
     if call.rotation is not None:
         return call.rotation
     nothing = call.query[0, :, :0]
     return Rotation(nothing, nothing)
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()

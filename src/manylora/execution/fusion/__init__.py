@@ -1,1 +1,1 @@
-"""Fewer launches for the same step: forwards of transformers modules replaced by fused ones where they agree."""
+"""Fewer launches for the same step: forwards of transformers modules replaced by fused ones with equal results."""

@@ -1,7 +1,7 @@
-"""Gated feed-forward modules whose activation and product are one launch.
+"""Gated feed-forward modules with activation and product in one launch.
 
-Nearly all families write them as ``down(act(gate(x)) * up(x))``, some with gate and up in one linear. The activation
-is found by comparing results; a module that computes anything else keeps its own forward.
+Nearly all families compute ``down(act(gate(x)) * up(x))``, some with gate and up in one linear. The activation is found
+by comparing results; a module that computes anything else keeps its own forward.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ BLOCK = 1024
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
-    """Return ``act(gate) * up``, contiguous.
-
-    Args:
-        gate: ``[..., width]``.
-        up: The same.
-        is_gelu: The activation is GELU by its tanh formula, not SiLU.
-    """
+    """Return ``act(gate) * up``, all ``[..., width]``; ``is_gelu`` means GELU by its tanh formula instead of SiLU."""
     from manylora.execution.kernels.triton import gate as triton_gate
 
     width = gate.shape[-1]
@@ -38,12 +32,7 @@ def activate(gate: torch.Tensor, up: torch.Tensor, *, is_gelu: bool) -> torch.Te
 
 
 class GatedForward:
-    """The forward of a gated feed-forward module.
-
-    Args:
-        module: Has ``down_proj``, and ``gate_proj`` and ``up_proj`` or both as ``gate_up_proj``.
-        is_gelu: See ``activate``.
-    """
+    """The forward of a module with ``down_proj``, and ``gate_proj`` and ``up_proj`` or both as ``gate_up_proj``."""
 
     def __init__(self, module: nn.Module, *, is_gelu: bool) -> None:
         self._down = module.get_submodule("down_proj")
@@ -63,11 +52,7 @@ class GatedForward:
 
 @torch.inference_mode()
 def fuse_gates(calls: Mapping[nn.Module, SeenCall]) -> int:
-    """Give every gated feed-forward module a forward of fewer launches; return how many.
-
-    Args:
-        calls: How the model's modules are called; those concerned are changed in place.
-    """
+    """Fuse gated feed-forward modules in place, given recorded calls of the model's modules; return their number."""
     return sum(_fuse(module, seen) for module, seen in calls.items() if _has_parts(module))
 
 

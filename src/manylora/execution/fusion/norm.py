@@ -16,7 +16,7 @@ __all__ = ["FusedNorm", "Summed", "fuse_norms"]
 
 
 class Summed(torch.Tensor):
-    """A sum that has been normalised already; any operation on it returns a plain tensor."""
+    """A sum with its normalised value; any operation on it returns a plain tensor."""
 
     norm: FusedNorm
     normed: torch.Tensor
@@ -25,13 +25,7 @@ class Summed(torch.Tensor):
 
 
 class FusedNorm(nn.Module):
-    """A root-mean-square norm over the last dimension.
-
-    Args:
-        weight: ``[width]``; taken over.
-        eps: Added to the mean square.
-        is_offset: Whether the factor is one more than the weight (Gemma).
-    """
+    """A root-mean-square norm over the last dimension; with ``is_offset`` its factor is weight + 1 (Gemma)."""
 
     def __init__(self, weight: nn.Parameter, eps: float, *, is_offset: bool) -> None:
         super().__init__()
@@ -50,12 +44,9 @@ class FusedNorm(nn.Module):
     def add(
         self, residual: torch.Tensor, x: torch.Tensor, inner: FusedNorm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a sum and that sum normalised, both of the shape and type of ``x``.
+        """Return ``residual + x`` and that sum normalised, both ``[..., width]`` of one type.
 
-        Args:
-            residual: ``[..., width]``.
-            x: The other term, of the same shape and type.
-            inner: Normalises ``x`` before it is added; of the same kind as this norm.
+        ``inner`` normalises ``x`` before it is added; it is of the same kind as this norm.
         """
         assert inner is None or inner.is_offset == self.is_offset
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -63,7 +54,7 @@ class FusedNorm(nn.Module):
         return total, out
 
     def add_ahead(self, residual: torch.Tensor, x: torch.Tensor, inner: FusedNorm | None = None) -> Summed:
-        """Return the sum alone, for which this norm then has nothing to do."""
+        """Return the sum, which carries its normalised value for this norm's own call."""
         total, out = self.add(residual, x, inner)
         summed = total.as_subclass(Summed)
         summed.norm, summed.normed = self, out
@@ -83,17 +74,10 @@ class FusedNorm(nn.Module):
 
         width = x.shape[-1]
         rows, others = _rows(x), _rows(residual)
+        first = self if inner is None else inner
         triton_norm.rms_norm[(rows.shape[0],)](
-            rows,
-            rows.stride(0),
-            others,
-            others.stride(0),
-            self.weight if inner is None else inner.weight,
-            self._eps if inner is None else inner._eps,
-            self.weight,
-            self._eps,
-            total,
-            out,
+            *(rows, rows.stride(0), others, others.stride(0)),
+            *(first.weight, first._eps, self.weight, self._eps, total, out),
             WIDTH=width,
             BLOCK=1 << (width - 1).bit_length(),
             IS_OFFSET=self.is_offset,
@@ -104,11 +88,7 @@ class FusedNorm(nn.Module):
 
 @torch.inference_mode()
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every norm of ``model`` that is one; return how many.
-
-    Args:
-        model: Changed in place.
-    """
+    """Replace the root-mean-square norms of ``model`` in place; return their number."""
     count = 0
     for name, module in list(model.named_modules()):
         if (fused := _fused(module)) is not None:

@@ -1,4 +1,4 @@
-"""Give a module a faster forward, if it returns the same.
+"""Replace a module's forward by a faster one with the same results.
 
 The function of a transformers module follows from its code, not from its name. So a replacement is checked: the module
 runs on recorded arguments, with its own forward and with ours, and keeps ours only if the results are equal but for
@@ -40,7 +40,7 @@ class SeenCall:
 
 @dataclass(slots=True)
 class Echo:
-    """Answers attention with the query, so that later modules get numbers; records the calls."""
+    """Attention that returns the query, so that later modules get numbers; records the calls."""
 
     calls: list[AttentionCall] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ class Echo:
 
 @torch.inference_mode()
 def watch_calls(model: nn.Module) -> dict[nn.Module, SeenCall]:
-    """Run the model once on a few tokens; return how each module was called last, in order of their first calls."""
+    """Run the model once on a few tokens; return each module's last call, in order of the first calls."""
     calls: dict[nn.Module, SeenCall] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
@@ -71,12 +71,9 @@ def watch_calls(model: nn.Module) -> dict[nn.Module, SeenCall]:
 def try_forward(
     module: nn.Module, forward: Callable[..., object], outcome: Callable[[], Sequence[torch.Tensor]]
 ) -> bool:
-    """Let ``module`` run ``forward`` if ``outcome`` is the same with it; return whether it is.
+    """Set ``forward``, of the same arguments, as the module's own if ``outcome`` stays the same; return whether so.
 
-    Args:
-        module: Changed in place.
-        forward: Has the arguments of the module's own.
-        outcome: Runs the module and returns the tensors to compare.
+    ``outcome`` runs the module and returns the tensors to compare.
     """
     try:
         expected = outcome()

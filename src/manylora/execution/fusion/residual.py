@@ -1,4 +1,4 @@
-"""Decoder layers whose sums and the norms behind them are one launch each.
+"""Decoder layers with each sum and the norm behind it in one launch.
 
 ::
 
@@ -6,9 +6,8 @@
       |                              |                                 |
       norm -> attention -> out  -> add, norm -> feed-forward -> out -> add, norm of the next layer
 
-Gemma's norm of the other term is in the same launch. A layer that ends in a sum knows which norm comes next,
-since that was seen; it computes it along, and its output carries the result. The norm hands it out; a norm that gets
-another tensor computes its own.
+Gemma's norm of the other term is in the same launch. The recorded calls show which norm follows a layer: the layer
+computes it in its last launch, and its output carries the result. A norm that gets another tensor computes its own.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ class LayerForward:
     """The forward of a decoder layer with a norm before attention and before its feed-forward.
 
     Args:
-        layer: Has ``input_layernorm``, ``self_attn``, ``post_attention_layernorm`` and ``mlp``. Where it also has
-            ``pre_feedforward_layernorm`` and ``post_feedforward_layernorm``, the added term is normalised first
-            (Gemma).
-        following: The norm that its output goes to, if there is one.
+        layer: Has ``input_layernorm``, ``self_attn``, ``post_attention_layernorm`` and ``mlp``. With
+            ``pre_feedforward_layernorm`` and ``post_feedforward_layernorm`` too, added terms are normalised (Gemma).
+        following: The norm of its output, if there is one.
     """
 
     def __init__(self, layer: nn.Module, following: FusedNorm | None) -> None:
@@ -65,11 +63,7 @@ class LayerForward:
 
 @torch.inference_mode()
 def fuse_residuals(calls: Mapping[nn.Module, SeenCall]) -> int:
-    """Give every decoder layer of that structure a forward of fewer launches; return how many.
-
-    Args:
-        calls: How the model's modules, fused norms among them, are called; layers are changed in place.
-    """
+    """Fuse decoder layers in place, given recorded calls of modules, fused norms among them; return their number."""
     norm_of = {
         id(seen.args[0]): norm for norm, seen in calls.items() if isinstance(norm, FusedNorm) and len(seen.args) == 1
     }

@@ -1,9 +1,9 @@
-"""Attention modules leave rotating q and k to the kernels that read them.
+"""Attention modules that leave the rotation of q and k to the kernels that read them.
 
-A module's forward calls ``apply_rotary_pos_emb`` and then our attention. We give it a copy of its own code in which
-that name means something else: hand q and k on as they are, with the angles (``rotation``). No class of transformers
-is changed and no forward is written anew; families whose rotation is another (interleaved pairs, something done to q
-afterwards) fail the comparison and keep their own.
+A module's forward calls ``apply_rotary_pos_emb`` and then our attention. It is replaced by a copy of its own code in
+which that name returns q and k unchanged, with the angles attached. No class of transformers is changed and no forward
+is written anew. Families with another rotation (interleaved pairs, or an operation on q afterwards) fail the comparison
+and keep their own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ _NAME = "apply_rotary_pos_emb"
 
 @torch.inference_mode()
 def defer_rotations(calls: Mapping[nn.Module, SeenCall]) -> int:
-    """Let attention modules leave their rotation to the kernels where that is possible; return how many.
-
-    Args:
-        calls: How the model's modules are called; those of attention are changed in place.
-    """
+    """Change attention modules in place to defer their rotation, given recorded calls; return their number."""
     copies: dict[FunctionType, FunctionType] = {}
     count = 0
     for module, seen in calls.items():
@@ -46,7 +42,7 @@ def defer_rotations(calls: Mapping[nn.Module, SeenCall]) -> int:
 
 
 def _try(module: nn.Module, seen: SeenCall, forward: MethodType) -> bool:
-    """Let ``module`` run ``forward`` if attention gets the same; return whether the rotation was deferred."""
+    """Set the module's ``forward`` if attention gets the same arguments; return whether the rotation is deferred."""
     echo = Echo()
 
     def outcome() -> list[torch.Tensor]:
@@ -70,7 +66,7 @@ def _without_rotation(forward: FunctionType) -> FunctionType:
 
 
 def _defer(apply: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for ``apply(q, k, cos, sin)``; a call with other arguments is passed on."""
+    """Replace ``apply(q, k, cos, sin)``; call it for any other arguments."""
     if len(args) != 4 or kwargs:
         return apply(*args, **kwargs)
     query, key, cos, sin = args

@@ -1,4 +1,4 @@
-"""Fewer launches for the same step: many small operations of a transformers model, done in few."""
+"""Fewer launches for a step: all fusions of a model, in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def fuse_launches(model: nn.Module) -> None:
     """Change ``model`` in place to take fewer launches, on Triton and with attention that rotates.
 
-    Every replacement is compared with the original module; a module that computes anything else keeps its own forward.
+    A module whose results differ from the replacement's keeps its own forward.
     """
     norms = fuse_norms(model)
     calls = watch_calls(model)

@@ -1,11 +1,10 @@
-"""``x W^T + b``, by the quickest library that torch brings.
+"""``x W^T + b`` by the fastest library that torch includes.
 
-On the CPU torch sends float32 products to MKL, which on AMD processors leaves AVX-512 unused; oneDNN, which
-torch also brings, does not (measured on a Zen 4 core: 240 against 110 GFLOP/s). Its call costs ten
-microseconds more, so small products stay where they were. It reads weights fastest in an order of its own: a
-weight that is *packed* into it once spares every product of a few rows a third of its time, and one of many rows a
-tenth. The operators are those torch's own compiler emits for linears; where a build lacks them or they answer wrongly,
-everything goes through ``functional.linear``.
+On the CPU torch sends float32 products to MKL, which leaves AVX-512 unused on AMD processors; oneDNN, which torch
+includes too, does not (measured on a Zen 4 core: 240 against 110 GFLOP/s). Its call costs ten microseconds more, so
+small products stay with MKL. oneDNN reads weights fastest in an order of its own: a weight that is *packed* once into
+that order saves products of a few rows a third of their time, and those of many a tenth. The operators are those
+that torch's compiler emits for linears. Where a build lacks them, or they are wrong, ``functional.linear`` is used.
 """
 
 from __future__ import annotations
@@ -17,22 +16,16 @@ from torch.nn import functional
 
 __all__ = ["has_onednn", "linear", "pack", "reorder"]
 
-# Multiply-adds from which the quicker product outweighs the dearer call.
+# Multiply-adds from which the faster product outweighs the slower call.
 MIN_WORK = 1 << 20
 MIN_ROWS = 2
 
-# Weights from which even a product of one row is worth the dearer call.
+# Weights from which this holds for a product of one row too.
 MIN_PACKED = 1 << 18
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x W^T + b``.
-
-    Args:
-        x: ``[..., in]``.
-        weight: ``[out, in]``, packed or not.
-        bias: ``[out]`` or ``None``.
-    """
+    """Return ``x W^T + b`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``, packed or not."""
     if weight.is_mkldnn:
         return _onednn(x, weight, bias)
     if (
@@ -47,9 +40,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` ``[out, in]`` in the order ``linear`` reads fastest: an opaque copy, good for nothing else.
+    """Return an opaque copy of ``weight`` ``[out, in]`` in the order that ``linear`` reads fastest.
 
-    What is small, not float32 or not on a CPU comes back as it is.
+    A weight that is small, not float32 or not on a CPU is returned unchanged.
     """
     is_worth_it = weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.numel() >= MIN_PACKED
     if not is_worth_it or not has_onednn():
@@ -70,7 +63,7 @@ def reorder(weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def has_onednn() -> bool:
-    """Return whether oneDNN's linear is there and gives what ``functional.linear`` gives, packed and not."""
+    """Return whether oneDNN's linear exists and agrees with ``functional.linear``, packed and not."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     x, weight = torch.linspace(-1, 1, 64).view(4, 16), torch.linspace(1, -2, 128).view(8, 16)

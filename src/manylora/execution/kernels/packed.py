@@ -1,14 +1,14 @@
 """Packed weights in memory that several processes map.
 
-oneDNN's packed weights are *opaque* tensors: torch shows neither their memory nor its order. Its ahead-of-time compiler
-keeps such weights in one file and makes tensors over them, through a C interface that is part of every build. So a
-packed weight is a stretch of bytes and a *layout* (oneDNN's own description of their order), and a process that has
-both needs no copy and no packing::
+oneDNN's packed weights are *opaque* tensors: torch shows neither their memory nor its order. Torch's ahead-of-time
+compiler keeps such weights in one file and makes tensors over them, through a C interface in every build. A packed
+weight is its bytes and a *layout* (oneDNN's description of their order); a process with both needs no copy and no
+packing::
 
     pack(weight) -> packed_bytes, packed_layout     in the process that loads
     packed_over(address, shape, layout)             in every process that maps those bytes
 
-The layout depends on the processor, so the bytes are of use on this machine only.
+The layout depends on the processor, so the bytes are valid on this machine only.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from manylora.execution.kernels.linear import has_onednn, linear, reorder
 __all__ = ["can_share_packed", "packed_bytes", "packed_layout", "packed_over"]
 
 _LAYOUT_MKLDNN = 3
-"""``c10::Layout::Mkldnn``; the C interface names no other layout than the strided one."""
+"""``c10::Layout::Mkldnn``; the C interface has a name for the strided layout only."""
 
 
 def packed_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the memory of a packed weight, good as long as the weight is."""
+    """Return the memory of a packed weight, valid while the weight lives."""
     address: int = torch.ops.mkldnn.data_ptr(weight)
     num_bytes: int = torch.ops.mkldnn._nbytes(weight)
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
@@ -44,12 +44,7 @@ def packed_layout(weight: torch.Tensor) -> bytes:
 
 
 def packed_over(address: int, shape: Sequence[int], layout: bytes) -> torch.Tensor:
-    """Return a packed float32 weight over memory that is there already; the caller keeps the memory alive.
-
-    Args:
-        address: Of the first byte.
-        shape: Of the weight, ``(out, in)``.
-        layout: See ``packed_layout``.
+    """Return a packed float32 weight of ``shape`` ``(out, in)`` over memory at ``address``; the caller keeps it alive.
 
     Raises:
         RuntimeError: This build of torch does not make such tensors.
@@ -81,7 +76,7 @@ def packed_over(address: int, shape: Sequence[int], layout: bytes) -> torch.Tens
 
 @cache
 def can_share_packed() -> bool:
-    """Return whether weights can be packed, and a packed weight laid out in other memory gives the same product."""
+    """Return whether weights can be packed, and a packed weight over other memory gives the same product."""
     if not has_onednn():
         return False
     x, weight = torch.linspace(-1, 1, 64).view(4, 16), torch.linspace(1, -2, 128).view(8, 16)
@@ -96,7 +91,7 @@ def can_share_packed() -> bool:
 
 @cache
 def _interface() -> tuple[ctypes.CDLL, Any]:
-    """Return torch's C interface, and Python's way to make a capsule."""
+    """Return torch's C interface, and Python's function that makes a capsule."""
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     return torch_cpu, prototype(("PyCapsule_New", ctypes.pythonapi))

@@ -1,8 +1,8 @@
-"""LoRA beside the base: which rows of a step belong to which adapter, and the kernels that use it.
+"""The adapters of a step: which rows belong to which adapter, and the kernels that use it.
 
-The executor orders the rows of a step by adapter, so an adapter's rows are one *segment* and its weights are
-read once per step however many sequences share it. A step without adapters has no ``LoraBatch`` at all: the
-base alone pays one comparison per module.
+The executor orders the rows of a step by adapter. So an adapter's rows are one *segment*, and its weights are read once
+per step however many sequences share it. A step without adapters has no ``LoraBatch``: the base alone pays one
+comparison per module.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from manylora.errors import ConfigError
 from manylora.execution.kernels.triton.support import find_triton
 from manylora.execution.lora.comparison import apply_naive, apply_padded, apply_reference
-from manylora.execution.lora.grouped import apply_grouped
+from manylora.execution.lora.grouped import apply_grouped, apply_ragged
 from manylora.execution.lora.parts import GroupParts, Part
-from manylora.execution.lora.ragged import apply_ragged
 from manylora.execution.lora.tables import PADDED, RAGGED, BatchTables, LoraSpace, RowBlocks, TableRows
 from manylora.execution.storage.resident import ResidentAdapter
 
@@ -35,7 +34,7 @@ __all__ = [
 ]
 
 LoraKernel = Callable[[torch.Tensor, torch.Tensor, GroupParts], None]
-"""``kernel(x [rows, in], out [rows, out], parts)`` adds every part's LoRA into its rows of ``out``."""
+"""``kernel(x [rows, in], out [rows, out], parts)`` adds ``(x A^T) B^T`` of every part into its rows of ``out``."""
 
 LORA_KERNELS: dict[str, LoraKernel] = {
     "grouped": apply_grouped,
@@ -47,15 +46,11 @@ LORA_KERNELS: dict[str, LoraKernel] = {
 """Implementations by name; all give the same sums, in another order of additions."""
 
 TABLE_KERNELS: Mapping[str, RowBlocks] = {"padded": PADDED, "ragged": RAGGED}
-"""Those that find weights by table and run in Triton: they need a ``LoraSpace`` with these row blocks."""
+"""Kernels in Triton, which find weights by table: they need a ``LoraSpace`` with these row blocks."""
 
 
 def choose_kernel(name: str, device: torch.device) -> str:
-    """Return the implementation that ``name`` means on ``device``.
-
-    Raises:
-        ConfigError: It cannot run there.
-    """
+    """Return the implementation that ``name`` means on ``device``; refuse one that cannot run there."""
     reason = find_triton(device)
     if name == "auto":
         return "ragged" if device.type == "cuda" and reason is None else "grouped"
@@ -76,14 +71,14 @@ class LoraSegment:
 
 
 class LoraBatch:
-    """A step's segments, and per group the parts that kernels take.
+    """A step's segments, and the kernels' input for each group.
 
-    Sequences that decode make the same segments step after step, so the batch (and whatever kernels prepared
-    for it) is kept while they do.
+    Decoding sequences make the same segments step after step, so the batch, with the data that kernels prepared for it,
+    is kept while they do.
 
     Args:
         segments: Segments with an adapter, in order of rows.
-        space: Where tables are made, for kernels that go by them; every adapter then has its own.
+        space: Makes tables, for table-driven kernels; every adapter then has a table.
     """
 
     def __init__(self, segments: tuple[LoraSegment, ...], space: LoraSpace | None = None) -> None:
@@ -95,9 +90,7 @@ class LoraBatch:
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it.
 
-        Args:
-            group: Name of the group.
-            is_sampled: Count in sampled rows, which are what the output head sees, instead of all rows.
+        ``is_sampled`` counts in sampled rows, the input of the output head, instead of all rows.
         """
         if (group, is_sampled) not in self._parts:
             self._parts[group, is_sampled] = self._find(group, is_sampled)
@@ -106,7 +99,7 @@ class LoraBatch:
     def _find(self, group: str, is_sampled: bool) -> GroupParts | None:
         span = self._space.directory.groups.get(group) if self._space is not None else None
         parts = []
-        # With tables the parts are not walked again, layer by layer, except for a batch that is one product.
+        # With tables the parts are not needed, except for a batch of one adapter, which may be one product.
         for segment in self.segments if span is None or len(self.segments) == 1 else ():
             weights = segment.adapter.groups.get(group)
             start, stop = self._rows(segment, is_sampled)
@@ -119,16 +112,16 @@ class LoraBatch:
         tables = self._tables[is_sampled]
         if not tables.has_group(span):
             return None
-        return GroupParts(tuple(parts), tables=tables, span=span, is_scaled=tables.is_scaled(span))
+        return GroupParts(tuple(parts), tables=lambda: tables.step, span=span, is_scaled=tables.is_scaled(span))
 
     def _table_rows(self, is_sampled: bool) -> list[TableRows]:
-        found: list[TableRows] = []
+        rows: list[TableRows] = []
         for segment in self.segments:
             start, stop = self._rows(segment, is_sampled)
             if stop > start:
                 assert segment.adapter.table is not None, "the adapter was made resident without a table"
-                found.append((start, stop, segment.adapter.table))
-        return found
+                rows.append((start, stop, segment.adapter.table))
+        return rows
 
     @staticmethod
     def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
@@ -136,7 +129,7 @@ class LoraBatch:
 
 
 class StepLora(Protocol):
-    """A step's adapters as modules see them: a ``LoraBatch``, or the tables a captured graph reads."""
+    """A step's adapters as modules see them: a ``LoraBatch``, or the tables of a captured graph."""
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it."""
@@ -145,12 +138,9 @@ class StepLora(Protocol):
 
 @dataclass(slots=True)
 class StepContext:
-    """The running step, as adapted modules see it: set before the model is called, cleared after.
+    """The running step as adapted modules see it; set before the model is called, cleared after.
 
-    Args:
-        kernel: The LoRA implementation.
-        lora: The step's adapters, ``None`` when it has none.
-        token_ids: The step's tokens ``[rows]``, for adapters of the embedding.
+    ``token_ids`` ``[rows]`` are for adapters of the embedding.
     """
 
     kernel: LoraKernel
@@ -161,13 +151,10 @@ class StepContext:
 def add_embedding(
     parts: GroupParts, token_ids: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | float | None
 ) -> None:
-    """Add an embedding's LoRA: A ``[rank, vocab]`` is gathered at the tokens, B^T as everywhere.
+    """Add an embedding's LoRA: A ``[rank, vocab]`` is gathered at the tokens, then multiplied by B^T.
 
-    Args:
-        parts: Whose weights which rows take.
-        token_ids: Tokens ``[rows]``.
-        out: Embedded tokens ``[rows, hidden]``, added into.
-        scale: What the base embedding multiplies its output with (Gemma), applied to LoRA's share as PEFT does.
+    ``out`` ``[rows, hidden]`` is added into. ``scale``, the factor of the base embedding's output (Gemma), applies to
+    LoRA too, as in PEFT.
     """
     for part in parts.parts:
         tokens = token_ids[part.start : part.stop]

@@ -1,10 +1,10 @@
-"""LoRA kernels that the one in use is compared with; slower, with the same sums in another order.
+"""LoRA kernels for comparisons with the one in use: slower, with the same sums in another order.
 
 ::
 
-    reference   every row alone, every tile as it lies: the one to read
-    naive       two products for each module of each adapter: with forty adapters and seven modules a layer asks for
-                hundreds of small products, and a GPU spends its time starting them
+    reference   every row and every tile by itself: the definition
+    naive       two products for each module of each adapter: forty adapters and seven modules per layer make hundreds
+                of small products, and a GPU spends its time launching them
     padded      in Triton, every row by itself, at the batch's largest rank
 """
 
@@ -18,13 +18,7 @@ __all__ = ["apply_naive", "apply_padded", "apply_reference"]
 
 
 def apply_reference(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-    """Add ``(x A^T) B^T`` of every part into its rows of ``out``.
-
-    Args:
-        x: Inputs ``[rows, in]``.
-        out: Outputs of the base ``[rows, out]``, added into.
-        parts: Which rows take which weights.
-    """
+    """Add LoRA row by row and tile by tile; see ``lora.batch.LoraKernel``."""
     for part in parts.parts:
         weights = part.weights
         for row in range(part.start, part.stop):
@@ -42,19 +36,13 @@ def apply_reference(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> No
 
 
 def apply_naive(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-    """Add ``(x A^T) B^T`` of every part into its rows of ``out``.
-
-    Args:
-        x: Inputs ``[rows, in]``.
-        out: Outputs of the base ``[rows, out]``, added into.
-        parts: Which rows take which weights.
-    """
+    """Add LoRA module by module; see ``lora.batch.LoraKernel``."""
     for part in parts.parts:
         rows, target = x[part.start : part.stop], out[part.start : part.stop]
         for module in part.weights.modules:
             shrunk = x.new_zeros(rows.shape[0], module.rank)
             for piece in part.weights.a:
-                # The module's own rows of the stack, as far as this piece holds them.
+                # The module's own rows of the stack that this piece holds.
                 first = max(piece.row, module.row)
                 last = min(piece.row + piece.weight.shape[0], module.row + module.rank)
                 if first < last:
@@ -69,6 +57,6 @@ def apply_naive(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
 
 
 def apply_padded(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-    """Do the same with tables whose row blocks have one row; see ``lora.tables.PADDED``."""
+    """Add LoRA by tables whose row blocks have one row; see ``lora.tables.PADDED``."""
     assert parts.tables is not None and parts.span is not None, "the step was made without tables"
-    parts.tables.step.apply(x, out, parts.span)
+    parts.tables().apply(x, out, parts.span)

@@ -1,9 +1,11 @@
-"""The LoRA kernel that serves: true ranks, no padding, no copies.
+"""The LoRA kernels in use: true ranks, no padding, no copies.
 
-On a CPU in float32 a group's adapters are two compiled calls at most: parts with few rows (decoding) are reading, parts
-with many (prompts) are arithmetic. Where nothing can be compiled, and in other types, every part is plain products: one
-shrink over the group's A stack, one expand per module, straight from the pages into slices of the output. Either way an
-adapter's weights are read once per step for all its rows.
+``grouped`` serves on the CPU, in float32 by two compiled calls per group at most: for parts with few rows (decoding)
+reading the weights is the cost, for parts with many (prompts) the arithmetic. Where nothing can be compiled, and in
+other types, every part is plain products: one shrink over the group's A stack, one expand per module, straight from the
+pages into slices of the output. Either way an adapter's weights are read once per step for all its rows.
+
+``ragged`` serves on a GPU: all adapters of a step at once, found by table, each at its own rank.
 """
 
 from __future__ import annotations
@@ -22,20 +24,17 @@ if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.lora import LoraTables
     from manylora.execution.kernels.cpu.products import ProductTables
 
-__all__ = ["apply_grouped"]
+__all__ = ["apply_grouped", "apply_ragged"]
 
-# Up to here a part's weights are read past its rows one by one; from here on tiles of a product are quicker.
+# Up to this many rows, reading the weights row by row is faster than tiles of a product.
 MAX_READ_ROWS = 8
+
+# From this many rows on, a batch of one adapter is a plain product, for the library that is best at those.
+MIN_PRODUCT_ROWS = 64
 
 
 def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-    """Add ``(x A^T) B^T`` of every part into its rows of ``out``.
-
-    Args:
-        x: Inputs ``[rows, in]``.
-        out: Outputs of the base ``[rows, out]``, added into.
-        parts: Which rows take which weights.
-    """
+    """Add LoRA by compiled kernels or plain products; see ``lora.batch.LoraKernel``."""
     kernels = find_compiled() if x.dtype is torch.float32 and x.device.type == "cpu" else None
     if kernels is None:
         for part in parts.parts:
@@ -49,9 +48,18 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None
         kernels.lora(x, out, step.pages, step.few)
 
 
+def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
+    """Add LoRA by table; see ``lora.batch.LoraKernel``."""
+    if len(parts.parts) == 1 and parts.parts[0].stop - parts.parts[0].start >= MIN_PRODUCT_ROWS:
+        apply_grouped(x, out, parts)
+        return
+    assert parts.tables is not None and parts.span is not None, "the step was made without tables"
+    parts.tables().apply(x, out, parts.span)
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Tables of the parts with many rows and of those with few, and the pages that both lie in."""
+    """Tables of the parts with many rows and of those with few, and the pages of both."""
 
     many: ProductTables | None
     few: LoraTables | None

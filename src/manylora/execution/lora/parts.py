@@ -1,9 +1,10 @@
-"""The input of a LoRA kernel: which rows of a step take which weights of one group."""
+"""The input of a LoRA kernel: which rows of a step use which weights of one group."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from manylora.execution.storage.resident import ResidentGroup
 
@@ -11,25 +12,16 @@ if TYPE_CHECKING:
     from manylora.execution.lora.tables import StepTables
     from manylora.execution.storage.tile_tables import GroupSpan
 
-__all__ = ["GroupParts", "HasTables", "Part"]
+__all__ = ["GroupParts", "Part"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows ``[start, stop)`` take ``weights``."""
+    """Rows ``[start, stop)`` use ``weights``."""
 
     start: int
     stop: int
     weights: ResidentGroup
-
-
-class HasTables(Protocol):
-    """Tables of a step, made when first asked for."""
-
-    @property
-    def step(self) -> StepTables:
-        """The tables on the device."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,14 +30,14 @@ class GroupParts:
 
     Args:
         parts: In order of rows.
-        prepared: Kept with them by kernels, by the kernel's own key; as long-lived as the parts.
-        tables: The step's tables, for the kernels that go by them; ``None`` where none does.
+        prepared: A kernel's data for these parts, by the kernel's key; lives as long as the parts.
+        tables: Returns the step's tables, for table-driven kernels; the first call makes them.
         span: The group in those tables.
         is_scaled: Whether any adapter of the step has a column scale here, so that the group needs an epilogue.
     """
 
     parts: tuple[Part, ...]
     prepared: dict[str, object] = field(default_factory=dict)
-    tables: HasTables | None = None
+    tables: Callable[[], StepTables] | None = None
     span: GroupSpan | None = None
     is_scaled: bool = False

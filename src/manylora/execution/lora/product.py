@@ -1,11 +1,11 @@
-"""A module's output with its adapters: base product, LoRA, and the epilogue where an adapter has a column scale.
+"""A module's output with its adapters: base product, LoRA, and an epilogue where an adapter has a column scale.
 
 ::
 
     no column scale in the step     out = x W^T + bias         += LoRA
     one or more                     out = x W^T                += LoRA      *= scale of row's adapter     += bias
 
-The first line is plain LoRA's and takes no launch and no memory for the second.
+Plain LoRA takes the first line: no launch and no memory for column scales.
 """
 
 from __future__ import annotations
@@ -28,15 +28,9 @@ def adapted_product(
     *,
     is_sampled: bool = False,
 ) -> torch.Tensor:
-    """Return ``x W^T + b`` with every row's own adapter.
+    """Return ``x W^T + b`` with each row's adapter, for ``x`` ``[..., in]``, ``weight`` ``[out, in]``, packed or not.
 
-    Args:
-        x: Inputs ``[..., in]``.
-        weight: The base's weight ``[out, in]``, packed or not.
-        bias: ``[out]`` or ``None``.
-        step: The running step.
-        group: The group of modules that the weight belongs to.
-        is_sampled: Whether ``x`` holds the sampled rows only.
+    ``is_sampled`` means that ``x`` holds the sampled rows only.
     """
     lora = step.lora
     parts = lora.parts(group, is_sampled=is_sampled) if lora is not None else None
@@ -53,13 +47,10 @@ def adapted_product(
 def apply_epilogue(out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts) -> None:
     """Multiply each row by the column scale of its adapter, then add the bias to all rows.
 
-    Args:
-        out: Base product with LoRA ``[rows, out]``, changed in place.
-        bias: ``[out]`` or ``None``.
-        parts: Which rows take which weights.
+    ``out`` ``[rows, out]`` is the base product with LoRA, changed in place.
     """
     if parts.tables is not None and parts.span is not None:
-        parts.tables.step.scale(out, parts.span)
+        parts.tables().scale(out, parts.span)
     else:
         for part in parts.parts:
             for module in part.weights.modules:

@@ -1,6 +1,6 @@
-"""The tables of a step for the Triton LoRA kernels: row blocks, scratch for partial sums, and the launches.
+"""A step's tables for the Triton LoRA kernels: row blocks, scratch for partial sums, and the launches.
 
-The kernels are in ``kernels/triton/lora.py``, the forms of the tables in ``storage/tile_tables.py``.
+The kernels are in ``kernels/triton/lora.py``, the layouts of the tables in ``storage/tile_tables.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from manylora.execution.kernels.triton.support import num_programs
+from manylora.execution.kernels.triton.support import num_programs, power_of_two
 from manylora.execution.storage.tile_tables import BLOCK_FIELDS, AdapterTable, GroupDirectory, GroupSpan
 
 __all__ = [
@@ -38,32 +38,26 @@ class RowBlocks(NamedTuple):
     prompt: int
 
     def suit(self, rows: Sequence[TableRows]) -> int:
-        """Return the height that suits a step: low unless some adapter has a prompt."""
+        """Return the height for a step: low unless an adapter has a prompt."""
         return self.decode if max(stop - start for start, stop, _ in rows) <= self.decode else self.prompt
 
 
 RAGGED = RowBlocks(16, PROMPT_ROWS)
-"""The height of a matrix instruction, and enough rows to keep the matrix units fed."""
+"""The height of a matrix instruction, and enough rows to keep the matrix units busy."""
 
 PADDED = RowBlocks(1, 1)
-"""Every row by itself, at the largest rank of the step: the family that comparisons use."""
+"""Every row by itself, at the largest rank of the step: the kernel for comparisons."""
 
 MAX_SPLITS = 8
 SPLIT_COLUMNS = 512
-"""A split of K takes at least this many columns of A: less is not worth a program."""
+"""Least columns of A in a split of K: fewer do not pay for a program."""
 
 TableRows = tuple[int, int, AdapterTable]
 """Rows ``[start, stop)`` take this adapter."""
 
 
 class LoraSpace:
-    """Shared by every step's tables: the pool, the base's groups, and the column blocks of each group.
-
-    Args:
-        directory: The groups by number.
-        pool: All pages, ``[num_pages, page_elements]``.
-        blocks: Heights of row blocks, by the kernel in use.
-    """
+    """Shared by every step's tables: the base's groups, all pages (``pool``) and the kernel's heights of row blocks."""
 
     def __init__(self, directory: GroupDirectory, pool: torch.Tensor, blocks: RowBlocks = RAGGED) -> None:
         self.directory = directory
@@ -72,10 +66,9 @@ class LoraSpace:
         self._columns: dict[tuple[tuple[tuple[int, int], ...], int], torch.Tensor] = {}
 
     def columns(self, span: GroupSpan, width: int) -> torch.Tensor:
-        """Return the group's output cut into blocks of ``width`` columns, none across two modules.
+        """Return the group's output in blocks of ``width`` columns, none across two modules: ``[blocks, 4]``, int64.
 
-        Returns:
-            ``[blocks, 4]``, int64: module, first column in it, its columns, its place in the output.
+        Each is: module, first column in it, its columns, its offset in the output.
         """
         key = (span.modules, width)
         if key not in self._columns:
@@ -90,14 +83,11 @@ class LoraSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """How large a step's tables must be.
+    """The size of a step's tables.
 
     Args:
-        num_blocks: Row blocks.
         num_items: Items of work in one group.
-        num_rows: Rows of the batch.
-        max_rank: Most rows of a stack of A.
-        max_planes: Most column pieces of a stack.
+        max_planes: Most column pieces of a stack of A.
     """
 
     num_blocks: int
@@ -107,11 +97,11 @@ class Room:
     max_planes: int
 
     def holds(self, other: Room) -> bool:
-        """Return whether what takes ``other`` fits."""
+        """Return whether tables of size ``other`` fit."""
         return self.union(other) == self
 
     def union(self, other: Room) -> Room:
-        """Return room for either."""
+        """Return the size that fits either."""
         return Room(
             **{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(Room)}
         )
@@ -120,10 +110,7 @@ class Room:
 class StepTables:
     """A step's tables and scratch on the device, and the launches that use them.
 
-    Args:
-        space: What steps share.
-        room: How much fits.
-        block_rows: Rows of a row block; 1 pads every row by itself.
+    A row block has ``block_rows`` rows; 1 pads every row by itself.
     """
 
     def __init__(self, space: LoraSpace, room: Room, block_rows: int) -> None:
@@ -167,106 +154,58 @@ class StepTables:
         return True
 
     def plan(self) -> None:
-        """Let the device list each group's work; needed after ``write``, and part of a captured graph."""
+        """List each group's work, on the device; needed after ``write``, and part of a captured graph."""
         from manylora.execution.kernels.triton import lora as triton_lora
 
         directory = self._space.directory
         triton_lora.plan[(len(directory.groups),)](
-            self._step,
-            self._work,
-            self._work.stride(0),
-            self._sizes,
-            directory.line,
+            *(self._step, self._work, self._work.stride(0), self._sizes, directory.line),
             MODULES=directory.num_modules,
             PAD=self._block_rows == PADDED.decode,
-            BLOCKS=_power_of_two(self.room.num_blocks),
+            BLOCKS=power_of_two(self.room.num_blocks),
         )
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, span: GroupSpan) -> None:
-        """Add every adapter's share of one group.
-
-        Args:
-            x: Inputs ``[rows, in]``.
-            out: Outputs ``[rows, out]``, added into.
-            span: The group.
-        """
+        """Add the LoRA of inputs ``x`` ``[rows, in]`` into ``out`` ``[rows, out]``, for one group."""
         from manylora.execution.kernels.triton import lora as triton_lora
 
         assert x.stride(1) == 1 and out.stride(1) == 1, f"rows must be contiguous: {x.stride()}, {out.stride()}"
         assert x.dtype == self._space.pool.dtype == out.dtype
         is_prompt = self._block_rows == PROMPT_ROWS
         wide = x.dtype.itemsize == 2
-        splits = 1 if is_prompt else min(self._splits, _power_of_two(span.in_features // SPLIT_COLUMNS))
+        splits = 1 if is_prompt else min(self._splits, power_of_two(span.in_features // SPLIT_COLUMNS))
         block_k = 64 if is_prompt else 256 if wide else 128
         block_n = 128 if is_prompt or not wide else 256
-        block_m = max(16, self._block_rows)
         columns = self._space.columns(span, block_n)
-        align = self._space.directory.alignment
         programs = num_programs(x.device)
-        line = self._space.directory.line
-        rank_stride, split_stride = self._partials.stride(1), self._partials.stride(0)
+        group = (span.index, self._space.directory.line)
+        partials = (self._partials, self._partials.stride(1), self._partials.stride(0))
+        options = {
+            "SPLITS": splits,
+            "BLOCK_M": max(16, self._block_rows),
+            "ALIGN": self._space.directory.alignment,
+            "num_warps": 4,
+            "num_stages": 3,
+        }
+        pages, work = self._space.pool, (self._work, self._work.stride(0))
         triton_lora.shrink[(-(-programs // splits), splits)](
-            x,
-            x.stride(0),
-            self._space.pool,
-            self._step,
-            self._work,
-            self._work.stride(0),
-            self._sizes,
-            span.index,
-            line,
-            self._partials,
-            rank_stride,
-            split_stride,
-            SPLITS=splits,
-            BLOCK_M=block_m,
-            BLOCK_K=block_k,
-            ALIGN=align,
-            num_warps=4,
-            num_stages=3,
+            x, x.stride(0), pages, self._step, *work, self._sizes, *group, *partials, **options, BLOCK_K=block_k
         )
+        blocks = (columns, columns.shape[0])
         triton_lora.expand[(programs,)](
-            out,
-            out.stride(0),
-            self._space.pool,
-            self._step,
-            self._sizes,
-            columns,
-            columns.shape[0],
-            span.index,
-            line,
-            self._partials,
-            rank_stride,
-            split_stride,
-            SPLITS=splits,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            ALIGN=align,
-            num_warps=4,
-            num_stages=3,
+            out, out.stride(0), pages, self._step, self._sizes, *blocks, *group, *partials, **options, BLOCK_N=block_n
         )
 
     def scale(self, out: torch.Tensor, span: GroupSpan) -> None:
-        """Multiply rows by the column scales of their adapters, where they have some.
-
-        Args:
-            out: Outputs ``[rows, out]``, changed in place.
-            span: The group.
-        """
+        """Multiply rows of ``out`` ``[rows, out]`` in place by the column scales of their adapters, if any."""
         from manylora.execution.kernels.triton import lora as triton_lora
 
-        block_n = 128
+        block_n, directory = 128, self._space.directory
         columns = self._space.columns(span, block_n)
+        blocks = (columns, columns.shape[0])
         triton_lora.scale[(num_programs(out.device),)](
-            out,
-            out.stride(0),
-            self._space.pool,
-            self._step,
-            columns,
-            columns.shape[0],
-            span.index,
-            self._space.directory.line,
-            MODULES=self._space.directory.num_modules,
+            *(out, out.stride(0), self._space.pool, self._step, *blocks, span.index, directory.line),
+            MODULES=directory.num_modules,
             BLOCK_M=max(16, self._block_rows),
             BLOCK_N=block_n,
             num_warps=4,
@@ -274,12 +213,7 @@ class StepTables:
 
 
 class BatchTables:
-    """The tables of one set of rows; those on the device are made when a kernel first asks for them.
-
-    Args:
-        space: Shared by all steps.
-        rows: The rows of each adapter, in order.
-    """
+    """The tables of one set of rows, in order; those on the device are made on first use."""
 
     def __init__(self, space: LoraSpace, rows: Sequence[TableRows]) -> None:
         self._space = space
@@ -305,7 +239,7 @@ class BatchTables:
 
 
 def measure(rows: Sequence[TableRows], block_rows: int) -> Room:
-    """Return the room that a step of ``rows`` takes."""
+    """Return the size of the tables for a step of ``rows``."""
     blocks = [-(-(stop - start) // block_rows) for start, stop, _ in rows]
     tiles = [table.template.max_tiles for _, _, table in rows]
     if block_rows == 1:
@@ -317,8 +251,3 @@ def measure(rows: Sequence[TableRows], block_rows: int) -> Room:
         max_rank=max(table.template.max_rank for _, _, table in rows),
         max_planes=max(table.template.max_planes for _, _, table in rows),
     )
-
-
-def _power_of_two(value: int) -> int:
-    """Return the smallest power of two that is at least ``value`` and at least 1."""
-    return 1 << max(0, value - 1).bit_length()

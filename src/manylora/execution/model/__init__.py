@@ -1,1 +1,1 @@
-"""The base model: found, loaded, described, and its linear modules replaced by ones that apply adapters."""
+"""The base model: finding, loading and describing it, and replacing its linears by ones that apply adapters."""

@@ -1,4 +1,4 @@
-"""The base's weights as they are computed with: fused, packed, frozen, in one buffer that other processes can map.
+"""The base's weights as the kernels read them: fused, packed and frozen, in one buffer that other processes can map.
 
 ::
 
@@ -8,11 +8,9 @@
                                                                            |  install()
                                               a module tree without weights -> a model
 
-A sharded model keeps its slice of every weight from ``shard`` on, so that fusing, packing and all behind it see one
-rank's model only. The names are those of the model's parameters and buffers; fused weights have the name of their group
-(``model.layers.0.self_attn.qkv.weight``), and tied weights are one entry of several names.
-
-Nothing behind this point writes to a weight: adapters are added beside products, never merged.
+From ``shard`` on, a sharded model is one rank's slice of every weight. Names are those of the model's parameters and
+buffers; a fused weight has the name of its group (``model.layers.0.self_attn.qkv.weight``), and tied weights are one
+entry of several names. After freezing, nothing writes to a weight: LoRA is added beside products, never merged.
 """
 
 from __future__ import annotations
@@ -36,12 +34,10 @@ class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         names: Paths of parameters and buffers in the model; several if they are tied.
-        dtype: Torch's name for it (``float32``).
-        shape: Of the tensor.
+        dtype: Torch's name (``float32``).
         strides: In elements; empty for a packed weight.
         offset: First byte in the buffer.
-        num_bytes: Its bytes there.
-        packing: How oneDNN ordered it (``kernels.packed``); empty for a plain tensor.
+        packing: oneDNN's description of the order (``kernels.packed``); empty for a plain tensor.
     """
 
     names: tuple[str, ...]
@@ -54,13 +50,9 @@ class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a process needs beside the buffer and the checkpoint's configuration.
+    """The table of the buffer: with it and the checkpoint's configuration, another process builds the model.
 
-    Args:
-        model: The checkpoint the weights are of.
-        probe: Findings of the pass through the model, which needs the weights as they were loaded.
-        entries: In the order of the buffer.
-        num_bytes: Size of the buffer.
+    It includes the probe's findings, since the probe needs the weights as they were loaded.
     """
 
     model: str
@@ -72,10 +64,7 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
 class BaseWeights:
     """A frozen table of weights over one buffer.
 
-    Args:
-        manifest: The table.
-        buffer: Bytes ``[num_bytes]``, uint8, on the device of the weights; kept alive.
-        memory: Behind the buffer, where it can be handed to another process.
+    The buffer ``[num_bytes]``, uint8, is on the device of the weights; ``memory`` is its memory where it can be mapped.
     """
 
     def __init__(self, manifest: WeightsManifest, buffer: torch.Tensor, memory: SealedMemory | None = None) -> None:
@@ -92,10 +81,10 @@ class BaseWeights:
 
         Args:
             manifest: From ``export``.
-            buffer: The same memory, mapped here (``SealedMemory.map``); it may be read-only.
+            buffer: The same memory, mapped here (``SealedMemory.map``), perhaps read-only.
 
         Raises:
-            ConfigError: The buffer is another one, or weights were packed that cannot be used here.
+            ConfigError: The buffer does not match, or this build of torch cannot read packed weights.
         """
         if buffer.dtype is not torch.uint8 or buffer.ndim != 1 or buffer.numel() != manifest.num_bytes:
             raise ConfigError(f"Got a buffer of {buffer.nbytes} bytes, expected {manifest.num_bytes}, one-dimensional")
@@ -108,33 +97,29 @@ class BaseWeights:
         return self.manifest, self._buffer
 
     def install(self, model: nn.Module) -> None:
-        """Make the weights the model's own: tied ones as one parameter, fused ones left to module surgery.
+        """Put the weights into a model of the manifest's architecture: tied ones as one parameter.
 
-        Args:
-            model: Has the architecture of the manifest's model; its own tensors, if any, are let go.
+        Fused weights are left to ``adapt_modules``.
         """
+        modules = dict(model.named_modules(remove_duplicate=False))
         for entry in self.manifest.entries:
             tensor = self.tensors[entry.names[0]]
             parameter = nn.Parameter(tensor, requires_grad=False)
             for name in entry.names:
                 path, _, leaf = name.rpartition(".")
-                module = _submodule(model, path)
+                module = modules.get(path)
                 if module is None:
-                    continue  # a group's
+                    continue  # the name of a group
                 if leaf in module._buffers:
                     module._buffers[leaf] = tensor
                 else:
                     module._parameters[leaf] = parameter
-        # Packed tensors do not keep the memory alive that they lie in.
+        # Packed tensors do not keep their memory alive.
         model.base_weights = self  # type: ignore[assignment]
 
 
 def check_complete(model: nn.Module) -> None:
-    """Make sure that every tensor of a model has a value.
-
-    Raises:
-        ConfigError: The table had none for some; names them.
-    """
+    """Refuse a model whose weights' table was incomplete; the error names the missing tensors."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for path, module in model.named_modules():
         own = {f"{path}.{key}": value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
@@ -149,10 +134,3 @@ def _view(buffer: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
         return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)
     flat = buffer[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
     return flat.as_strided(entry.shape, entry.strides)
-
-
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None

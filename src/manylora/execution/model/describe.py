@@ -1,4 +1,4 @@
-"""Describe a loaded model as a ``BaseShape``: which modules an adapter may change, and which share an input."""
+"""Describe a loaded model as a ``BaseShape``: the modules that an adapter may change, and those that share an input."""
 
 from __future__ import annotations
 
@@ -16,21 +16,17 @@ from manylora.execution.model.probe import ModelProbe
 
 __all__ = ["describe_model", "describe_modules", "siblings"]
 
-# Siblings that are computed as one product, if the probe saw them take the same input.
+# Siblings that are computed as one product, if the probe saw them called with the same input.
 _FAMILIES = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}
 
-# A checkpoint's place and author do not decide which adapters fit it.
+# A checkpoint's path and author do not decide which adapters fit it.
 _VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
 
 
 def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, max_model_len: int) -> BaseShape:
-    """Walk the model and describe it.
+    """Describe a model whose modules are not replaced yet, without its weights.
 
-    Args:
-        loaded: The model, before its modules are replaced; nothing looks at its weights.
-        probe: Findings of one pass through it.
-        block_size: Tokens of KV in a page.
-        max_model_len: Longest context that will be served, in tokens.
+    ``block_size`` is the tokens of KV in a page, ``max_model_len`` the longest context that is served, in tokens.
     """
     model, config = loaded.model, loaded.text_config
     page = PageShape(
@@ -61,29 +57,8 @@ def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, m
 
 def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule, ...]:
     """Return the modules that an adapter may change; those of one group are computed as one product."""
-    return tuple(_modules(model, probe))
-
-
-def siblings(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of linears that may share an input, by the name of their group."""
-    groups: dict[str, list[str]] = {}
-    for parent, _ in model.named_modules():
-        for family, children in _FAMILIES.items():
-            names = [f"{parent}.{child}" for child in children]
-            if all(type(_find(model, name)) is nn.Linear for name in names):
-                groups[f"{parent}.{family}"] = names
-    return groups
-
-
-def _find(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def _modules(model: nn.Module, probe: ModelProbe) -> Iterable[TargetModule]:
     groups = _groups(model, probe)
+    modules = []
     for name, module in model.named_modules():
         if name not in probe.inputs and name != probe.head:
             continue
@@ -93,17 +68,24 @@ def _modules(model: nn.Module, probe: ModelProbe) -> Iterable[TargetModule]:
             kind, in_features, out_features = ModuleKind.EMBEDDING, module.num_embeddings, module.embedding_dim
         else:
             continue
-        layer = re.search(r"\.(\d+)\.", name)
+        match = re.search(r"\.(\d+)\.", name)
+        layer = int(match.group(1)) if match else None
         group, offset = groups.get(name, (name, 0))
-        yield TargetModule(
-            name=name,
-            kind=kind,
-            in_features=in_features,
-            out_features=out_features,
-            layer=int(layer.group(1)) if layer else None,
-            group=group,
-            offset=offset,
-        )
+        sizes = {"in_features": in_features, "out_features": out_features}
+        modules.append(TargetModule(name=name, kind=kind, layer=layer, group=group, offset=offset, **sizes))
+    return tuple(modules)
+
+
+def siblings(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of linears that may share an input, by the name of their group."""
+    groups: dict[str, list[str]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for parent, _ in model.named_modules():
+        for family, children in _FAMILIES.items():
+            names = [f"{parent}.{child}" for child in children]
+            if all(type(modules.get(name)) is nn.Linear for name in names):
+                groups[f"{parent}.{family}"] = names
+    return groups
 
 
 def _groups(model: nn.Module, probe: ModelProbe) -> dict[str, tuple[str, int]]:
@@ -133,7 +115,7 @@ def _unsupported(model: nn.Module, adaptable: set[str]) -> Iterable[tuple[str, s
         if any(parameter.ndim == 3 for parameter in own.values()):
             yield name, "its experts are one three-dimensional weight, which LoRA on modules cannot reach"
         elif isinstance(module, nn.Linear | nn.Embedding):
-            yield name, "it does not see every token exactly once (an expert, or a part that text does not use)"
+            yield name, "it is not called once on every token (an expert, or a part that text does not use)"
         elif "norm" in type(module).__name__.lower():
             yield name, "it is a normalisation, not a linear"
         else:

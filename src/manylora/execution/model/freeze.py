@@ -1,8 +1,8 @@
-"""From a loaded model to ``BaseWeights``: fuse siblings, pack for the CPU's kernels, and put all into one buffer.
+"""From a loaded model to ``BaseWeights``: fuse siblings, pack for the CPU's kernels, and write all into one buffer.
 
-On the CPU each weight is fused, packed and written in turn, and the loaded one let go; so the process holds the model
-once, and one weight twice. On a GPU memory that is allocated is gone, so the weights move into the buffer first,
-siblings side by side; fusing them is then a view over both.
+On the CPU each weight is fused, packed, written and released in turn, so the process holds the model once, and one
+weight twice. On a GPU the weights move into the buffer first, siblings side by side; a fused weight is then a view over
+its parts, without a second copy.
 """
 
 from __future__ import annotations
@@ -24,21 +24,14 @@ from manylora.execution.kernels.packed import can_share_packed, packed_bytes, pa
 from manylora.execution.model.base_weights import BaseWeights, WeightEntry, WeightsManifest
 from manylora.execution.model.describe import describe_modules, siblings
 from manylora.execution.model.load import LoadedModel
-from manylora.execution.model.probe import ModelProbe, probe_model
+from manylora.execution.model.probe import probe_model
 from manylora.execution.model.sealed_memory import ALIGNMENT, MemoryWriter
 
 __all__ = ["freeze", "gather", "load_weights"]
 
 
 def load_weights(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel]) -> tuple[LoadedModel, BaseWeights]:
-    """Load a checkpoint and freeze its weights.
-
-    Args:
-        config: Which model.
-        load: Loads it, into main memory; ``gather`` moves it to its device.
-
-    Returns:
-        The module tree, without weights, and the weights.
+    """Load a checkpoint with ``load``, into main memory; return the module tree without weights, and the weights.
 
     Raises:
         ConfigError: The model cannot be served.
@@ -49,11 +42,7 @@ def load_weights(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel]
 
 
 def gather(model: nn.Module, device: torch.device) -> torch.Tensor:
-    """Move the weights of ``model`` into one buffer on ``device``, in an order that fusing needs no copy in.
-
-    Returns:
-        The buffer ``[num_bytes]``, uint8.
-    """
+    """Move the weights of ``model`` to ``device``; return their buffer, uint8, with siblings side by side."""
     _complete_biases(model)
     tensors = {id(tensor): tensor for _, tensor in _tensors(model)}
     stretches = [
@@ -64,7 +53,8 @@ def gather(model: nn.Module, device: torch.device) -> torch.Tensor:
     ]
     placed = {id(tensor) for stretch in stretches for tensor in stretch}
     stretches += [[tensor] for key, tensor in tensors.items() if key not in placed]
-    offsets = list(accumulate((_aligned(sum(t.nbytes for t in stretch)) for stretch in stretches), initial=0))
+    sizes = [sum(tensor.nbytes for tensor in stretch) for stretch in stretches]
+    offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
     for stretch, offset in zip(stretches, offsets[:-1], strict=True):
         for tensor in stretch:
@@ -75,18 +65,17 @@ def gather(model: nn.Module, device: torch.device) -> torch.Tensor:
 
 
 def freeze(loaded: LoadedModel, buffer: torch.Tensor | None = None) -> BaseWeights:
-    """Probe a model, then fuse, pack and freeze its weights, of which it has none afterwards.
+    """Probe a model, then fuse, pack and freeze its weights; the model has none afterwards.
 
-    Args:
-        loaded: The model.
-        buffer: From ``gather``, with the weights in it; ``None`` to write a new one, on the CPU.
+    ``buffer`` is from ``gather``, with the weights in it; by default a new one on the CPU.
 
     Raises:
         ConfigError: The model cannot be served.
     """
     if buffer is None:
         _complete_biases(loaded.model)
-    probe = _probe(loaded)
+    config = loaded.text_config
+    probe = probe_model(loaded.model, architecture=str(config.model_type), num_layers=int(config.num_hidden_layers))
     pieces = _pieces(loaded.model, describe_modules(loaded.model, probe))
     uses = Counter(id(part) for piece in pieces for part in piece.parts)
     writer = MemoryWriter()
@@ -107,22 +96,14 @@ def freeze(loaded: LoadedModel, buffer: torch.Tensor | None = None) -> BaseWeigh
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """An entry to be: tensors that are written one behind the other.
+    """An entry before it is written: tensors that follow one another in the buffer, more than one for fused linears.
 
-    Args:
-        names: Of the entry.
-        parts: More than one for fused linears.
-        is_linear: Whether only products read it, which a packed weight is good for.
+    An entry that only products read (``is_linear``) may be packed.
     """
 
     names: tuple[str, ...]
     parts: tuple[torch.Tensor, ...]
     is_linear: bool
-
-
-def _probe(loaded: LoadedModel) -> ModelProbe:
-    config = loaded.text_config
-    return probe_model(loaded.model, architecture=str(config.model_type), num_layers=int(config.num_hidden_layers))
 
 
 def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:
@@ -155,7 +136,7 @@ def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:
 
 
 def _write(piece: _Piece, writer: MemoryWriter) -> WeightEntry:
-    """Write a piece, packed if that is worth it."""
+    """Write a piece, packed if that makes products faster."""
     weight = (torch.cat(piece.parts) if len(piece.parts) > 1 else piece.parts[0]).detach()
     packing = b""
     if piece.is_linear and can_share_packed() and (packed := pack(weight)).is_mkldnn:
@@ -175,7 +156,7 @@ def _write(piece: _Piece, writer: MemoryWriter) -> WeightEntry:
 
 
 def _find(piece: _Piece, buffer: torch.Tensor) -> WeightEntry:
-    """Return where a piece lies in the buffer that its parts were gathered in."""
+    """Return the entry of a piece whose parts were gathered in ``buffer``."""
     first = piece.parts[0]
     starts = [part.data_ptr() for part in piece.parts]
     sizes = [part.nbytes for part in piece.parts]
@@ -192,12 +173,12 @@ def _find(piece: _Piece, buffer: torch.Tensor) -> WeightEntry:
 
 
 def _release(tensor: torch.Tensor) -> None:
-    """Let go of a tensor's memory; its shape stays, since the model is still to be described."""
+    """Free a tensor's memory; its shape stays, for the description of the model."""
     tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
 
 def _complete_biases(model: nn.Module) -> None:
-    """Give linears without a bias one of zeros where a sibling has one, so that they can be fused."""
+    """Add a bias of zeros to linears without one whose siblings have one, so that they can be fused."""
     for names in siblings(model).values():
         linears = _linears(model, names)
         if any(linear.bias is not None for linear in linears):
@@ -214,10 +195,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer, tied ones under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

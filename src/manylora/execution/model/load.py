@@ -24,21 +24,19 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Rotary embeddings whose frequencies change once any position of the *batch* passes the trained length: in a
-# batch of many sequences a long one would change the others, so such models are served up to that length.
+# Rotary embeddings whose frequencies change once any position of the *batch* passes the trained length: one long
+# sequence would change the others, so such models are served up to that length.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A module tree of transformers that attends our way.
+    """A module tree of transformers with our attention.
 
     Args:
         name: Folder or hub name of its checkpoint.
         model: The causal language model, in evaluation mode; its weights may still be in main memory, or missing.
         text_config: The part of its configuration that describes the decoder.
-        dtype: Of its weights.
-        device: Where it will run.
     """
 
     name: str
@@ -51,25 +49,13 @@ class LoadedModel:
 def load_model(config: ModelConfig) -> LoadedModel:
     """Load the base model into main memory.
 
-    Args:
-        config: Which model, dtype and device.
-
     Raises:
-        ConfigError: There is no such model, or it is none that can be served this way; says why.
+        ConfigError: The model does not exist or cannot be served.
     """
-    checkpoint, dtype, device = _open(config)
-    return _loaded(
+    return _load(
         config,
-        checkpoint,
-        dtype,
-        device,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            config.model,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
+        lambda _, options: AutoModelForCausalLM.from_pretrained(
+            config.model, revision=config.revision, use_safetensors=True, **options
         ),
     )
 
@@ -77,62 +63,44 @@ def load_model(config: ModelConfig) -> LoadedModel:
 def load_skeleton(config: ModelConfig) -> LoadedModel:
     """Build the same model without reading its weights: every tensor is on the ``meta`` device.
 
-    Args:
-        config: As for ``load_model``.
-
     Raises:
-        ConfigError: There is no such model, or it is none that can be served this way; says why.
+        ConfigError: The model does not exist or cannot be served.
     """
-    checkpoint, dtype, device = _open(config)
 
-    def build() -> Any:
+    def build(checkpoint: Any, options: dict[str, Any]) -> Any:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                checkpoint,
-                trust_remote_code=config.trust_remote_code,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-            )
-        with suppress(OSError):  # most checkpoints without the file mean the model's configuration
+            model = AutoModelForCausalLM.from_config(checkpoint, **options)
+        with suppress(OSError):  # without the file, the model's configuration applies
             model.generation_config = GenerationConfig.from_pretrained(config.model, revision=config.revision)
         return model
 
-    return _loaded(config, checkpoint, dtype, device, build)
+    return _load(config, build)
 
 
-def _open(config: ModelConfig) -> tuple[Any, torch.dtype, torch.device]:
-    """Return a checkpoint's configuration, and the type and device to run it with."""
+def _load(config: ModelConfig, make: Callable[[Any, dict[str, Any]], Any]) -> LoadedModel:
+    """Make the module tree from a checkpoint's configuration and options; check that its attention can be replaced."""
     check_checkpoint(config.model, config.revision)
     register_attention()
     device = _device(config.device)
+    got = f"Got model = {config.model!r}"
     try:
         checkpoint = AutoConfig.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"Got model = {config.model!r}, which cannot be read: {error}") from error
+        raise ConfigError(f"{got}, which cannot be read: {error}") from error
+    got += f" of type {checkpoint.model_type!r}"
     if getattr(checkpoint, "is_encoder_decoder", False):
-        raise ConfigError(
-            f"Got model = {config.model!r} of type {checkpoint.model_type!r}: encoder-decoder models are not supported"
-        )
-    return checkpoint, _dtype(config.dtype, checkpoint, device), device
-
-
-def _loaded(
-    config: ModelConfig, checkpoint: Any, dtype: torch.dtype, device: torch.device, make: Callable[[], Any]
-) -> LoadedModel:
-    """Make the module tree and check that its attention can be ours."""
+        raise ConfigError(f"{got}: encoder-decoder models are not supported")
+    dtype = _dtype(config.dtype, checkpoint, device)
+    options = {"trust_remote_code": config.trust_remote_code, "dtype": dtype, "attn_implementation": ATTENTION_NAME}
     transformers_logging.disable_progress_bar()
     try:
-        model = make()
+        model = make(checkpoint, options)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"Got model = {config.model!r} of type {checkpoint.model_type!r}, which cannot be loaded: {error}"
-        ) from error
+        raise ConfigError(f"{got}, which cannot be loaded: {error}") from error
     if not model._supports_attention_backend:
-        raise ConfigError(
-            f"Got model = {config.model!r} of type {checkpoint.model_type!r}, whose attention cannot be replaced"
-        )
+        raise ConfigError(f"{got}, whose attention cannot be replaced")
     model.requires_grad_(False)
     return LoadedModel(
         name=config.model, model=model.eval(), text_config=model.config.get_text_config(), dtype=dtype, device=device
@@ -140,7 +108,7 @@ def _loaded(
 
 
 def context_limit(text_config: Any) -> int:
-    """Return the longest context in tokens that the model was made for and that may share a batch."""
+    """Return the longest context, in tokens, that the model was trained for and that may share a batch."""
     limit = int(text_config.max_position_embeddings)
     rope = getattr(text_config, "rope_parameters", None) or {}
     variants = [rope, *(value for value in rope.values() if isinstance(value, dict))]

@@ -1,10 +1,9 @@
-"""Module surgery: the model keeps its own code, its linears become ours.
+"""Replace the model's linears, embedding and head by modules that add LoRA; the model keeps its own code.
 
-Transformers' decoder layers call ``q_proj(x)``, ``k_proj(x)``, ``v_proj(x)`` one after another. We replace
-the three modules by *parts* of one fused product: the first part that is called computes all of them, with
-the LoRA of the whole group beside it, and the others hand out their columns. Works for every architecture
-that has such siblings, without model code of ours. Other linears, the embedding and the head are wrapped.
-Weights are fused and packed already (``base_weights``); here they only find their modules.
+Transformers' decoder layers call ``q_proj(x)``, ``k_proj(x)``, ``v_proj(x)`` one after another. We replace them by
+*parts* of one fused product: the first part called computes all of them, with the LoRA of the whole group beside it,
+and the others return their columns. That works for every architecture with such siblings, without model code of ours.
+Weights are fused and packed already (``base_weights``).
 """
 
 from __future__ import annotations
@@ -24,14 +23,7 @@ __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "ada
 
 
 class AdaptedLinear(nn.Module):
-    """A linear with LoRA beside it.
-
-    Args:
-        linear: The original; its parameters are taken over.
-        group: Its group.
-        step: The running step's adapters and tokens.
-        is_head: Whether it sees the sampled rows only.
-    """
+    """A linear with LoRA beside it; the output head's input (``is_head``) is the sampled rows only."""
 
     def __init__(self, linear: nn.Linear, group: str, step: StepContext, *, is_head: bool = False) -> None:
         super().__init__()
@@ -44,18 +36,12 @@ class AdaptedLinear(nn.Module):
         self._is_head = is_head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x W^T + b`` plus every row's own adapter."""
+        """Return ``x W^T + b`` plus each row's adapter."""
         return adapted_product(x, self.weight, self.bias, self._step, self._group, is_sampled=self._is_head)
 
 
 class AdaptedEmbedding(nn.Module):
-    """An embedding with LoRA beside it.
-
-    Args:
-        embedding: The original, kept whole (subclasses scale their output).
-        group: Its group.
-        step: The running step's adapters and tokens.
-    """
+    """An embedding with LoRA beside it; the original is called, since subclasses scale their output."""
 
     def __init__(self, embedding: nn.Embedding, group: str, step: StepContext) -> None:
         super().__init__()
@@ -70,7 +56,7 @@ class AdaptedEmbedding(nn.Module):
         return self.base.weight
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the tokens' vectors plus every row's own adapter."""
+        """Return the tokens' vectors plus each row's adapter."""
         out = cast(torch.Tensor, self.base(token_ids))
         lora = self._step.lora
         parts = lora.parts(self._group) if lora is not None else None
@@ -85,15 +71,9 @@ class AdaptedEmbedding(nn.Module):
 class FusedLinear(nn.Module):
     """Linears that share one input, as one product.
 
-    The parts may be called in any order; the product is kept until all of them have been handed out for the
-    same input tensor, or another input comes.
-
-    Args:
-        weight: ``[out, in]``, the parts' columns one behind the other.
-        bias: ``[out]`` or ``None``.
-        sizes: How many columns each part has.
-        group: Name of the group.
-        step: The running step's adapters and tokens.
+    The parts may be called in any order. The product is kept until every part was returned for the same input tensor,
+    or another input comes.
+    ``weight`` ``[out, in]`` and ``bias`` ``[out]`` have the parts' rows one behind the other, ``sizes`` of each.
     """
 
     def __init__(
@@ -111,24 +91,19 @@ class FusedLinear(nn.Module):
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return the columns of part ``index`` for ``x``."""
         if self._input is not x or index not in self._outputs:
-            self._outputs = dict(enumerate(torch.split(self._compute(x), self.sizes, dim=-1)))
+            product = adapted_product(x, self.weight, self.bias, self._step, self._group)
+            self._outputs = dict(enumerate(torch.split(product, self.sizes, dim=-1)))
             self._input = x
         output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
         return output
 
-    def _compute(self, x: torch.Tensor) -> torch.Tensor:
-        return adapted_product(x, self.weight, self.bias, self._step, self._group)
-
 
 class FusedPart(nn.Module):
-    """Stands where one of the fused linears stood.
+    """One of the fused linears, in its place in the model.
 
-    Args:
-        fused: The product it is a part of.
-        index: Which part.
-        is_owner: Whether the product is registered below this part (one of them must, for ``.to`` and counting).
+    The product is registered as a child of one part (``is_owner``), for ``.to`` and counting.
     """
 
     def __init__(self, fused: FusedLinear, index: int, *, is_owner: bool) -> None:
@@ -144,13 +119,9 @@ class FusedPart(nn.Module):
 
 
 def adapt_modules(model: nn.Module, weights: Mapping[str, torch.Tensor], shape: BaseShape, step: StepContext) -> None:
-    """Replace every module of ``shape`` in ``model`` by one that adds LoRA.
+    """Replace every module of ``shape`` in ``model`` by one that adds LoRA, in place.
 
-    Args:
-        model: The causal language model, with its weights; changed in place.
-        weights: Those of fused modules, by the name of their group.
-        shape: Its shape: which modules, in which groups.
-        step: Shared by all of them.
+    ``weights`` has fused weights and biases, as ``<group>.weight`` and ``<group>.bias``.
     """
     head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[operator]
     groups: dict[str, list[TargetModule]] = defaultdict(list)

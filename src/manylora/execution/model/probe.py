@@ -1,7 +1,7 @@
-"""One small forward pass at load time, which finds out how a model behaves.
+"""Find out how a model behaves, by one small forward pass at load time.
 
 There is no list of supported architectures. The pass checks that every layer calls our attention function once, causal,
-with K and V of one shape, without a mask and without unknown arguments. It also records which linears see every token
+with K and V of one shape, without a mask and without unknown arguments. It also records which linears get every token
 and which share one input. A model that does anything else is refused by name before it serves a request.
 """
 
@@ -23,8 +23,8 @@ __all__ = ["ModelProbe", "measure_activations", "probe_model"]
 NUM_TOKENS = 5
 NUM_SAMPLED = 2
 
-# Keyword arguments of attention that change nothing here: positions are in q and k already, the rest is about
-# caches and outputs that we do not use.
+# Keyword arguments of attention without effect here: positions are in q and k already, the others concern caches and
+# outputs that we do not use.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -44,11 +44,9 @@ class ModelProbe:
     """Findings of the pass.
 
     Args:
-        num_layers: Layers with attention, numbered from 0.
-        num_kv_heads: Heads of K and V, the same in every layer.
-        head_dim: Width of K and V heads.
-        inputs: Per module that was called exactly once on every token: which input it saw; equal numbers are the
-            same tensor.
+        num_kv_heads: Heads of K and V, the same in every layer, as is ``head_dim``.
+        inputs: Number of the input tensor, per module that was called exactly once on every token; modules with equal
+            numbers share their input.
         head: Name of the output head, called once on the sampled rows.
     """
 
@@ -61,16 +59,15 @@ class ModelProbe:
 
 @dataclass(slots=True)
 class _ProbeSink:
-    """Stands in for the paged batch and records the calls."""
+    """Takes the place of the paged batch and records the calls."""
 
     architecture: str
     layers: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Check one layer's call; the answer's values do not matter, its shape does."""
         layer = getattr(call.module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.layers:
-            raise self.refusal(f"layer {layer!r} asks for attention more than once or has no number")
+            raise self.refusal(f"layer {layer!r} calls attention more than once or has no number")
         if call.mask is not None:
             raise self.refusal(f"layer {layer} brings an attention mask of its own")
         if getattr(call.module, "is_causal", True) is False or call.extra.get("is_causal") is False:
@@ -84,7 +81,6 @@ class _ProbeSink:
         return torch.zeros_like(call.query).transpose(0, 1)
 
     def refusal(self, why: str) -> ConfigError:
-        """Return the named error."""
         return ConfigError(f"Got a model of type {self.architecture!r}, which is not supported: {why}")
 
 
@@ -92,12 +88,12 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     """Run the model once on a few tokens and report its behaviour.
 
     Args:
-        model: A causal language model whose attention is ours; unchanged afterwards.
+        model: A causal language model with our attention; not changed.
         architecture: Its ``model_type``, for messages.
-        num_layers: Decoder layers its configuration claims.
+        num_layers: Decoder layers by its configuration.
 
     Raises:
-        ConfigError: It does something that we do not serve.
+        ConfigError: Its behaviour is not supported.
     """
     sink = _ProbeSink(architecture)
     seen: dict[str, list[torch.Tensor]] = {}
@@ -110,11 +106,11 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
                 input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep, paged=sink
             ).logits
         except TypeError as error:
-            raise sink.refusal(f"its forward pass does not take what paged attention needs ({error})") from error
+            raise sink.refusal(f"its forward pass lacks arguments of paged attention ({error})") from error
     missing = [layer for layer in range(num_layers) if layer not in sink.layers]
     if missing or len(sink.layers) != num_layers:
         raise sink.refusal(
-            f"layers {missing} keep state in another way than keys and values"
+            f"layers {missing} keep another state than keys and values"
             if missing
             else f"it has {len(sink.layers)} attention layers where its configuration says {num_layers}"
         )
@@ -146,7 +142,7 @@ def _summary(
 
 @contextmanager
 def _watching(model: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Note the input of every linear and embedding; holding the tensors keeps their identities unique."""
+    """Record the input of every linear and embedding; live references keep the tensors' identities unique."""
 
     def note(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -167,19 +163,18 @@ def _watching(model: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator
             hook.remove()
 
 
-class _Blank:
-    """Answers attention with zeros: for measuring everything else."""
+class _ZeroAttention:
+    """Attention that returns zeros, to measure everything else."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return zeros of the right shape."""
         return torch.zeros_like(call.query).transpose(0, 1)
 
 
 @torch.inference_mode()
 def measure_activations(model: nn.Module, *, num_tokens: int, num_sampled: int) -> int:
-    """Return the peak bytes that a step of ``num_tokens`` takes on a GPU beside weights and pages.
+    """Return the peak bytes of a step of ``num_tokens`` on a GPU beside weights and pages.
 
-    The largest step's hidden states, and the logits with the copies that sampling makes of them.
+    These are hidden states, and the logits with the copies that sampling makes of them.
     """
     device = next(model.parameters()).device
     tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
@@ -190,7 +185,7 @@ def measure_activations(model: nn.Module, *, num_tokens: int, num_sampled: int) 
         position_ids=torch.arange(num_tokens, device=device)[None],
         use_cache=False,
         logits_to_keep=torch.arange(num_sampled, device=device),
-        paged=_Blank(),
+        paged=_ZeroAttention(),
     ).logits
     peak = torch.cuda.max_memory_allocated(device) - before
     return int(peak + 4 * logits.numel() * torch.float32.itemsize)

@@ -2,14 +2,13 @@
 
 ::
 
-    writer = MemoryWriter()        a file in memory, without a name
+    writer = MemoryWriter()        an anonymous file in memory
     writer.append(bytes) ...       written through the file, never through a mapping
     memory = writer.seal()         from here on the operating system refuses every write
-    memory.map()                   here, or in a process that was handed ``memory.fd``
+    memory.map()                   here, or in a process that received ``memory.fd``
 
-A mapping is *copy on write*. Torch does not know memory that cannot be written, so a stray write to a read-only
-mapping ends the process. Here it changes a private copy of one page, and no other process sees it. ``is_strict`` maps
-read-only.
+A mapping is *copy on write*. Torch has no read-only tensors, so a stray write to a read-only mapping would end the
+process; here it changes a private copy of one page, which no other process sees. ``is_strict`` maps read-only.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ ALIGNMENT = 64
 
 
 class SealedMemory:
-    """Memory that nothing changes any more.
-
-    Args:
-        fd: Its file descriptor, closed with this object; mappings stay.
-        num_bytes: Its size.
-    """
+    """Memory that can no longer change; its file ``fd`` is closed with this object, mappings stay valid."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.fd = fd
@@ -44,11 +38,7 @@ class SealedMemory:
         weakref.finalize(self, os.close, fd)
 
     def map(self, *, is_strict: bool = False) -> torch.Tensor:
-        """Return the memory as bytes ``[num_bytes]``, mapped for as long as any tensor over it is alive.
-
-        Args:
-            is_strict: A write ends the process instead of making a private copy of a page.
-        """
+        """Return the memory as ``[num_bytes]``, uint8, mapped while any tensor over it is alive."""
         access = mmap.ACCESS_READ if is_strict else mmap.ACCESS_COPY
         mapping = mmap.mmap(self.fd, self.num_bytes, access=access)
         with warnings.catch_warnings():
@@ -76,7 +66,7 @@ class MemoryWriter:
         return offset
 
     def seal(self) -> SealedMemory:
-        """Return the memory; nothing can be written any more, here or elsewhere."""
+        """Return the memory, read-only from now on in every process."""
         num_bytes = max(ALIGNMENT, self._num_bytes)
         os.ftruncate(self._fd, num_bytes)
         _seal(self._fd)
@@ -87,7 +77,7 @@ class MemoryWriter:
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("manylora-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:  # other systems have no files in memory: one on disk, without a name
+    with tempfile.TemporaryFile() as file:  # other systems lack files in memory: use one on disk
         return os.dup(file.fileno())
 
 

@@ -1,7 +1,7 @@
-"""Top-k, top-p and the draw: which tokens are left in each row, and which of them a uniform number means.
+"""Top-k, top-p and the draw: the tokens left in each row, and the token for a uniform number.
 
-Rows are unnormalised weights, so nothing is divided by a sum over the vocabulary; top-k and top-p look at a few
-hundred sorted candidates first.
+Rows are unnormalised weights, so nothing is divided by a sum over the vocabulary. Top-k and top-p look at a few hundred
+sorted candidates first.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from torch import Tensor
 __all__ = ["cut_weights", "draw_at"]
 
 PREFIX = 256
-"""Sorted candidates that top-k and top-p look at first; nearly always enough, and far cheaper than a full sort."""
+"""Sorted candidates for top-k and top-p: nearly always enough, and far cheaper than a full sort."""
 
 BLOCK = 256
-"""Width of the blocks a draw steps over before it looks inside one."""
+"""Columns of a block: a draw finds the block, then the token in it."""
 
 
 def cut_weights(
     scaled: Tensor, weights: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, width: int = PREFIX
 ) -> None:
-    """Zero, in place, the weights that top-k, then top-p of the rest, rule out.
+    """Zero, in place, the weights that top-k, then top-p of the rest, exclude.
 
-    Both keep the first ``m`` tokens of the stable descending order, so a row is settled by the value at
-    rank ``m`` and by how many of its equals are still in. Only the ``width`` largest are sorted; rows they
-    do not settle are sorted whole. At least the most likely token is kept.
+    Both keep the first ``m`` tokens of the stable descending order, so the value at rank ``m`` and the number of equal
+    values to keep decide a row. Only the ``width`` largest are sorted; a row that needs more is sorted whole. At least
+    the most likely token is kept.
 
     Args:
         scaled: ``[n, vocab]`` logits over temperature: the order.
         weights: ``[n, vocab]`` unnormalised probabilities after min-p: the mass.
-        min_p: ``[n, 1]``, the min-p of each row, to weigh the candidates alike.
+        min_p: ``[n, 1]``, applied to the candidates too.
         top_k: ``[n]`` int64, from 1.
         top_p: ``[n]`` float64 in (0, 1].
-        width: Candidates to look at.
+        width: Number of candidates.
     """
     vocab = scaled.shape[1]
     width = min(width, vocab)
@@ -44,7 +44,7 @@ def cut_weights(
     mass = mass.double()
     mass *= torch.arange(width, device=scaled.device) < top_k[:, None]
     reached = mass.cumsum(dim=-1)
-    # The total of top-p: the k best, or everything.
+    # The total for top-p: of the k best, or of all.
     total = torch.where(top_k <= width, reached[:, -1], weights.sum(dim=-1, dtype=torch.float64))
     wanted = top_p * total
     kept = torch.where(
@@ -72,8 +72,7 @@ def cut_weights(
 def _largest(x: Tensor, width: int) -> Tensor:
     """Return the ``width`` largest values of each row, largest first.
 
-    On CPU through numpy, whose partition and sort are vectorised: torch takes 6 times (``topk``) to 30 times
-    (``sort``) as long.
+    On the CPU by numpy, whose partition and sort are vectorised: torch takes 6 to 30 times as long.
     """
     if x.device.type != "cpu":
         return x.topk(width, dim=-1).values
@@ -86,12 +85,9 @@ def _largest(x: Tensor, width: int) -> Tensor:
 def draw_at(weights: Tensor, uniform: Tensor) -> Tensor:
     """Return per row the first token whose cumulative weight exceeds ``uniform`` of the total.
 
-    Two levels: over blocks of columns, then inside one, because a cumulative sum over the whole vocabulary
-    would be most of the cost. Sums are float64: with 100,000 tokens float32 would bias the tail.
-
-    Args:
-        weights: ``[n, vocab]`` float32, none negative.
-        uniform: ``[n]`` float64 in [0, 1).
+    Two levels, over blocks of columns and then inside one, because a cumulative sum over the vocabulary would be most
+    of the cost. Sums are float64: with 100,000 tokens float32 would bias the tail.
+    Weights are ``[n, vocab]`` float32, none negative; ``uniform`` is ``[n]`` float64 in [0, 1).
     """
     n, vocab = weights.shape
     if pad := -vocab % BLOCK:

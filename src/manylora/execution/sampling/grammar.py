@@ -1,9 +1,8 @@
-"""Answers that match a JSON schema: which tokens may come next, by ``llguidance`` (the extra ``grammar``).
+"""Answers that match a JSON schema: masks of allowed tokens, by ``llguidance`` (the extra ``grammar``).
 
-A request's matcher is a cache, not a state: it is rebuilt from the tokens generated so far when a sequence comes
-back after pre-emption. Masks take some 50 us per row and token; the slow parts happen once: a schema's compilation
-(kept for the requests that follow) and the tokenizer's conversion (about a second for 128,000 tokens, at the first
-constrained request).
+A request's matcher is a cache, not a state: it is rebuilt from the generated tokens when a sequence returns after
+pre-emption. Masks take about 50 us per row and token. The slow parts happen once: a schema's compilation (kept for
+later requests) and the tokenizer's conversion (about a second for 128,000 tokens, at the first constrained request).
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ __all__ = ["JsonGrammar", "check_schema", "grammar_available"]
 logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 64
-"""Schemas kept compiled, the least recently used goes first."""
+"""Compiled schemas to keep; the least recently used is dropped first."""
 
 COMPILE_DEFAULTS = {"whitespace_pattern": r"[ \n\r\t]{0,16}"}
-"""Between JSON tokens: any layout, but bounded, else a lost model writes blanks to the end of its context."""
+"""Whitespace between JSON tokens: bounded, else a model may write blanks to the end of its context."""
 
 LITERAL_TOKENS = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
 """A decoder that llguidance reads, for tokenizers whose tokens are the text itself."""
@@ -41,14 +40,11 @@ def grammar_available() -> bool:
 
 
 def check_schema(schema: str) -> None:
-    """Refuse a schema that cannot be followed, before a request waits for it.
-
-    Args:
-        schema: The JSON schema, as text.
+    """Check that a JSON schema can be enforced, before its request is queued.
 
     Raises:
-        RequestError: The extra is missing, this is no schema, or it uses a keyword that cannot be enforced. A keyword
-            that would be ignored is refused too, because the answer would then break the schema.
+        RequestError: The extra is missing, the text is no schema, or a keyword cannot be enforced. A keyword that would
+            be ignored is refused too, because the answer could then break the schema.
     """
     if not grammar_available():
         raise RequestError(
@@ -68,7 +64,7 @@ def check_schema(schema: str) -> None:
 def _grammar_text(schema: str) -> str:
     from llguidance import LLMatcher
 
-    if schema.strip() == "true":  # "anything", but options can only be put on an object
+    if schema.strip() == "true":  # any value; but only an object takes options
         schema = "{}"
     text: str = LLMatcher.grammar_from_json_schema(schema, COMPILE_DEFAULTS)
     return text
@@ -76,7 +72,7 @@ def _grammar_text(schema: str) -> str:
 
 @dataclass(slots=True)
 class _Progress:
-    """A sequence's matcher and how many of its generated tokens it has seen."""
+    """A sequence's matcher and the number of generated tokens that it has consumed."""
 
     matcher: Any
     num_seen: int = 0
@@ -84,13 +80,9 @@ class _Progress:
 
 
 class JsonGrammar:
-    """Token masks for requests with a JSON schema (see ``sampler.TokenMasks``); used by one thread.
+    """Token masks for requests with a JSON schema; used by one thread.
 
-    Args:
-        tokenizer: Directory or name of the model's tokenizer; loaded when first needed.
-        vocab_size: Columns of the logits.
-        eos_token_ids: Tokens that end a finished answer.
-        revision: Hub revision of the tokenizer.
+    ``tokenizer``, a directory or name, is loaded on first use.
     """
 
     def __init__(
@@ -107,8 +99,8 @@ class JsonGrammar:
     def allowed(self, seq_id: int, schema: str, generated: Sequence[int]) -> NDArray[np.bool_]:
         """Return which tokens may follow ``generated``, bool ``[vocab]``.
 
-        Never raises, since one request must not end a step that others share: when a schema fails here in spite of
-        ``check_schema`` (its limits can depend on the tokens), the row may choose nothing, which ends it.
+        Never raises, since one request must not end a step that others share. If a schema fails here in spite of
+        ``check_schema`` (its limits can depend on the tokens), no token is allowed, which ends the row.
         """
         progress = self._progress.get(seq_id)
         if progress is None or progress.num_seen > len(generated):
@@ -137,7 +129,7 @@ class JsonGrammar:
     def _start(self, seq_id: int, schema: str) -> _Progress:
         try:
             return _Progress(self._compile(schema).deep_copy())
-        except Exception:  # missing extra, broken tokenizer, no schema: all were checked before, none may end the step
+        except Exception:  # missing extra, broken tokenizer or schema: checked before; none may end the step
             logger.exception("grammar_failed seq_id=%d", seq_id)
             return _Progress(None, has_failed=True)
 

@@ -1,22 +1,19 @@
-"""From logits to tokens: one vectorised pass for the whole batch, with no state that a seed depends on.
+"""From logits to tokens: one vectorised pass for the whole batch.
 
 The order is vLLM's, so that parameters have vLLM's meaning::
 
     raw logits -> (log-probabilities to report) -> logit bias, min_tokens, grammar -> penalties
                -> temperature -> min-p -> top-k -> top-p -> one draw
 
-A draw needs one uniform number, and that is a pure function of ``(seed, tokens generated so far)``: a
-counter-based generator (Philox4x32-10, the one CUDA uses) instead of generator objects that would have to
-be kept, saved at pre-emption and replayed. So a seed gives the same tokens in any batch, and
-however often the request is recomputed. Rows pay only for the options they use: an all-greedy batch is one
-``max``, edits are sparse scatters, and only rows with top-k or top-p are looked at in sorted order.
+A draw needs one uniform number, a pure function of ``(seed, tokens generated so far)`` (``philox``). So a seed gives
+the same tokens in any batch, and after any recomputation of the request. Rows pay only for the options that they use:
+an all-greedy batch is one ``max``, edits are sparse scatters, and only rows with top-k or top-p are sorted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,42 +29,24 @@ from manylora.execution.sampling.philox import philox_uniform
 from manylora.plan import PlannedSequence
 from manylora.types import SampledToken
 
-__all__ = ["Sampler", "TokenMasks", "make_sampler"]
+__all__ = ["Sampler", "make_sampler"]
 
 logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them would only lose digits."""
+"""Lower temperatures are greedy: a division by them would only lose digits."""
 
 LEAST_LOGPROB = -9999.0
-"""Log-probability reported for a token of probability zero: JSON has no infinity (vLLM answers the same)."""
-
-
-class TokenMasks(Protocol):
-    """Masks of constrained decoding; implemented by ``sampling.grammar``."""
-
-    def allowed(self, seq_id: int, schema: str, generated: Sequence[int]) -> NDArray[np.bool_]:
-        """Return which tokens may follow ``generated``, bool ``[vocab]``; never raises."""
-        ...
-
-    def release(self, seq_ids: Sequence[int]) -> None:
-        """Forget these sequences."""
-        ...
+"""Log-probability reported for a token of probability zero, as by vLLM: JSON has no infinity."""
 
 
 class Sampler:
     """Choose the next token of every row.
 
-    Logits a broken adapter made do not stop the others: NaN is never chosen, +inf is the largest finite
-    number, and a row where nothing is left to choose (all NaN or masked) ends with an end-of-sequence token
-    where the model has one, token 0 otherwise.
-
-    Args:
-        vocab_size: Columns of the logits.
-        eos_token_ids: The model's end-of-sequence tokens.
-        device: Where the logits live.
-        grammar: Masks for requests with ``json_schema``; without it such rows end at once, since an
-            unconstrained answer would be wrong in silence (callers refuse such requests before).
+    A broken adapter's logits do not affect other rows: NaN is never chosen, +inf is the largest finite number, and a
+    row without any choice (all NaN or masked) ends with the model's end-of-sequence token, or token 0 if it has none.
+    Without ``grammar`` a row with ``json_schema`` ends at once, since an unconstrained answer would be silently wrong
+    (the server refuses such requests before).
     """
 
     def __init__(
@@ -76,36 +55,31 @@ class Sampler:
         eos_token_ids: Sequence[int],
         device: torch.device | str = "cpu",
         *,
-        grammar: TokenMasks | None = None,
+        grammar: JsonGrammar | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos = tuple(t for t in eos_token_ids if 0 <= t < vocab_size)
         self._ops = make_device_ops(torch.device(device))
-        # On the CPU a look saves a pass; a GPU would have to finish first, and stand still until it is told.
-        self._may_look = self._ops.device.type == "cpu"
+        # On the CPU, reading a flag saves a pass; on a GPU the read would wait for all work before it.
+        self._can_branch = self._ops.device.type == "cpu"
         self._grammar = grammar
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Forget sequences that will not come back (only grammars keep anything)."""
+        """Drop the state of sequences that have left the engine (only grammars keep state)."""
         if self._grammar is not None:
             self._grammar.release(seq_ids)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken]:
-        """Choose one token per row.
+        """Return a token per row of ``logits`` ``[n, vocab]``, with log-probabilities of them where requested.
 
-        Args:
-            logits: ``[n, vocab]``, any float type; never written to.
-            sequences: Row ``i`` is the next token of ``sequences[i]``.
-
-        Returns:
-            One token per row, with log-probabilities of the raw logits where asked for.
+        Logits may be of any float type and are not modified. Row ``i`` is the next token of ``sequences[i]``.
         """
         if not sequences:
             return []
         logits = logits.float()
         highest, best = logits.max(dim=-1)  # the first of equals, as documented by torch
-        if not (self._may_look and bool(highest.isfinite().all())):
+        if not (self._can_branch and bool(highest.isfinite().all())):
             logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
             highest, best = logits.max(dim=-1)
         raw = logits
@@ -125,7 +99,7 @@ class Sampler:
             )
             best = tokens if is_all_rows else best.index_copy(0, rows, tokens)
         dead = highest == -torch.inf
-        if not (self._may_look and not bool(dead.any())):
+        if not (self._can_branch and not bool(dead.any())):
             best = best.masked_fill(dead, self._eos[0] if self._eos else 0)
         chosen: list[int] = best.tolist()
 
@@ -136,9 +110,9 @@ class Sampler:
         return [logprobs.get(i) or SampledToken(token_id=token) for i, token in enumerate(chosen)]
 
     def _edit(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
-        """Apply bias, min_tokens, grammar and penalties; the same tensor when no row asks for any.
+        """Apply bias, min_tokens, grammar and penalties; return the same tensor if no row has any.
 
-        All but the grammar touch few columns, so they are gathered as (row, column) lists and scattered once.
+        All but the grammar change few columns, so they are collected as (row, column) lists and scattered once.
         """
         vocab = self._vocab_size
         bias: list[tuple[int, int, float]] = []
@@ -188,18 +162,13 @@ class Sampler:
     def _draw(self, logits: Tensor, highest: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
         """Draw a token per row by inverting its cumulative distribution at one uniform number.
 
-        Args:
-            logits: ``[n, vocab]`` float32, edited.
-            highest: ``[n]``, the largest of each row.
-            sequences: The rows.
-
-        Returns:
-            ``[n]`` int64; undefined for rows whose ``highest`` is -inf.
+        Logits are float32 ``[n, vocab]``, edited, and ``highest`` ``[n]`` is the largest of each row. The result,
+        ``[n]`` int64, is undefined for rows whose ``highest`` is -inf.
         """
         samplings = [s.sampling for s in sequences]
         temperature = self._column([s.temperature for s in samplings])
         cut = [i for i, s in enumerate(samplings) if s.top_p < 1.0 or 0 < s.top_k < self._vocab_size]
-        # In place where it can be: fresh buffers of this size cost more (page faults) than the arithmetic.
+        # In place where possible: new buffers of this size cost more (page faults) than the arithmetic.
         scaled = (logits - highest[:, None]).div_(temperature)  # largest is 0: no overflow however cold
         weights = scaled.exp() if cut else scaled.exp_()  # [n, vocab], the most likely token weighs 1
         min_p = self._column([s.min_p for s in samplings])
@@ -231,7 +200,7 @@ class Sampler:
     def _logprobs(
         self, raw: Tensor, rows: list[int], sequences: Sequence[PlannedSequence], chosen: list[int]
     ) -> dict[int, SampledToken]:
-        """Report the chosen token and the most likely ones, equals in the order of their ids."""
+        """Report the chosen token and the most likely ones; equal ones in the order of their ids."""
         wanted = raw[self._upload(rows, np.int64)]
         totals = wanted.logsumexp(dim=-1)
         mine = wanted.gather(1, self._upload([chosen[i] for i in rows], np.int64)[:, None]).squeeze(1) - totals
@@ -255,12 +224,7 @@ class Sampler:
 
 
 def make_sampler(config: ModelConfig, base: BaseShape) -> Sampler:
-    """Return the sampler of a live engine, ready for requests with a JSON schema.
-
-    Args:
-        config: Where the model runs, and its tokenizer.
-        base: The model's shape.
-    """
+    """Return the sampler of a live engine, with grammars for requests with a JSON schema."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -271,7 +235,7 @@ def make_sampler(config: ModelConfig, base: BaseShape) -> Sampler:
 
 
 def num_generated(sequence: PlannedSequence) -> int:
-    """Count the tokens generated so far: the position of the next draw."""
+    """Return the number of generated tokens: the position of the next draw."""
     return sequence.start + sequence.num_tokens - sequence.num_prompt_tokens
 
 
@@ -282,9 +246,9 @@ def _reportable(logprob: float) -> float:
 def _penalties(
     row: int, sequence: PlannedSequence, vocab: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """Return flat positions in the logits, the numbers to subtract, and the scale, for one row's seen tokens.
+    """Return flat positions in the logits, the penalties to subtract, and the scales, for one row's tokens so far.
 
-    Presence and frequency look at generated tokens, repetition at the prompt too (vLLM's definitions).
+    Presence and frequency count generated tokens, repetition the prompt too (vLLM's definitions).
     """
     sampling = sequence.sampling
     tokens = np.asarray(sequence.tokens[:], dtype=np.int64)

@@ -1,1 +1,1 @@
-"""Where weights and KV lie: the page tensor, adapters on the device, the host tier, and the readers that fill it."""
+"""Storage of weights and KV: the page tensor, adapters on the device, the host tier, and the readers that fill it."""

@@ -1,7 +1,7 @@
 """The host tier: packed adapter images in main memory, by key.
 
-Which adapters may stay is the engine's decision (it calls ``drop``); this is only the shelf, safe from the
-threads that read files, copy to the device and run the loop.
+The engine decides which adapters stay and calls ``drop``. The tier is safe from the threads that read files, copy to
+the device and run the loop.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["HostAdapter", "HostTier"]
 
 @dataclass(frozen=True, slots=True)
 class HostAdapter:
-    """An adapter ready to be copied: its pages ``[num_pages, elements]`` and where what lies in them.
+    """An adapter ready to be copied: its pages ``[num_pages, elements]`` and their layout.
 
-    ``template`` says the same to kernels that find weights by table; ``None`` where no such kernel is in use.
+    ``template`` is the layout for table-driven kernels; ``None`` where no such kernel is in use.
     """
 
     layout: AdapterLayout
@@ -33,12 +33,7 @@ class HostAdapter:
 
 
 class HostTier:
-    """Packed adapters by key.
-
-    Args:
-        is_pinned: Keep them page-locked, so that copies to a GPU run beside its work.
-        directory: The base's groups, for kernels that find weights by table.
-    """
+    """Packed adapters by key; ``is_pinned`` keeps them page-locked, so that copies to a GPU run beside its work."""
 
     def __init__(self, *, is_pinned: bool, directory: GroupDirectory | None = None) -> None:
         self._directory = directory
@@ -47,7 +42,7 @@ class HostTier:
         self._adapters: dict[AdapterKey, HostAdapter] = {}
 
     def put(self, packed: PackedAdapter) -> HostAdapter:
-        """Keep an adapter and return what is kept; the same content again changes nothing."""
+        """Keep an adapter and return the kept one; the same content again changes nothing."""
         key = packed.version.key
         with self._lock:
             if key in self._adapters:
@@ -64,7 +59,7 @@ class HostTier:
             return self._adapters.get(key)
 
     def drop(self, key: AdapterKey) -> None:
-        """Let go of an adapter; its memory returns once no copy in flight reads it."""
+        """Drop an adapter; its memory is freed once no copy in flight reads it."""
         with self._lock:
             self._adapters.pop(key, None)
 

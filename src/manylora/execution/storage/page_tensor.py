@@ -1,11 +1,11 @@
-"""The device's memory for everything that comes and goes: one tensor of equal pages.
+"""The device's memory for KV and adapters: one tensor of equal pages.
 
-A page is one KV block across all layers, or the same elements seen flat and filled with adapter tiles. Who
-owns which page is decided in ``memory/``; here is only the storage and its views::
+A page is one KV block across all layers, or the same elements seen flat and filled with adapter tiles. ``memory/``
+keeps the owners of pages; this file has the bytes and their views::
 
-    blocks  [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]     what attention sees
-    flat    [num_pages, page_elements]                                        what adapters see
-    rows    [num_pages * num_layers * 2 * block_size, num_kv_heads, head_dim]  what a KV write indexes
+    blocks  [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]     for attention
+    flat    [num_pages, page_elements]                                        for adapters
+    rows    [num_pages * num_layers * 2 * block_size, num_kv_heads, head_dim]  for writes of KV
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def image_tensor(image: np.ndarray) -> torch.Tensor:
-    """Return packed adapter pages as a tensor that shares their memory.
-
-    numpy has no bfloat16, so such images hold its bits as ``uint16``.
-    """
+    """Return packed adapter pages as a tensor over the same memory; ``uint16`` holds the bits of bfloat16."""
     if image.dtype == np.uint16:
         return torch.from_numpy(image.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(image)
 
 
 def _huge_pages(num_bytes: int) -> mmap.mmap:
-    """Return zeros in the operating system's huge pages, where it has them: a fifth quicker to read from end to end."""
+    """Return zeros, in huge pages where the operating system has them: a fifth faster to read from end to end."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -44,7 +41,7 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
 
 
 def consecutive(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of the first, first page, how many) for each stretch of pages that follow one another."""
+    """Yield (index of the first, first page, number of pages) for each run of consecutive pages."""
     first = 0
     for index in range(1, len(pages) + 1):
         if index == len(pages) or pages[index] != pages[index - 1] + 1:
@@ -53,15 +50,7 @@ def consecutive(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class PageTensor:
-    """The storage of all pages.
-
-    It starts as zeros: a page that was never written holds numbers, not whatever the memory held before.
-
-    Args:
-        shape: The page.
-        num_pages: How many.
-        device: Where.
-    """
+    """The memory of all pages, zeros at first: a page that was never written holds no NaN."""
 
     def __init__(self, shape: PageShape, num_pages: int, device: torch.device) -> None:
         self.shape = shape
@@ -77,14 +66,14 @@ class PageTensor:
         self._bytes = self.flat.view(torch.uint8)
 
     def flat_as(self, dtype: str) -> torch.Tensor:
-        """Return ``flat`` as elements of a type that an adapter is kept in."""
+        """Return ``flat`` as elements of an adapter's type."""
         return self.flat.view(_DTYPES[dtype])
 
     def write(self, pages: Sequence[int], image: torch.Tensor) -> None:
-        """Fill ``pages`` with the rows of ``image`` ``[len(pages), elements]``, whatever type they have.
+        """Fill ``pages`` with the rows of ``image`` ``[len(pages), elements]``, of any type.
 
-        On the CPU numpy copies: one thread, without the interpreter lock, so that a load neither stops a step
-        nor takes part in its thread team.
+        On the CPU numpy copies: in one thread, without the interpreter lock, so that a load neither stops a step nor
+        occupies its OpenMP threads.
         """
         source = image.view(torch.uint8)
         if self._bytes.device.type == "cpu":

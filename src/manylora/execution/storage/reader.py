@@ -1,7 +1,7 @@
-"""Read adapters from disk into the host tier, all in processes of their own.
+"""Read adapters from disk into the host tier, by reader processes.
 
-The engine's process never parses, hashes or packs an adapter: that is seconds of work for a large one, much of it in
-calls that hold the interpreter lock. It maps the finished image and keeps it.
+The engine's process never parses, hashes or packs an adapter: that takes seconds for a large one, much of it in calls
+that hold the interpreter lock. It maps the finished image and keeps it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,19 @@ from manylora.types import AdapterVersion
 __all__ = ["HostReader"]
 
 NUM_READERS = 2
-"""Most processes: as many as the threads that register adapters, and as those that re-read them."""
+"""Most processes: as many as the threads that register adapters, or that re-read them."""
 
 
 class HostReader:
-    """Has adapters checked and packed, and keeps them; blocks, safe from any thread.
+    """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
-    Args:
-        base: The base they must fit.
-        store: Where the packed weights go.
-        max_bytes: Largest weight file accepted.
-        dtype: Type to keep weights in, as in ``read_adapter``.
+    ``max_bytes`` is the largest weight file accepted, ``dtype`` as in ``read_adapter``.
     """
 
     def __init__(self, base: BaseShape, store: HostTier, *, max_bytes: int, dtype: str | None = None) -> None:
         self._store = store
         self._processes = [ReaderProcess(base, max_bytes=max_bytes, dtype=dtype) for _ in range(NUM_READERS)]
-        # The one that was used last is taken first: the others start only when two adapters are read at once.
+        # Last in, first out: the second process starts only when two adapters are read at once.
         self._free: LifoQueue[ReaderProcess] = LifoQueue()
         for process in reversed(self._processes):
             self._free.put(process)
@@ -43,7 +39,7 @@ class HostReader:
         """Read an adapter and keep it in the host tier.
 
         Raises:
-            AdapterError: It cannot be served on this base; says why.
+            AdapterError: It cannot be served on this base.
         """
         packed = self._read(name, path)
         self._store.put(packed)
@@ -53,7 +49,7 @@ class HostReader:
         """Bring a known version back into the host tier and return it.
 
         Raises:
-            AdapterError: Its directory is gone, broken, or holds other weights by now.
+            AdapterError: Its directory is gone or broken, or holds other weights now.
         """
         packed = self._read(version.source, version.source)
         if packed.version.key != version.key:
@@ -65,7 +61,7 @@ class HostReader:
         return self._store.put(packed)
 
     def close(self) -> None:
-        """End the processes; nothing is read again."""
+        """End the processes."""
         for process in self._processes:
             process.close()
 

@@ -1,14 +1,14 @@
-"""Reading adapters in a process of its own, so that a decode step never waits for the interpreter lock.
+"""A process that reads adapters, so that a decode step never waits for the interpreter lock.
 
 ::
 
     here      (name, path)  ----->  reader   read, check, pack into a memory file
               version, arguments of its layout, descriptor of the file  <-----
-              map the file: the image is in host memory, and nothing was copied
+              map the file: the image is in host memory, without a copy
 
-The process starts with the first adapter that it is asked for and ends when the pipe closes. It runs at a lower
-priority: loading may take a little longer, tokens may not. A file may kill it (by the memory it takes, or by a
-crash): then that adapter is refused by name, and the next one starts another process.
+The process starts with the first adapter and ends when the pipe closes. It runs at a lower priority, since loading may
+take longer but tokens may not. If a file kills it (by memory use or a crash), that adapter is refused by name, and the
+next one starts another process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LayoutArguments = tuple[tuple[tuple[str, int], ...], str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """The answer but for the image, which follows as a descriptor."""
+    """The answer without the image, which follows as a descriptor."""
 
     version: AdapterVersion
     layout: _LayoutArguments
@@ -58,7 +58,7 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Why an adapter cannot be served, to be raised again by name."""
+    """The reason why an adapter cannot be served; the engine's process raises it again."""
 
     error: str
     adapter: str
@@ -66,13 +66,7 @@ class _Refused:
 
 
 class ReaderProcess:
-    """Reads adapters elsewhere. Safe from any thread, which it blocks; one adapter at a time.
-
-    Args:
-        base: The base they must fit.
-        max_bytes: Largest weight file accepted.
-        dtype: Type to keep weights in, as in ``read_adapter``.
-    """
+    """Reads one adapter at a time in a process of its own; blocks, safe from any thread. Args are ``HostReader``'s."""
 
     def __init__(self, base: BaseShape, *, max_bytes: int, dtype: str | None) -> None:
         self._base = base
@@ -86,7 +80,7 @@ class ReaderProcess:
         """Return the adapter in ``path``.
 
         Raises:
-            AdapterError: It cannot be served on this base, or the process died while it read it; says which.
+            AdapterError: It cannot be served on this base, or the process died while it read it.
         """
         with self._lock:
             try:
@@ -111,18 +105,17 @@ class ReaderProcess:
             self._stop()
 
     def _running(self) -> Connection:
-        """Return the pipe to a process that lives: one that died since it was last asked is replaced."""
+        """Return the pipe to a live process; replace one that died since its last answer."""
         if self._process is not None and self._process.poll() is not None:
             logger.warning("reader_process_restarted exit_code=%d", self._process.returncode)
             self._stop()
         return self._pipe or self._start()
 
     def _start(self) -> Connection:
-        import subprocess  # here and not above, like all that the process itself does not need: it starts sooner
+        import subprocess  # here, since the reader process does not need it and starts sooner without
 
         here, there = Pipe()
-        # -P: files of the working directory are not for importing.
-        # Not `-m`: run as a main module, its classes would be others than ours.
+        # -P keeps the working directory off the import path. With `-m`, the classes of `__main__` would not be ours.
         command = [sys.executable, "-P", "-c", f"import {__name__} as here; here.main({there.fileno()})"]
         self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
         there.close()
@@ -144,13 +137,13 @@ class ReaderProcess:
         return PackedAdapter(packed.version, layout, image_of(memory, layout, self._base.page))
 
     def _lay_out_again(self, arguments: _LayoutArguments) -> AdapterLayout:
-        """Repeat the process's layout: a pure function, whose result adapters of one shape share."""
+        """Repeat the process's layout, a pure function; adapters of one shape share the result."""
         ranks, dtype, column_scaled = arguments
         return lay_out(dict(ranks), self._base, dtype, column_scaled)
 
 
 def serve(pipe: Connection) -> None:
-    """Read the adapters that the pipe asks for until it closes: the process's whole life."""
+    """Read adapters on request until the pipe closes."""
     base, max_bytes, dtype = pipe.recv()
     while True:
         try:
@@ -173,7 +166,7 @@ def serve(pipe: Connection) -> None:
 
 
 class _MemoryFile:
-    """Memory that another process can map: a file without a name."""
+    """Memory that another process can map: an anonymous file."""
 
     def __init__(self) -> None:
         self.descriptor = -1
@@ -196,7 +189,7 @@ class _MemoryFile:
 
 def _map(descriptor: int) -> NDArray[np.uint8]:
     """Map a memory file and close it: Python's own mapping would keep a descriptor open for each adapter."""
-    import torch  # not in the process that reads: it starts without
+    import torch  # here, since the reader process starts sooner without
 
     try:
         size = os.fstat(descriptor).st_size
@@ -209,6 +202,6 @@ def _map(descriptor: int) -> NDArray[np.uint8]:
 
 
 def main(descriptor: int) -> None:
-    """Be the process at the other end of a pipe."""
+    """Run the reader process at the other end of a pipe."""
     os.nice(NICENESS)
     serve(Connection(descriptor))

@@ -1,7 +1,7 @@
-"""An adapter on the device: views of its tiles in the page pool, made once when it becomes resident.
+"""An adapter on the device: views of its tiles in the page tensor, made once when it becomes resident.
 
-Tiles that lie directly behind one another in a page are seen as one matrix, so that a CPU (where a tile of
-16 rows is far too small a product) works on pieces as large as the layout left them.
+Tiles that follow one another in a page become one matrix, because a tile of 16 rows is far too small a product for a
+CPU.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class ResidentModule:
 
     Args:
         row: Its first row in the group's A stack.
-        rank: Its rank.
-        offset: First column of its output in the group's output.
-        b: Pieces of B^T ``[rank, out_features]``, scale folded in.
-        column_scale: Pieces of the column scale ``[1, out_features]``; none where the module has none.
+        offset: Its first column in the group's output.
+        b: Pieces of B^T ``[rank, out_features]``, with LoRA's scale in them.
+        column_scale: Pieces of the column scale ``[1, out_features]``, if it has one.
     """
 
     row: int
@@ -53,8 +52,7 @@ class ResidentGroup:
     Args:
         rank: Rows of the A stack.
         a: Pieces of the A stack ``[rank, in_features]``.
-        modules: Its modules.
-        prepared: Kept with them by kernels, by the kernel's own key; as long-lived as the weights.
+        prepared: A kernel's data for these weights, by the kernel's key; lives as long as the weights.
     """
 
     rank: int
@@ -70,13 +68,10 @@ class ResidentGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentAdapter:
-    """The weights by group name; the views die with it, the pages belong to the pool.
+    """The weights by group name, as views of pages.
 
-    Two are equal only if they are the same object: the same weights in other pages are another resident.
-
-    Args:
-        groups: The views.
-        table: The same for kernels that find weights by table, ``None`` where no such kernel is in use.
+    Equal only to itself: the same weights in other pages are another resident adapter.
+    ``table`` is for table-driven kernels; ``None`` where no such kernel is in use.
     """
 
     groups: dict[str, ResidentGroup]
@@ -86,7 +81,7 @@ class ResidentAdapter:
 def make_resident(
     layout: AdapterLayout, pages: Sequence[int], pool: PageTensor, template: TileTemplate | None = None
 ) -> ResidentAdapter:
-    """Build the views of an adapter that lies in ``pages``, and its table if there is a ``template`` for one."""
+    """Build the views of an adapter in ``pages``, and its table if there is a ``template``."""
     table = None
     if template is not None:
         table = AdapterTable.put(template, pages, pool.shape.num_elements, pool.flat.device)
@@ -109,8 +104,7 @@ def _group(group: GroupLayout, pages: Sequence[int], flat: torch.Tensor) -> Resi
 
 
 def _pieces(tiles: Sequence[Tile], pages: Sequence[int], flat: torch.Tensor) -> tuple[Piece, ...]:
-    # One call per view and not three: there are hundreds in an adapter, and each holds the interpreter lock that the
-    # step beside us needs.
+    # One call per view, not three: an adapter has hundreds, and each holds the interpreter lock that the step needs.
     page_elements = flat.shape[1]
     return tuple(
         Piece(

@@ -1,19 +1,19 @@
-"""Where every adapter's tiles lie, as numbers that a kernel on the device reads.
+"""Tables with the places of every adapter's tiles, for kernels on the device.
 
-A kernel that serves all adapters in one launch must find their weights by itself. Two tables tell it, and neither
-grows with ``adapters x layers`` from step to step:
+A kernel that serves all adapters in one launch finds their weights by two tables, neither of which grows with
+``adapters x layers`` from step to step:
 
 ::
 
     adapter table   one per resident adapter, written when it arrives: int64
                     header  [groups, 3 + 4 * modules]   first A tile, A tiles, K planes, (first B tile, B tiles) ...,
                                                         (first tile of the column scale, its tiles) ...
-                    tiles   [n, 6]                      element in the pool, row, rows, column, columns, plane
-    step table      one per step: how many row blocks, then (first row, rows, address of the adapter table) each
+                    tiles   [n, 6]                      element in the page tensor, row, rows, column, columns, plane
+    step table      one per step: number of row blocks, then (first row, rows, address of the adapter table) each
 
-A *row block* is up to 16 rows (decoding) or 64 (prompts) of one adapter. The host writes one line per row block;
-which tile each program takes is worked out on the device (``triton_lora.plan``). So a step costs the host the same
-whether the model has four groups or four hundred, and a captured graph finds the tables where they were.
+A *row block* is up to 16 rows (decoding) or 64 (prompts) of one adapter. The host writes one line per row block; the
+device works out each program's tiles (``triton_lora.plan``). So a step costs the host the same with four groups or four
+hundred, and a captured graph finds the tables at fixed addresses.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 GROUP_FIELDS = 3
-"""Numbers at the front of a group's header line; four more follow for each module the largest group has: two each
-for B, then two each for the column scale."""
+"""Numbers at the front of a group's header line. Four more follow for each module of the largest group: two each for B,
+then two each for the column scale."""
 
 TILE_FIELDS = 6
 BLOCK_FIELDS = 3
@@ -50,13 +50,7 @@ BLOCK_FIELDS = 3
 
 @dataclass(frozen=True, slots=True)
 class GroupSpan:
-    """A group of the base as kernels see it.
-
-    Args:
-        index: Its line in every adapter's header.
-        in_features: Columns of A.
-        modules: First output column and width of each module, in order.
-    """
+    """A group of the base: its line in adapters' headers, columns of A, and each module's (first column, width)."""
 
     index: int
     in_features: int
@@ -68,10 +62,9 @@ class GroupDirectory:
     """The base's groups by number.
 
     Args:
-        groups: Every group of linears by name.
-        places: Group and number in it of each module, by module name.
+        places: Group of each module, and its number in the group, by module name.
         num_modules: Modules of the largest group.
-        alignment: What every tile's first element and width in the pool is a multiple of: how wide a kernel may load.
+        alignment: Common divisor of first element and width of every tile: the widest load of a kernel, in elements.
     """
 
     groups: dict[str, GroupSpan]
@@ -104,7 +97,7 @@ class GroupDirectory:
 
 
 def _alignment(base: BaseShape, groups: dict[str, GroupSpan]) -> int:
-    """Return the elements that tiles surely start and end on: 1 where a row is cut or the page is tiny."""
+    """Return the common alignment of tiles, in elements: 1 where a row is cut or the page is tiny."""
     page = base.page
     widths = [g.in_features for g in groups.values()] + [w for g in groups.values() for _, w in g.modules]
     align = ALIGN_BYTES // page.element_bytes
@@ -115,16 +108,14 @@ def _alignment(base: BaseShape, groups: dict[str, GroupSpan]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileTemplate:
-    """An adapter's table but for the pages it will lie in; made once, off the path of any step.
+    """An adapter's table before its pages are known; made once, outside any step.
 
     Args:
-        header: ``[groups, line]``, as in the module's picture; tile numbers count from the table's front.
+        header: ``[groups, line]``, as above; tile numbers count from the front of the table.
         tiles: ``[n, TILE_FIELDS]``; the element counts from the front of its page.
-        pages: Which of the adapter's own pages each tile lies in ``[n]``.
-        max_rank: Most rows of a stack of A.
-        max_tiles: Most tiles of a stack of A.
-        max_planes: Most column pieces a stack of A is cut in.
-        is_complete: Whether the table holds all; the embedding's share, if there is one, is not in it.
+        pages: The tile's page, as a number among the adapter's own ``[n]``.
+        max_rank: Most rows of a stack of A; so is ``max_tiles`` of tiles, and ``max_planes`` of column pieces.
+        is_complete: Whether the table holds the whole adapter; LoRA of the embedding is not in it.
     """
 
     header: NDArray[np.int64]
@@ -155,14 +146,14 @@ class TileTemplate:
 
 
 def make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTemplate:
-    """Write an adapter's tiles down in the order kernels walk them."""
+    """Return an adapter's tiles in the order in which kernels walk them."""
     header = np.zeros((len(directory.groups), directory.line), dtype=np.int64)
     lines: list[tuple[int, ...]] = []
     pages: list[int] = []
     max_rank = max_planes = 1
 
     def add(tiles: Sequence[Tile], first_row: int) -> tuple[int, int]:
-        # A piece per range of columns: partial sums of different pieces must not meet in one place.
+        # A plane per range of columns: partial sums of different ranges must not share a place.
         planes = {col: plane for plane, col in enumerate(sorted({tile.col for tile in tiles}))}
         start = header.size + len(lines) * TILE_FIELDS
         for tile in tiles:
@@ -194,12 +185,7 @@ def make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTempl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterTable:
-    """A resident adapter's table.
-
-    Args:
-        template: What it was made from.
-        data: The table on the pool's device, int64; kernels are given its address, so it lives as long as its adapter.
-    """
+    """A resident adapter's table: ``data``, int64, on the device. Kernels hold its address while the adapter lives."""
 
     template: TileTemplate
     data: torch.Tensor
@@ -208,7 +194,7 @@ class AdapterTable:
     def put(
         cls, template: TileTemplate, pages: Sequence[int], page_elements: int, device: torch.device
     ) -> AdapterTable:
-        """Write the table of an adapter in ``pages`` to the device; complete when the current stream is."""
+        """Write the table of an adapter in ``pages`` to the device, on the current stream."""
         host = torch.from_numpy(template.place(pages, page_elements))
         if device.type == "cpu":
             return cls(template, host)

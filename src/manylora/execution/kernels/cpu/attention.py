@@ -1,8 +1,8 @@
-"""Attention of rows that decode, compiled: K and V are read where they lie, page by page, once.
+"""Compiled attention of decoding rows: K and V are read in place, page by page, once.
 
-The torch path gathers every sequence's pages into one padded tensor and lets a fused product read that again;
-here nothing is copied and nothing padded. The work is ``length x kv heads`` per sequence, laid end to end and
-cut into equal shares, so one long sequence among short ones keeps all threads busy::
+The torch path gathers every sequence's pages into one padded tensor, which a fused product reads again; here nothing is
+copied or padded. The work is ``length x kv heads`` per sequence, laid end to end and cut into equal shares, so one long
+sequence among short ones keeps all threads busy::
 
     | seq 0: 4 heads x 900 tokens        | seq 1 | seq 2 | ...
     |------ thread 0 ------|------ thread 1 ------|
@@ -19,6 +19,7 @@ import torch
 from numba import carray, njit
 
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, compile_kernel, num_threads, thread_num
+from manylora.execution.kernels.cpu.tables import share
 
 __all__ = ["attend_compiled", "attention_kernel"]
 
@@ -34,20 +35,11 @@ def attend_compiled(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend one token per sequence.
+    """Attend one token per sequence; ``[rows, heads, head_dim]``, as is the query, float32 and contiguous.
 
-    Args:
-        team: The threads.
-        query: ``[rows, heads, head_dim]``, float32, contiguous.
-        blocks: All pages ``[pages, layers, 2, block_size, kv_heads, head_dim]``, float32.
-        layer: Which layer's K and V.
-        tables: Pages of each row's sequence ``[rows, width]``, int64.
-        bounds: First and one past the last position each row sees, counted from its table's start ``[rows, 2]``.
-        scaling: Factor of the scores.
-        softcap: Bound of the scores, or ``None``.
-
-    Returns:
-        ``[rows, heads, head_dim]``.
+    ``blocks`` are all pages ``[pages, layers, 2, block_size, kv_heads, head_dim]``, float32; ``tables`` are the pages
+    of each row's sequence ``[rows, width]``, int64. ``bounds`` ``[rows, 2]`` are the first and one past the last
+    position that a row sees, from its table's start. ``scaling`` and ``softcap`` are as in ``AttentionCall``.
     """
     num_rows, num_heads, head_dim = query.shape
     _, num_layers, _, block_size, num_kv_heads, _ = blocks.shape
@@ -61,13 +53,6 @@ def attend_compiled(
     factors = np.array([scaling, softcap or 0.0], dtype=np.float32)
     team.run(attention_kernel(), sizes, factors, query, out, blocks, tables, bounds, scratch)
     return out
-
-
-def _share(num_threads: int, thread: int, start: int, total: int, length: int, num_heads: int) -> tuple[int, int]:
-    """Return the heads of a sequence whose work begins in the thread's share of ``[0, total)``."""
-    first = (total * thread // num_threads - start + length - 1) // length
-    last = (total * (thread + 1) // num_threads - start + length - 1) // length
-    return min(max(first, 0), num_heads), min(max(last, 0), num_heads)
 
 
 def _scores(
@@ -145,7 +130,8 @@ def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
     for row in range(num_rows):
         first = bounds[row, 0]
         length = bounds[row, 1] - first
-        low, high = share(num_threads, thread, start, total, length, num_kv_heads)
+        low, high = share(thread, num_threads, total, start, length)
+        low, high = min(low, num_kv_heads), min(high, num_kv_heads)
         start += length * num_kv_heads
         if low >= high:
             continue
@@ -157,7 +143,6 @@ def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
         mix(values, stride, head_dim, tables[row], block_size, page, first, weights, out[row, low:high])
 
 
-share = njit(cache=True)(_share)
 scores = njit(cache=True, fastmath=FAST_MATH)(_scores)
 softmax = njit(cache=True, fastmath=FAST_MATH)(_softmax)
 mix = njit(cache=True, fastmath=FAST_MATH)(_mix)
@@ -170,5 +155,5 @@ def _entry(pointers: Any) -> None:
 
 @cache
 def attention_kernel() -> int:
-    """Return the kernel's address; compiles it when first called."""
+    """Return the kernel's address; the first call compiles it."""
     return compile_kernel(_entry)

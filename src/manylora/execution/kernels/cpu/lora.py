@@ -1,9 +1,8 @@
-"""LoRA for rows that decode, compiled: all adapters of a step in one call per group, straight from the pages.
+"""Compiled LoRA for decoding rows: all adapters of a step in one call per group, straight from the pages.
 
-With a row or two per adapter the arithmetic is nothing and reading the weights is everything. A loop of
-torch products reads them with one core; here all threads do. The work of all adapters is laid end to end and cut
-into equal shares, so that each thread reads one long run of memory, the load is even however ranks differ, and no
-two threads write the same number::
+With a row or two per adapter, the cost is reading the weights. A loop of torch products reads them with one core; here
+all threads do. The work of all adapters is laid end to end and cut into equal shares: each thread reads one long run of
+memory, the load is even whatever the ranks, and no two threads write the same number::
 
     shrink   | A rows of adapter 0     | 1 | A rows of adapter 2       |      thread t computes rank rows
              |----- thread 0 -----|----- thread 1 -----|
@@ -11,9 +10,9 @@ two threads write the same number::
     expand   | q  | k | v of adapter 0 | 1 | q     | k | v of 2        |      thread t adds output columns
              |----- thread 0 -----|----- thread 1 -----|
 
-Rows of a matrix are read one after another, never side by side: a processor fetches ahead along one stream at twice
-the speed that it does along four. What comes two rows further on, in this piece or the next, is asked for beforehand
-(``compiled_streams``). Weights of 16 bits are widened in registers.
+Rows of a matrix are read one after another, never side by side: a processor prefetches one stream at twice the speed of
+four. The weights two rows further on, in this piece or the next, are prefetched (``streams``). Weights of 16 bits are
+widened in registers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from manylora.execution.kernels.cpu.numbers import as_float32
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.streams import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.kernels.cpu.tables import (
@@ -47,26 +45,18 @@ from manylora.execution.kernels.cpu.tables import (
     group_table,
     share,
 )
+from manylora.execution.kernels.cpu.vectors import as_float32
 from manylora.execution.storage.resident import ResidentGroup
 
 __all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
 
-
-# Rows of weights that are asked for before they are worked on.
+# Distance of the prefetch, in rows of weights.
 AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTables:
-    """A group's pieces over a step, as the kernel reads them.
-
-    Args:
-        shrink: Pieces of A stacks ``[n, NUM_FIELDS]``.
-        expand: Pieces of B^T ``[n, NUM_FIELDS]``; the module's columns begin at BEGIN.
-        shrink_cost: Length of the line that the stacks make.
-        expand_cost: Length of the line that the modules make.
-        max_rank: Largest rank of a stack.
-    """
+    """A group's pieces over a step: ``shrink`` of A stacks, ``expand`` of B^T, each ``[n, NUM_FIELDS]``."""
 
     shrink: Table
     expand: Table
@@ -76,11 +66,11 @@ class LoraTables:
 
 
 def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
-    """Write the pieces of ``parts`` (``(start, stop, weights)``) down."""
+    """Return the tables of ``parts``, each ``(start, stop, weights)``."""
     tables = [group_table(weights) for _, _, weights in parts]
     first_row = np.array([start for start, _, _ in parts])
     num_rows = np.array([stop - start for start, stop, _ in parts])
-    # Reading is what counts; a row's arithmetic is about what reading a byte per weight would be.
+    # The cost of a weight: its bytes to read; a row's arithmetic costs about as much as one byte.
     cost = np.array([table.element_bytes for table in tables]) + num_rows
     shrink_costs = cost * np.array([weights.rank for _, _, weights in parts])
     expand_costs = cost * np.array([table.expand_cost for table in tables])
@@ -106,12 +96,8 @@ def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
 def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: LoraTables) -> None:
     """Add LoRA of all pieces in ``tables`` into ``out``.
 
-    Args:
-        team: The threads.
-        x: Inputs ``[rows, in]``, float32, contiguous.
-        out: Outputs ``[rows, out]``, float32, contiguous, added into.
-        pages: The whole storage the offsets count in (each in elements of its piece's type).
-        tables: The pieces.
+    Inputs ``x`` ``[rows, in]`` and outputs ``[rows, out]`` are float32 and contiguous. ``pages`` is all pages; offsets
+    in the tables count elements of the piece's type.
     """
     scratch = torch.empty(x.shape[0], tables.max_rank)
     lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
@@ -120,7 +106,7 @@ def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.
 
 
 def _rest(weights: Any, at: int, x: Any, x_at: int, number: int) -> Any:
-    """Return the product of what does not fill a run: an odd end of weights and of a row of ``x``."""
+    """Return the product of the last numbers of a row, which do not fill a run."""
     total = np.float32(0.0)
     for c in range(number):
         total += as_float32(weights[at + c]) * x[x_at + c]
@@ -185,20 +171,20 @@ def _expand_piece(
 
 
 def _rank_rows(thread: int, num_threads: int, total: int, entry: Any) -> tuple[int, int]:
-    """Return which rows of a piece of A are the thread's."""
+    """Return the thread's rows of a piece of A."""
     first, last = share(thread, num_threads, total, entry[START], entry[COST])
     return max(first - entry[RANK_ROW], 0), min(last - entry[RANK_ROW], entry[PIECE_ROWS])
 
 
 def _columns(thread: int, num_threads: int, total: int, entry: Any) -> tuple[int, int]:
-    """Return which columns of a piece of B^T are the thread's."""
+    """Return the thread's columns of a piece of B^T."""
     first, last = share(thread, num_threads, total, entry[START], entry[COST])
     before = entry[COLUMN] - entry[BEGIN]
     return max(first * UNIT - before, 0), min(last * UNIT - before, entry[PIECE_COLS])
 
 
 def _place(entry: Any, number: int, dtype: int) -> Any:
-    """Return where number ``number`` of a piece lies, counted in numbers of another piece's type."""
+    """Return the offset of element ``number`` of a piece, in elements of another piece's type."""
     at = entry[OFFSET] + number
     if entry[DTYPE] == 0 and dtype != 0:
         return at * 2
@@ -210,7 +196,7 @@ def _lora(pointers: Any) -> None:
     sizes = carray(pointers[0], 9, np.int64)
     x = carray(pointers[1], sizes[4] * sizes[5], np.float32)
     out = carray(pointers[2], sizes[4] * sizes[6], np.float32)
-    # The same memory three times: the type says how a number is widened (int16 holds the bits of float16).
+    # The same memory three times: the type decides how a number is widened (int16 holds the bits of float16).
     float32, bfloat16, float16 = (
         carray(pointers[3], sizes[8] // 4, np.float32),
         carray(pointers[3], sizes[8] // 2, np.uint16),
@@ -255,5 +241,5 @@ expand_piece = njit(cache=True)(_expand_piece)
 
 @cache
 def lora_kernel() -> int:
-    """Return the kernel's address; compiles it when first called."""
+    """Return the kernel's address; the first call compiles it."""
     return compile_kernel(_lora)

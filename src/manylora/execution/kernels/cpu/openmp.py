@@ -1,11 +1,10 @@
 """Run a compiled loop on torch's own OpenMP threads.
 
-Numba has thread pools of its own, but a second pool beside torch's is poison on a CPU: after every product
-torch's threads spin for the next one, and ours would wait for their cores. So a kernel here is a C function
-compiled by numba that we hand to ``GOMP_parallel`` of the very library torch uses: the threads that spin are
-the ones that take it, in about three microseconds.
+A second thread pool beside torch's, such as numba's, is slow on a CPU: after every product torch's threads spin for the
+next one, and the others would wait for their cores. So a kernel here is a C function compiled by numba, which
+``GOMP_parallel`` of torch's own library runs: the spinning threads take it, in about three microseconds.
 
-Only imported where numba is installed (``compiled.find_team``).
+Only imported where numba is installed (``support.find_compiled``).
 """
 
 from __future__ import annotations
@@ -25,20 +24,16 @@ __all__ = ["FAST_MATH", "Team", "barrier", "compile_kernel", "num_threads", "ope
 FAST_MATH = {"reassoc", "contract", "nsz"}
 """Sums may be taken in any order; NaN and infinity keep their meaning."""
 
-# By name, not by address: so numba can keep compiled kernels on disk between processes.
+# By name, not by address, so that numba can cache compiled kernels on disk between processes.
 thread_num = types.ExternalFunction("omp_get_thread_num", types.int32())
 num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 barrier = types.ExternalFunction("GOMP_barrier", types.void())
 
-_compiled: list[Any] = []  # kernels live as long as the process: their addresses are handed out
+_compiled: list[Any] = []  # kept alive with the process, since their addresses are in use
 
 
 class Team:
-    """Torch's OpenMP threads.
-
-    Args:
-        library: The OpenMP runtime that torch loaded.
-    """
+    """Torch's OpenMP threads, in the runtime that torch loaded."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._parallel = library.GOMP_parallel
@@ -46,11 +41,9 @@ class Team:
         self._parallel.restype = None
 
     def run(self, kernel: int, *arrays: np.ndarray | torch.Tensor) -> None:
-        """Call ``kernel`` on every thread; returns when all are done, the interpreter lock is free meanwhile.
+        """Call ``kernel`` (from ``compile_kernel``) on every thread with pointers to contiguous ``arrays``.
 
-        Args:
-            kernel: Address from ``compile_kernel``.
-            arrays: What it gets, as pointers; contiguous.
+        Returns when all threads are done; the interpreter lock is free meanwhile.
         """
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in arrays]
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -58,10 +51,10 @@ class Team:
 
 
 def open_team(library: Path) -> Team | None:
-    """Return the threads of an OpenMP runtime, ``None`` if they do not turn out to be torch's.
+    """Return the threads of an OpenMP runtime, ``None`` if they are not torch's.
 
-    Two runtimes in one process answer to the same names; a kernel that mistook one for the other would see
-    one thread doing everything, or each doing the same.
+    Two runtimes in one process have functions of the same names. A kernel with functions of the wrong one would run all
+    work on one thread, or on every thread.
     """
     llvmlite.binding.load_library_permanently(str(library))
     team = Team(ctypes.CDLL(str(library)))
@@ -71,7 +64,7 @@ def open_team(library: Path) -> Team | None:
 
 
 def compile_kernel(entry: Callable[[Any], None]) -> int:
-    """Compile ``entry(pointers)``, with ``pointers[i]`` the i-th array's address; return its own for ``Team.run``."""
+    """Compile ``entry(pointers)``, where ``pointers[i]`` is array ``i``; return its address for ``Team.run``."""
     compiled = cfunc(types.void(types.CPointer(types.voidptr)), cache=True)(entry)
     _compiled.append(compiled)
     return int(compiled.address)

@@ -1,17 +1,17 @@
-"""LoRA for prompts, compiled: many rows per adapter, where arithmetic is what counts.
+"""Compiled LoRA for prompts: with many rows per adapter, arithmetic is the cost.
 
-A library's product is at its best when it is large. These are not: 128 rows, a rank of 8 to 128, and per group up to
-three of them that add into a slice of the output. Here a group's adapters are one call. Their rows are shared out among
-the threads by the arithmetic they bring, and a thread takes a block of rows from its inputs to its outputs, so that
-what lies between never leaves its cache and nobody waits for anybody::
+A library's product is best when it is large. These are small: 128 rows, a rank of 8 to 128, and up to three per group
+that add into a slice of the output. Here a group's adapters are one call. Threads share the rows by their arithmetic,
+and each takes a block of rows from inputs to outputs, so that intermediate sums stay in its cache and threads never
+wait for one another::
 
     rows     | adapter 0        | adapter 1, of a small rank          | adapter 2 |
              |------ thread 0 ------|--------------- thread 1 ---------------|
     block    x [rows, in]  ->  shrunk [rows, rank]  ->  out [rows, columns]
 
-Weights go through a *panel*: a few rows of A, or some columns of B^T, copied to where they lie close together, widened
-if they have 16 bits, and read from there by every row of the block (``compiled_tiles``). Outputs are walked through in
-runs of a kilobyte: they come from memory, and a processor fetches ahead along a row but not from row to row.
+Weights go through a *panel*: a few rows of A, or some columns of B^T, copied close together, widened if they have 16
+bits, and read by every row of the block (``tiles``). Outputs are walked in runs of a kilobyte: they come from memory,
+and a processor prefetches along a row but not from row to row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from manylora.execution.kernels.cpu.numbers import as_float32
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import (
     COLUMN,
@@ -48,19 +47,19 @@ from manylora.execution.kernels.cpu.tiles import (
     dot_row,
     dot_tile,
 )
-from manylora.execution.kernels.cpu.vectors import LANES
+from manylora.execution.kernels.cpu.vectors import LANES, as_float32
 from manylora.execution.storage.resident import ResidentGroup
 
 __all__ = ["ProductTables", "apply_products", "make_product_tables", "product_kernel"]
 
-# Columns of a part's line: which rows of the batch; which pieces of A and of B^T; where it begins on the line of all
-# work, and how much AXPY_ROWS of its rows add to it.
+# Columns of a part's line: rows of the batch; pieces of A and of B^T; its start among all work, and the work of
+# AXPY_ROWS of its rows.
 FIRST, ROWS, FIRST_A, LAST_A, FIRST_B, LAST_B, BEGIN, COST, NUM_PART_FIELDS = range(9)
 
-# Rows that go from input to output together: their inputs stay in a second-level cache while A passes by.
+# Rows that go from input to output together: their inputs stay in a second-level cache while A is read.
 BLOCK_ROWS = 128
 
-# Columns of A in a panel: DOT_RANKS rows of them leave room in a first-level cache for as many of x.
+# Columns of A in a panel: DOT_RANKS rows of them leave space in a first-level cache for as many of x.
 SHRINK_COLS = 768
 
 # Columns of B^T in a panel.
@@ -69,15 +68,7 @@ EXPAND_COLS = 256
 
 @dataclass(frozen=True, slots=True)
 class ProductTables:
-    """A group's pieces over the prompts of a step, as the kernel reads them.
-
-    Args:
-        parts: A line per adapter ``[n, NUM_PART_FIELDS]``.
-        shrink: Pieces of A stacks ``[n, NUM_FIELDS]``.
-        expand: Pieces of B^T ``[n, NUM_FIELDS]``.
-        cost: Length of the line that the parts make.
-        max_rank: Largest rank of a stack.
-    """
+    """A group's pieces over the prompts of a step, as in ``LoraTables``; ``parts`` has a line per adapter."""
 
     parts: Table
     shrink: Table
@@ -87,7 +78,7 @@ class ProductTables:
 
 
 def make_product_tables(parts: list[tuple[int, int, ResidentGroup]]) -> ProductTables:
-    """Write the pieces of ``parts`` (``(start, stop, weights)``) down."""
+    """Return the tables of ``parts``, each ``(start, stop, weights)``."""
     tables = [group_table(weights) for _, _, weights in parts]
     lines = np.zeros((len(parts), NUM_PART_FIELDS), dtype=np.int64)
     a = b = total = 0
@@ -107,16 +98,8 @@ def make_product_tables(parts: list[tuple[int, int, ResidentGroup]]) -> ProductT
 
 
 def apply_products(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: ProductTables) -> None:
-    """Add LoRA of all parts in ``tables`` into ``out``.
-
-    Args:
-        team: The threads.
-        x: Inputs ``[rows, in]``, float32, contiguous.
-        out: Outputs ``[rows, out]``, float32, contiguous, added into.
-        pages: The whole storage the offsets count in (each in elements of its piece's type).
-        tables: The pieces.
-    """
-    # A tile of A may reach beyond the last rank; and rows that are not a power of two apart share no place in a cache.
+    """Add LoRA of all parts in ``tables`` into ``out``; with arguments as in ``lora.apply_compiled``."""
+    # A tile of A may reach beyond the last rank; and a pitch that is no power of two keeps rows apart in a cache.
     pitch = -(-tables.max_rank // 16) * 16 + 16
     panel = max(DOT_RANKS * (SHRINK_COLS + LANES), tables.max_rank * EXPAND_COLS)
     scratch = torch.empty(torch.get_num_threads(), BLOCK_ROWS * pitch + panel)
@@ -209,7 +192,7 @@ def _multiply(pointers: Any) -> None:
     num_parts, num_shrink, num_expand, total, num_rows, num_in, num_out, num_bytes, pitch, length = sizes
     x = carray(pointers[1], num_rows * num_in, np.float32)
     out = carray(pointers[2], num_rows * num_out, np.float32)
-    # The same memory three times, as in ``compiled_lora``.
+    # The same memory three times, as in ``lora``.
     pages = (
         carray(pointers[3], num_bytes // 4, np.float32),
         carray(pointers[3], num_bytes // 2, np.uint16),
@@ -241,5 +224,5 @@ expand_block = njit(cache=True, fastmath=FAST_MATH)(_expand_block)
 
 @cache
 def product_kernel() -> int:
-    """Return the kernel's address; compiles it when first called."""
+    """Return the kernel's address; the first call compiles it."""
     return compile_kernel(_multiply)

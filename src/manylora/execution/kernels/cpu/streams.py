@@ -1,11 +1,11 @@
-"""Two loops that read a long run of weights once, as fast as memory gives it.
+"""Two loops that read a long run of weights once, at the speed of memory.
 
-A row of weights is read for a row or two of inputs, and then the next one: right behind it, or where the next piece
-of some adapter begins. Left to itself a core waits for memory wherever a page or a piece ends. So while a row is worked
-on, both loops ask for one that will come soon. Asking as far as the second-level cache is what pays; asking for the
-first level takes the places in which its own misses wait, and is slower than not asking at all.
+A row of weights is read for a row or two of inputs, then the next one: right behind it, or at the start of another
+piece. A core by itself waits for memory wherever a page or a piece ends, so both loops prefetch a later row.
+Prefetching into the second-level cache pays. Into the first level it occupies the entries for the loop's own misses,
+and is slower than none.
 
-What does not fill a run of RUN numbers is the caller's to add.
+The caller adds the numbers that do not fill a run of RUN.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = ["GROUP", "RUN", "stream_add", "stream_adds", "stream_dot", "stream_do
 
 _VECTORS = 8
 RUN = _VECTORS * LANES
-"""What numbers of weights are a multiple of."""
+"""The number of weights of a call is a multiple of it."""
 
 GROUP = 4
-"""Rows that ``stream_dots`` and ``stream_adds`` take at once, so that weights are loaded once for all of them."""
+"""Rows of ``stream_dots`` and ``stream_adds``, which load weights once for all of them."""
 
 _LINE_BYTES = 64
 
 
-def _ask_for(builder: Any, pointer: Any, first: Any, dtype: Any, number: int) -> None:
-    """Ask for the lines of ``number`` numbers from ``first`` on behind ``pointer``."""
+def _prefetch_run(builder: Any, pointer: Any, first: Any, dtype: Any, number: int) -> None:
+    """Prefetch the cache lines of ``number`` numbers from ``first`` on behind ``pointer``."""
     size = dtype.bitwidth // 8
     for line in range(-(-number * size // _LINE_BYTES)):
         prefetch(builder, pointer, builder.add(first, INT(line * _LINE_BYTES // size)))
@@ -56,9 +56,9 @@ def _make_dot(num_rows: int) -> Any:
     def dot(
         typing_context: Any, weights: Any, at: Any, ahead: Any, x: Any, x_at: Any, x_stride: Any, number: Any
     ) -> Any:
-        """Return products of ``number`` weights from ``at`` on and rows of ``x``; ask for the weights at ``ahead``.
+        """Return products of ``number`` weights from ``at`` on and rows of ``x``; prefetch weights at ``ahead``.
 
-        ``number`` is a multiple of RUN; ``ahead`` may lie anywhere.
+        ``number`` is a multiple of RUN; ``ahead`` may be any offset.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -69,7 +69,7 @@ def _make_dot(num_rows: int) -> Any:
             rows = row_addresses(context, builder, kinds[3], x, x_at, x_stride, num_rows)
             sums = [zero_sums(builder, num_vectors) for _ in rows]
             with cgutils.for_range_slice(builder, INT(0), number, INT(num_vectors * LANES)) as (first, _):
-                _ask_for(builder, coming, first, dtype, num_vectors * LANES)
+                _prefetch_run(builder, coming, first, dtype, num_vectors * LANES)
                 for v in range(num_vectors):
                     place = builder.add(first, INT(v * LANES))
                     weight = load(builder, w, place, dtype)
@@ -108,9 +108,9 @@ def _make_add(num_rows: int) -> Any:
         out_stride: Any,
         number: Any,
     ) -> Any:
-        """Add ``number`` weights from ``at`` on, times a factor for each row, to rows of ``out``; ask for ``ahead``.
+        """Add ``number`` weights from ``at`` on, times a factor for each row, to rows of ``out``; prefetch ``ahead``.
 
-        ``number`` is a multiple of RUN; ``ahead`` may lie anywhere.
+        ``number`` is a multiple of RUN; ``ahead`` may be any offset.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -122,7 +122,7 @@ def _make_add(num_rows: int) -> Any:
             spreads = [spread(builder, builder.load(one)) for one in numbers]
             rows = row_addresses(context, builder, kinds[6], out, out_at, out_stride, num_rows)
             with cgutils.for_range_slice(builder, INT(0), number, INT(num_vectors * LANES)) as (first, _):
-                _ask_for(builder, coming, first, dtype, num_vectors * LANES)
+                _prefetch_run(builder, coming, first, dtype, num_vectors * LANES)
                 places = [builder.add(first, INT(v * LANES)) for v in range(num_vectors)]
                 vectors = [load(builder, w, place, dtype) for place in places]
                 for row, factor in zip(rows, spreads, strict=True):

@@ -1,7 +1,7 @@
-"""Where the pieces of adapters lie, as numbers that the compiled LoRA kernels read.
+"""Tables with the places of adapters' pieces, for the compiled LoRA kernels.
 
-A group of one adapter is written down once, for as long as its weights stay where they are; a step's kernels join the
-tables of the adapters in it. All their work is laid end to end on a line, of which every thread takes an equal share.
+The table of one adapter's group is made once and kept while its weights stay in place; a step joins the tables of its
+adapters. All work is laid end to end, and every thread takes an equal share.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
     "share",
 ]
 
-# Columns of a table's rows: which rows of the batch; where the piece lies, how large it is and of what type; what it
-# is a piece of; where that begins on the line of all work, and how much a rank row (or 16 output columns) adds to it.
+# Columns of a table: rows of the batch; the piece's offset, size and type; its place in the matrix; the matrix's start
+# among all work, and the work of a rank row (or of 16 output columns).
 FIRST_ROW, NUM_ROWS, OFFSET, PIECE_ROWS, PIECE_COLS, DTYPE, RANK_ROW, COLUMN, BEGIN, START, COST, NUM_FIELDS = range(12)
 
-# Output columns are shared out by cache lines.
+# Output columns are divided among threads by cache lines.
 UNIT = 16
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -52,11 +52,8 @@ Table = NDArray[np.int64]
 class GroupTable:
     """One adapter's part of a step's tables, for one row at a cost of one; kept with its weights.
 
-    Args:
-        shrink: Pieces of its A stack ``[n, NUM_FIELDS]``.
-        expand: Pieces of its B^T ``[n, NUM_FIELDS]``; the module's columns begin at BEGIN.
-        expand_cost: Length of the line that its modules make.
-        element_bytes: Size of a weight.
+    ``shrink`` are pieces of its A stack and ``expand`` of its B^T, each ``[n, NUM_FIELDS]``; a module's columns begin
+    at BEGIN. ``expand_cost`` is the work of its modules.
     """
 
     shrink: Table
@@ -66,7 +63,7 @@ class GroupTable:
 
 
 def group_table(weights: ResidentGroup) -> GroupTable:
-    """Return the table of ``weights``, made when first asked for."""
+    """Return the table of ``weights``, made on first use."""
     if "compiled" not in weights.prepared:
         weights.prepared["compiled"] = _make_group_table(weights)
     return cast(GroupTable, weights.prepared["compiled"])
@@ -92,7 +89,7 @@ def _make_group_table(weights: ResidentGroup) -> GroupTable:
 
 
 def _share(thread: int, num_threads: int, total: int, start: int, cost: int) -> tuple[int, int]:
-    """Return which units of a thing that begins at ``start`` begin in the thread's share of ``[0, total)``."""
+    """Return the units of ``cost`` each, from ``start`` on, that begin in the thread's share of ``[0, total)``."""
     first = (total * thread // num_threads - start + cost - 1) // cost
     last = (total * (thread + 1) // num_threads - start + cost - 1) // cost
     return max(first, 0), max(last, 0)

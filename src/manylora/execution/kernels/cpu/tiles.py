@@ -2,13 +2,12 @@
 
 ::
 
-    dot    sums[i, j] += x[i, :] . w[j, :]         both lie along the sum: a vector of partial sums for each (i, j)
-    axpy   out[i, :] += sum over k of s[i, k] b[k, :]      columns lie along the vector: a number times a vector
+    dot    sums[i, j] += x[i, :] . w[j, :]         both are contiguous along the sum: a vector of sums for each (i, j)
+    axpy   out[i, :] += sum over k of s[i, k] b[k, :]      columns are contiguous: a number times a vector
 
-Per turn either loads a few vectors and multiplies each several times, so that the arithmetic and not the loading
-decides. What does not fill a tile is cut off by the caller: ``dot_row`` and ``axpy_row`` take the rows that are over.
-All arrays are one-dimensional, contiguous and float32; ``*_at`` is a tile's first number, ``*_stride`` how far its rows
-are apart.
+Each iteration loads a few vectors and multiplies each several times, so that arithmetic and not loading is the limit.
+The caller cuts off the rest that does not fill a tile: ``dot_row`` and ``axpy_row`` take the remaining rows. All arrays
+are one-dimensional, contiguous and float32; ``*_at`` is a tile's first number, ``*_stride`` the distance of its rows.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from manylora.execution.kernels.cpu.vectors import (
 
 __all__ = ["AXPY_ROWS", "AXPY_WIDTH", "DOT_RANKS", "DOT_ROWS", "axpy_row", "axpy_tile", "dot_row", "dot_tile"]
 
-# The sums of a tile, and what is loaded to be multiplied, are in registers all at once.
+# The sums of a tile and the loaded operands fit in the registers together.
 DOT_ROWS, DOT_RANKS = (4, 4) if HAS_32_REGISTERS else (2, 4)
 AXPY_ROWS, _AXPY_VECTORS = (8, 2) if HAS_32_REGISTERS else (4, 2)
 
 AXPY_WIDTH = _AXPY_VECTORS * LANES
-"""Columns that ``axpy_tile`` and ``axpy_row`` add to."""
+"""Columns of ``axpy_tile`` and ``axpy_row``."""
 
 
 def _make_dot(num_rows: int) -> Any:
@@ -57,7 +56,7 @@ def _make_dot(num_rows: int) -> Any:
         out_at: Any,
         out_stride: Any,
     ) -> Any:
-        """Add products of rows of ``x`` and DOT_RANKS rows of ``weights`` to ``out``; ``num_cols`` is so many LANES."""
+        """Add products of rows of ``x`` and DOT_RANKS rows of ``weights`` to ``out``; LANES divides ``num_cols``."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args

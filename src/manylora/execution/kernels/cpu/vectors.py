@@ -1,8 +1,11 @@
-"""The processor's own vectors in compiled loops: how they are loaded, widened, multiplied and added up.
+"""Vectors of the processor in compiled loops: loading, widening, multiplying and adding them.
 
-numba compiles loops over scalars and leaves it to LLVM to find vectors in them. Where that is not enough (a block of
-sums that must stay in registers, a stream that must be fetched ahead), ``compiled_streams`` and ``compiled_tiles``
-write the innermost loop in LLVM's language, from these words.
+numba compiles scalar loops and leaves vectors to LLVM. Where that is not enough (a block of sums that must stay in
+registers, or a prefetched stream), ``streams`` and ``tiles`` build the innermost loop in LLVM's language from these
+functions.
+
+numba has no bfloat16 and no float16 on a CPU, so arrays hold their bits: as uint16 for bfloat16, as int16 for float16.
+The loops are written once; the array's type selects the conversion to float32, in registers and exact.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
-
-from manylora.execution.kernels.cpu.numbers import widen
+from numba.extending import intrinsic
 
 __all__ = [
     "HAS_32_REGISTERS",
@@ -21,6 +24,7 @@ __all__ = [
     "LANES",
     "VECTOR",
     "address",
+    "as_float32",
     "load",
     "multiply_add",
     "prefetch",
@@ -34,17 +38,17 @@ __all__ = [
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 
 LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4
-"""Numbers of float32 in a vector."""
+"""Float32 numbers in a vector."""
 
 HAS_32_REGISTERS = LANES != 8
-"""Whether there are 32 vectors in registers, or 16. (Of those with four lanes, only old x86 has 16.)"""
+"""Whether the processor has 32 vector registers, or 16. (With four lanes, only old x86 has 16.)"""
 
 _FLOAT, _WORD, INT = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR = ir.VectorType(_FLOAT, LANES)
 
 
 def address(context: Any, builder: Any, array_type: Any, array: Any, at: Any) -> Any:
-    """Return where number ``at`` of a one-dimensional, contiguous array lies."""
+    """Return the address of element ``at`` of a one-dimensional, contiguous array."""
     pointer = context.make_array(array_type)(context, builder, array).data
     return builder.gep(pointer, [at], inbounds=True)
 
@@ -52,7 +56,7 @@ def address(context: Any, builder: Any, array_type: Any, array: Any, at: Any) ->
 def row_addresses(
     context: Any, builder: Any, array_type: Any, array: Any, at: Any, stride: Any, num_rows: int
 ) -> list[Any]:
-    """Return where rows lie that are ``stride`` numbers apart, the first of them at ``at``."""
+    """Return the addresses of rows that are ``stride`` elements apart, the first at ``at``."""
     return [
         address(context, builder, array_type, array, builder.add(at, builder.mul(stride, INT(row))))
         for row in range(num_rows)
@@ -60,14 +64,14 @@ def row_addresses(
 
 
 def load(builder: Any, pointer: Any, at: Any, dtype: Any) -> Any:
-    """Return numbers ``[at, at + LANES)`` behind ``pointer``, of numba's type ``dtype``, as float32."""
+    """Return elements ``[at, at + LANES)`` from ``pointer``, of numba's type ``dtype``, as float32."""
     raw = ir.VectorType(_FLOAT if dtype.bitwidth == 32 else ir.IntType(16), LANES)
     place = builder.bitcast(builder.gep(pointer, [at]), raw.as_pointer())
     return widen(builder, dtype, builder.load(place, align=dtype.bitwidth // 8), LANES)
 
 
 def store(builder: Any, vector: Any, pointer: Any, at: Any) -> None:
-    """Write a vector of float32 to ``[at, at + LANES)`` behind ``pointer``."""
+    """Write a vector of float32 to elements ``[at, at + LANES)`` from ``pointer``."""
     builder.store(vector, builder.bitcast(builder.gep(pointer, [at]), VECTOR.as_pointer()), align=4)
 
 
@@ -96,8 +100,43 @@ def zero_sums(builder: Any, number: int) -> list[Any]:
 
 
 def prefetch(builder: Any, pointer: Any, at: Any) -> None:
-    """Ask for the cache line of number ``at`` as far as the second-level cache; any address will do."""
+    """Prefetch the cache line of element ``at`` into the second-level cache; any address is allowed."""
     kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _WORD, _WORD, _WORD])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     place = builder.bitcast(builder.gep(pointer, [at]), ir.IntType(8).as_pointer())
     builder.call(function, [place, _WORD(0), _WORD(2), _WORD(1)])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def as_float32(typing_context: Any, value: Any) -> Any:
+    """Return a float32, the bits of a bfloat16 (uint16) or those of a float16 (int16) as float32."""
+    return types.float32(value), lambda context, builder, signature, args: widen(builder, value, args[0])
+
+
+def widen(builder: Any, dtype: Any, bits: Any, lanes: int | None = None) -> Any:
+    """Return ``bits`` of numba's type ``dtype`` as float32: ``lanes`` numbers in a vector, or one number."""
+    word: Any = ir.IntType(32) if lanes is None else ir.VectorType(ir.IntType(32), lanes)
+    real: Any = ir.FloatType() if lanes is None else ir.VectorType(ir.FloatType(), lanes)
+    convert = {types.float32: _same, types.uint16: _from_bfloat16, types.int16: _from_float16}[dtype]
+    return convert(builder, bits, word, real)
+
+
+def _same(builder: Any, value: Any, word: Any, real: Any) -> Any:
+    return value
+
+
+def _from_bfloat16(builder: Any, bits: Any, word: Any, real: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(bits, word), ir.Constant(word, 16)), real)
+
+
+def _from_float16(builder: Any, bits: Any, word: Any, real: Any) -> Any:
+    """Move exponent and mantissa to their places in float32 and correct the bias by a product.
+
+    The processor's own instruction is not used: where it is missing, the compiler would call a function that does not
+    exist. Exact for every finite number, subnormal ones too; weights are checked to be finite.
+    """
+    wide = builder.zext(bits, word)
+    moved = builder.shl(builder.and_(wide, ir.Constant(word, 0x7FFF)), ir.Constant(word, 13))
+    scaled = builder.fmul(builder.bitcast(moved, real), ir.Constant(real, 2.0**112))
+    sign = builder.shl(builder.and_(wide, ir.Constant(word, 0x8000)), ir.Constant(word, 16))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, word), sign), real)

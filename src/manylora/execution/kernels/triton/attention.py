@@ -1,4 +1,4 @@
-"""Attention over pages in Triton, prompts and decoding alike, and the write of K and V before it.
+"""Attention over pages in Triton, for prompts and decoding, and the write of K and V before it.
 
 ::
 
@@ -8,11 +8,11 @@
               so that K and V are read once for all of them and decoding fills a matrix instruction's rows
     combine   row x head                adds up the splits in a fixed order; only where the context was split
 
-Queries are rotated when they are read, keys before they are written: rotary positions cost no launch of their own and
-no rotated query is ever written.
+Queries are rotated when they are read, keys before they are written: rotary positions cost no launch of their own, and
+no rotated query is written.
 
-Pages need not be contiguous: each position's page is looked up in its sequence's table. What lies beyond a
-sequence's end is never read, so what a page held before cannot reach a sum.
+Pages need not be contiguous: a sequence's table has the page of each position. Memory beyond a sequence's end is never
+read, so a page's earlier content cannot reach a sum.
 
 Source:
     FlashAttention-2 (arXiv:2307.08691) for the running softmax; Flash-Decoding (Dao et al., 2023) for the split of
@@ -33,9 +33,9 @@ _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
 @triton.jit
 def load_rotated(source, cos, sin, dims, mask, ROTARY: tl.constexpr):
-    """Load heads ``source + dims`` where ``mask``, dimension ``d < ROTARY`` turned with its partner half of that away.
+    """Load heads ``source + dims`` where ``mask``; rotate dimension ``d < ROTARY`` with that ``ROTARY / 2`` away.
 
-    ``source``, ``cos`` and ``sin`` are columns of pointers, one line a head; sums are rounded once.
+    ``source``, ``cos`` and ``sin`` are columns of pointers, one line per head; sums are rounded once.
     """
     x = tl.load(source + dims, mask=mask, other=0.0)
     if ROTARY > 0:
@@ -72,7 +72,7 @@ def store(
 ):
     """Write a token's K and V ``[heads, tokens, dim]``; ``slots[token]`` is its row in layer 0, below 0 for none.
 
-    K is rotated by ``cos`` and ``sin`` ``[tokens, ROTARY]``; with ``ROTARY`` 0 it is written as it is.
+    K is rotated by ``cos`` and ``sin`` ``[tokens, ROTARY]``; with ``ROTARY`` 0 it is written unchanged.
     """
     token = tl.program_id(0)
     slot = tl.load(slots + token)
@@ -125,7 +125,7 @@ def attend(
     ::
 
         query   [heads, tokens, dim]
-        cos     [tokens, ROTARY], by which queries are rotated, as is sin; with ROTARY 0 they are as they shall be
+        cos     [tokens, ROTARY], and sin the same, rotate queries; with ROTARY 0 they are used unchanged
         pool    pages; row ``first`` of a page is the layer's first K, V follows a block later
         blocks  [blocks, 4], int64, see support.BLOCK_FIELDS; a block of no tokens is skipped
         tables  page of every BLOCK_SIZE positions [lines, width], int32

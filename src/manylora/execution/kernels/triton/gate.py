@@ -12,8 +12,8 @@ __all__ = ["activate"]
 def activate(gate, gate_stride, up, up_stride, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_GELU: tl.constexpr):
     """Write ``act(gate) * up`` of a row and ``BLOCK`` columns to ``out`` ``[rows, WIDTH]``, contiguous.
 
-    The activation is SiLU, or GELU by its tanh formula. It is rounded before it is multiplied, as two operations would.
-    Exponentials are taken of negative numbers only, so that none overflows.
+    The activation is SiLU, or GELU by its tanh formula. It is rounded before it is multiplied, as by two operations.
+    Exponents are never positive, so that none overflows.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

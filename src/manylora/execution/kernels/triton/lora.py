@@ -7,16 +7,16 @@
     expand   per group        row block x columns: add up the partials in a fixed order, times B, into the output
     scale    per group        row block x columns: times the adapter's column scale; only where a step has one
 
-No atomics: a sum is made in the same order every time, whatever shares the batch. Programs walk the lists with a
-stride, so the grid is as large as the device and not as the batch, and a captured graph serves any mix of adapters.
-Rows are padded to the height of a matrix instruction (16), or to 64 where an adapter has prompts: registers, not
-memory; weights are read once per row block, with nothing added for ranks.
+No atomics: sums are made in the same order every time, whatever else is in the batch. Programs walk the lists with a
+stride, so the grid has the size of the device, and a captured graph serves any mix of adapters. Rows are padded to the
+height of a matrix instruction (16), or to 64 where an adapter has prompts. That pads registers, not memory: weights are
+read once per row block, and ranks are not padded.
 
-``pad`` is the other published family, for comparison: every row by itself, every rank as large as the largest.
-Padding repeats an adapter's last tile, so it costs time where a padded copy of the weights would cost memory as well.
+``pad`` is the other published method, for comparison: every row by itself, every rank as large as the largest. It
+repeats an adapter's last tile, which costs time; a padded copy of the weights would cost memory too.
 
 Source:
-    Punica (arXiv:2310.18547), section 4, for the padded family (BGMV) and the two halves; S-LoRA (arXiv:2311.03285),
+    Punica (arXiv:2310.18547), section 4, for the padded method (BGMV) and the two halves; S-LoRA (arXiv:2311.03285),
     section 5, for the ragged one (MBGMV). We read 16-row tiles by table instead of slots, keep the partials of a split
     in float32 instead of adding atomically, and serve q, k, v (gate, up) in one launch.
 """
@@ -43,10 +43,10 @@ _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
 
-# Numbers that say nothing of alignment are not specialised: a kernel compiled in the middle of serving is a pause.
+# Numbers without meaning for alignment are not specialised: a compilation during serving is a pause.
 @triton.jit(do_not_specialize=["work_stride", "line"])
 def plan(step, work, work_stride, sizes, line, MODULES: tl.constexpr, PAD: tl.constexpr, BLOCKS: tl.constexpr):
-    """List group ``program_id(0)``'s work; ``sizes[group]`` gets how many items, and to how many tiles to pad."""
+    """List group ``program_id(0)``'s work; write its number of items, and of tiles to pad to, to ``sizes[group]``."""
     group = tl.program_id(0)
     num_blocks = tl.load(step)
     index = tl.arange(0, BLOCKS)
@@ -178,7 +178,7 @@ def expand(
                         shrunk += tl.load(partial, mask=is_row & is_rank[None, :], other=0.0)
                 w_rows = pool + weight + ranks[:, None] * width + own_cols[None, :]
                 inside = is_col
-                if ALIGN == 1:  # only then may a matrix be cut into ranges of columns
+                if ALIGN == 1:  # only then may a matrix be divided into ranges of columns
                     col, num_cols = tl.load(tile + 3), tl.load(tile + 4)
                     w_rows = pool + weight + ranks[:, None] * num_cols + (own_cols - col)[None, :]
                     inside = is_col & (own_cols >= col) & (own_cols < col + num_cols)

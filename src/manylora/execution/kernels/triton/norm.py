@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation in one launch, where plain torch takes eight, with the sum before it or without."""
+"""Root-mean-square normalisation in one launch, where plain torch takes eight, with or without the sum before it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["rms_norm"]
 
 @triton.jit
 def normalised(values, columns, inside, weight, eps, dtype: tl.constexpr, WIDTH: tl.constexpr, IS_OFFSET: tl.constexpr):
-    """Return a row normalised and rounded as the modules do it that this stands in for.
+    """Return a row normalised, with the rounding of the original modules.
 
-    Llama's rounds before it multiplies with the weight, Gemma's (``IS_OFFSET``) multiplies with one more than the
+    Llama's rounds before it multiplies with the weight; Gemma's (``IS_OFFSET``) multiplies with one more than the
     weight and rounds once.
     """
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -43,8 +43,8 @@ def rms_norm(
 ):
     """Normalise row ``program_id(0)`` of ``x`` ``[rows, WIDTH]`` into ``out``, contiguous.
 
-    With ``IS_SUM`` it is ``residual + x`` that is normalised, and the sum is written to ``total``, contiguous; with
-    ``HAS_INNER``, ``x`` is normalised by itself before it is added. All is rounded as step by step.
+    With ``IS_SUM``, ``residual + x`` is normalised, and the sum is written to ``total``, contiguous. With
+    ``HAS_INNER``, ``x`` is normalised by itself before it is added. Every operation rounds, as by itself.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

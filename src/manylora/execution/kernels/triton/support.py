@@ -1,4 +1,4 @@
-"""The door to the Triton kernels: open where Triton can run them, on a GPU or, to test them, interpreted on the CPU."""
+"""Where the Triton kernels can run: on a GPU or, for tests, interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import cache
 
 import torch
 
-__all__ = ["BLOCK_FIELDS", "MIN_TRITON_PROGRAMS", "find_triton", "is_interpreted", "num_programs"]
+__all__ = ["BLOCK_FIELDS", "MIN_TRITON_PROGRAMS", "find_triton", "is_interpreted", "num_programs", "power_of_two"]
 
 logger = logging.getLogger(__name__)
 
 MIN_TRITON_PROGRAMS = 3
-"""Programs of a grid when interpreted: more than one, so that strides are walked."""
+"""Programs of an interpreted grid: more than one, so that tests cover the strides."""
 
 BLOCK_FIELDS = 4
 """A query block: first row of the batch, its tokens, position of the first, line of the page table."""
@@ -31,7 +31,7 @@ def is_interpreted() -> bool:
 
 
 def find_triton(device: torch.device) -> str | None:
-    """Return why the Triton kernels cannot run on ``device``, ``None`` when they can."""
+    """Return the reason why the Triton kernels cannot run on ``device``, ``None`` if they can."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -47,3 +47,8 @@ def num_programs(device: torch.device) -> int:
     if device.type != "cuda":
         return MIN_TRITON_PROGRAMS
     return PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(value: int) -> int:
+    """Return the smallest power of two that is at least ``value`` and at least 1."""
+    return 1 << max(0, value - 1).bit_length()
