@@ -173,7 +173,7 @@ def test_options_win_over_the_file_and_results_are_written(
         (["--set", "workload.lenghts.scale=2"], "did you mean 'lengths'"),
         (["--set", "seed.x=2"], "no table"),
         (["--requests", "0"], "num_requests"),
-        (["--requests", "9"], "warm_up_s = 30, and the 9 requests come within"),
+        (["--requests", "9"], "warm_up_s = 30, and the 9 requests arrive within"),
         (["--seed", "-1"], "seed = -1"),
         (["--output", __file__], "which cannot be made: File exists"),
         (["--warm-up", "-5"], "warm_up_s = -5"),
