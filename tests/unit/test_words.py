@@ -69,7 +69,6 @@ NOT_YET = {
     "src/manylora/catalog",
     "src/manylora/clock.py",
     "src/manylora/costs",
-    "src/manylora/demo",
     "src/manylora/engine",
     "src/manylora/errors.py",
     "src/manylora/execution",
