@@ -7,7 +7,7 @@ is the same in every case, and is given beside it). Three questions:
 
 * every row its own adapter, all of one rank: does cost follow the rank?
 * adapters of rank 32, shared by more or fewer rows: does cost follow how many differ?
-* one adapter of rank 128 among 31 of rank 8: does it cost its own rank, or everybody's?
+* one adapter of rank 128 among 31 of rank 8: does only its own row pay for its rank, or every row?
 
 Cases take turns, so all of them are in memory (10 GB); a time is the median over rounds.
 

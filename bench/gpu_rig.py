@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from publishing import table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from manylora.adapters.layout import lay_out
@@ -120,8 +121,8 @@ class Report:
             if not rows:
                 continue
             names = list(dict.fromkeys(name for row in rows for name in row))
-            parts.append("| " + " | ".join(names) + " |\n|" + "---|" * len(names) + "\n")
-            parts += ["| " + " | ".join(_cell(row.get(name, "")) for name in names) + " |\n" for row in rows]
+            cells = ([_cell(row.get(name, "")) for name in names] for row in rows)
+            parts += [f"{line}\n" for line in table(names, cells, left=len(names))]
         return "".join(parts)
 
 
@@ -296,7 +297,6 @@ class Engine:
         """Let graphs be captured for the groups that the next step's adapters change, not for all there ever were."""
         if (graphs := self.runner._graphs) is not None:
             graphs._present[:] = False
-            graphs._written = None
             graphs._written = None
 
     def use_kernel(self, name: str | None) -> None:

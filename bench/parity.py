@@ -2,7 +2,7 @@
 
     python bench/parity.py [--quick]
 
-An 82M-parameter Llama with random weights on the CPU and 50 made-up adapters over a pool too small for them: adapters
+An 82M-parameter Llama with random weights on the CPU and 50 synthetic adapters over a pool too small for them: adapters
 are evicted and reloaded, some from disk, and sequences are pre-empted. A cost profile is fitted from two calibration
 sweeps, one before and one after the live run, whose steps the profile never sees. Arrivals are Poisson at 80 % of the
 capacity that the simulator finds. The live engine then serves them by the wall clock, and the simulator the same

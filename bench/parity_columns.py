@@ -165,7 +165,7 @@ class Columns:
         profile: Fitted to the sweeps.
         live: The log of the live run, its header first.
         start_s: When the live run began, which is 0 in simulations.
-        vocab_size: For made-up tokens.
+        vocab_size: For synthetic tokens.
         choose: Makes them.
     """
 

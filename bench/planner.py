@@ -1,12 +1,12 @@
-"""Is a planned capacity true? At it the promise holds, and at 1.1 times it the promise breaks, for requests never seen.
+"""Is a planned capacity true? At it the SLO is met, and at 1.1 times it the SLO is missed, for requests never seen.
 
 Two services are planned as `manylora plan` does; then each is simulated directly, with other seeds than the search had,
 at shares of the capacity that was found. A percentile that is measured has a spread: five runs are judged together, and
 the range of their single percentiles stands beside it.
 
-* **chat**: a hundred adapters of a fitted popularity, Llama-3-8B on an A40; P99 of the time to first token is promised;
-* **tenants**: four hundred adapters used in sessions, Llama-3-8B on an L40S, the `chameleon` policy; both times are
-  promised.
+* **chat**: a hundred adapters of a fitted popularity, Llama-3-8B on an A40; the SLO limits P99 of time to first token;
+* **tenants**: four hundred adapters used in sessions, Llama-3-8B on an L40S, the `chameleon` policy; the SLO limits
+  time to first token and between tokens.
 
 Run it: ``python bench/planner.py`` (minutes; ``--quick`` is a smoke test) writes ``results/planner.json`` and ``.md``.
 """
@@ -23,7 +23,7 @@ from typing import Any
 from publishing import arguments, publish, table
 
 from manylora.measure import RequestRecord, Slo
-from manylora.planning import Demand, Objective, Plan, SearchBudget, make_plan
+from manylora.planning import Objective, Plan, SearchBudget, TrafficDemand, make_plan
 from manylora.planning.load_test import at_rate
 from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario, read_scenario
@@ -41,9 +41,9 @@ class Outcome:
     Args:
         share: Of the capacity.
         rate: Requests per second.
-        measured_s: Each promised time at its percentile over all runs.
+        measured_s: Each limited metric at its percentile over all runs.
         single_runs_s: Its least and greatest over the runs.
-        is_kept: Whether every promise was.
+        is_kept: Whether the SLO was met.
     """
 
     share: float
@@ -83,7 +83,7 @@ def report(made: dict[str, tuple[Objective, Plan, list[Outcome]]], num_requests:
         "",
     ]
     heads: tuple[str, ...]
-    heads = ("service", "promise", "capacity, req/s", "never idle, req/s", "load tests", "binds", "hit rate")
+    heads = ("service", "SLO", "capacity, req/s", "never idle, req/s", "load tests", "binds", "hit rate")
     rows: list[tuple[object, ...]] = []
     for name, (objective, plan, _) in made.items():
         limits = ", ".join(
@@ -93,14 +93,14 @@ def report(made: dict[str, tuple[Objective, Plan, list[Outcome]]], num_requests:
         capacity, tests = f"{plan.capacity.rate:.3f}", len(plan.capacity.load_tests)
         rows.append((name, limits, capacity, f"{plan.most_per_s:.2f}", tests, plan.binds, f"{hit_rate:.1%}"))
     lines += [*table(heads, rows, left=2), ""]
-    heads, rows = ("service", "of capacity", "req/s", "measured (range over single runs)", "promise"), []
+    heads, rows = ("service", "of capacity", "req/s", "measured (range over single runs)", "SLO"), []
     for name, (_, _, outcomes) in made.items():
         for one in outcomes:
             measured = ", ".join(
                 f"{what.upper()} {seconds:.3f} s ({one.single_runs_s[what][0]:.3f} to {one.single_runs_s[what][1]:.3f})"
                 for what, seconds in one.measured_s.items()
             )
-            rows.append((name, f"{one.share:g}", f"{one.rate:.3f}", measured, "kept" if one.is_kept else "broken"))
+            rows.append((name, f"{one.share:g}", f"{one.rate:.3f}", measured, "met" if one.is_kept else "missed"))
     return "\n".join([*lines, *table(heads, rows)])
 
 
@@ -114,7 +114,7 @@ def main() -> None:
         scenario = read_scenario(service)
         objective = Objective(slo=Slo(**service["slo"]))
         search_budget = SearchBudget(num_requests=num_requests, spans=5.0 if args.quick else 30.0)
-        plan = make_plan(scenario, objective, Demand(search_budget=search_budget))
+        plan = make_plan(scenario, objective, TrafficDemand(search_budget=search_budget))
         seeds = FRESH_SEEDS[:1] if args.quick else FRESH_SEEDS
         made[name] = (objective, plan, check(scenario, objective, plan.capacity.rate, seeds, num_requests))
     text = report(made, num_requests)

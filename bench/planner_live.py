@@ -33,7 +33,7 @@ from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.measure import Recorder, RequestRecord, Slo
-from manylora.planning import Demand, LoadTests, Objective, SearchBudget, make_plan
+from manylora.planning import LoadTests, Objective, SearchBudget, TrafficDemand, make_plan
 from manylora.planning.load_test import at_rate
 from manylora.sim.run.simulation import simulate
 from manylora.sim.scenario import Scenario
@@ -142,7 +142,7 @@ def main() -> None:
         setup = Setup(profile=str(folder / "profile.json"), scheduler=SCHEDULER, exact_caps=True)
         scenario = Scenario(workload=WORKLOAD, setup=setup)
         search_budget = SearchBudget(num_requests=num_requests, seeds=rounds, spans=0.0)
-        plan = make_plan(scenario, objective, Demand(search_budget=search_budget))
+        plan = make_plan(scenario, objective, TrafficDemand(search_budget=search_budget))
         planned, load_tests = plan.capacity.rate, LoadTests(scenario, objective, search_budget)
         print(f"planned: {planned:.2f} req/s; binds: {plan.binds}", flush=True)
         served = [Served(share, share * planned, expect(load_tests, share * planned, rounds)) for share in SHARES]
@@ -200,7 +200,7 @@ def report(planned: float, found: float, served: list[Served], machine: str, mos
         f"Command: `python bench/planner_live.py`, on {machine}, Python {platform.python_version()}. The demo model on "
         f"CPU, {NUM_ADAPTERS} adapters of rank {ranks}; {len(served[0].single_s)} runs at each rate.",
         "",
-        f"Promised: P{PERCENTILE:g} of time to first token within {LIMIT_S:g} s. Planned capacity {planned:.2f} req/s "
+        f"SLO: P{PERCENTILE:g} of time to first token within {LIMIT_S:g} s. Planned capacity {planned:.2f} req/s "
         f"(never idle: {most:.2f}); live, by interpolation: {verdict}.",
         "",
         f"| of planned capacity | req/s | P{PERCENTILE:g} simulated | live | live, run by run |",

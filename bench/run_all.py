@@ -31,7 +31,8 @@ COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
 }
 """Commands of manylora by name: in full, and as a smoke test where there is one."""
 
-NEED_A_GPU = ("gpu.py",)
+BY_HAND = ("gpu.py", "versions.py")
+"""Not run here: the first needs a GPU, the second another checkout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Outcome:
 def find_scripts(folder: Path) -> list[Path]:
     """Return the programs in a folder, other than this one; modules that others import have no main."""
     programs = (path for path in sorted(folder.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8"))
-    return [path for path in programs if path.name not in (Path(__file__).name, *NEED_A_GPU)]
+    return [path for path in programs if path.name not in (Path(__file__).name, *BY_HAND)]
 
 
 def command(script: Path, traces: Path | None, *, is_quick: bool) -> list[str] | str:

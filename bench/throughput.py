@@ -12,10 +12,10 @@ An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in
 * *spread*: lengths of the Azure conversation trace (`--traces` says where it lies; gamma distributions fitted to it
   otherwise), scaled to the same means; PEFT answers in static batches of 32.
 
-The systems take turns in one process; medians over the rounds, of the ratio in each round where a ratio is shown. What
-is held against the base stands directly behind a run of it: a round takes minutes, and in minutes a machine changes by
-more than an adapter costs. Ours is the whole path: engine core, loop, scheduler, sampler, executor. Adapters are in
-host memory and loaded to device pages inside the round to warm up. On a machine that has other work too,
+The systems take turns in one process; medians over the rounds, of the ratio in each round where a ratio is shown. A
+system that is compared with the base runs directly after it: a round takes minutes, and then the machine's speed
+changes by more than an adapter costs. Ours is the whole path: engine core, loop, scheduler, sampler, executor. Adapters
+are in host memory and loaded to device pages in the warm-up round. On a machine that has other work too,
 `--processor-time` takes one thread for all systems and counts what it computed, not how long it waited: ratios of that
 hold still.
 

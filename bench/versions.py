@@ -17,7 +17,6 @@ Writes `bench/results/versions.json` and `.md`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -27,8 +26,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from publishing import arguments, publish, table
+
 HERE = Path(__file__).resolve().parent.parent
-RESULTS = HERE / "bench" / "results"
 
 THROUGHPUT = """
 import json, sys, time
@@ -91,11 +91,10 @@ LARGER_IS_BETTER = ("throughput", "http")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, quick="a smoke test")
     parser.add_argument("--other", type=Path, required=True, help="the checkout to compare with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=sorted(WORKERS), action="append")
-    parser.add_argument("--quick", action="store_true", help="a smoke test; nothing is written")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     trees = {"new": HERE, "old": options.other.resolve()}
@@ -110,13 +109,9 @@ def main() -> None:
                     for figure, value in _measure(trees[version], WORKERS[name], folder, options.quick).items():
                         figures.setdefault(figure, {"new": [], "old": []})[version].append(value)
                         print(f"round {number + 1} of {rounds}: {version} {figure} = {value:.4g}", flush=True)
-    table = _table(figures, rounds)
-    print(table)
-    if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        versions = {version: _commit(tree) for version, tree in trees.items()}
-        (RESULTS / "versions.json").write_text(json.dumps({"versions": versions, "figures": figures}, indent=1) + "\n")
-        (RESULTS / "versions.md").write_text(_page(table, versions, rounds))
+    versions = {version: _commit(tree) for version, tree in trees.items()}
+    text = _page(_table(figures), versions, rounds)
+    publish("versions", {"versions": versions, "figures": figures}, text, is_kept=not options.quick)
 
 
 def _make_models(folder: Path) -> None:
@@ -143,25 +138,24 @@ def _measure(tree: Path, worker: str, folder: str, quick: bool) -> dict[str, flo
     raise SystemExit(f"A measurement in {tree} failed:\n{done.stderr[-2000:]}")
 
 
-def _table(figures: dict[str, dict[str, list[float]]], rounds: int) -> str:
-    lines = ["| figure | old, median | new, median | new over old, median of rounds | range | better when |"]
-    lines.append("|---|---:|---:|---:|---:|---|")
+def _table(figures: dict[str, dict[str, list[float]]]) -> str:
+    heads = ("figure", "old, median", "new, median", "new over old, median of rounds", "range", "better when")
+    rows = []
     for figure, found in figures.items():
         ratios = [new / old for new, old in zip(found["new"], found["old"], strict=True)]
         better = "larger" if figure.startswith(LARGER_IS_BETTER) else "smaller"
-        lines.append(
-            f"| {figure} | {statistics.median(found['old']):.4g} | {statistics.median(found['new']):.4g} "
-            f"| {statistics.median(ratios):.3f} | {min(ratios):.3f} to {max(ratios):.3f} | {better} |"
-        )
-    return "\n".join(lines) + "\n"
+        medians = (f"{statistics.median(found[version]):.4g}" for version in ("old", "new"))
+        extent = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        rows.append((figure, *medians, f"{statistics.median(ratios):.3f}", extent, better))
+    return "\n".join(table(heads, rows))
 
 
-def _page(table: str, versions: dict[str, str], rounds: int) -> str:
+def _page(ratios: str, versions: dict[str, str], rounds: int) -> str:
     return (
         "# Two versions in turns\n\n"
         f"`python bench/versions.py --other CHECKOUT --rounds {rounds}`: {versions['new']} (new) and {versions['old']} "
         f"(old), {rounds} rounds, {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}. "
-        "Each figure is measured in a process of its own; the order alternates from round to round.\n\n" + table
+        "Each figure is measured in a process of its own; the order alternates from round to round.\n\n" + ratios
     )
 
 

@@ -52,7 +52,7 @@ def test_a_plan_says_capacity_memory_cost_and_what_binds(file: Path, tmp_path: P
     for words in (
         "P99 TTFT <= 0.5 s",
         "capacity of a replica",
-        "what binds",
+        "bottleneck",
         "cost per hour",
         "weights",
         "share of time",

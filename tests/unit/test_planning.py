@@ -11,7 +11,16 @@ from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
 from manylora.errors import ConfigError
 from manylora.measure import Slo
-from manylora.planning import Capacity, Demand, LoadTest, LoadTests, Objective, SearchBudget, find_capacity, make_plan
+from manylora.planning import (
+    Capacity,
+    LoadTest,
+    LoadTests,
+    Objective,
+    SearchBudget,
+    TrafficDemand,
+    find_capacity,
+    make_plan,
+)
 from manylora.planning.load_test import at_rate
 from manylora.planning.plan import Plan
 from manylora.planning.report import plan_tables
@@ -136,13 +145,15 @@ def test_refused_requests_break_a_promise() -> None:
 
 def plan(one: Scenario, slo: Slo, cost: FixedCost | None, **demand: float) -> Plan:
     search_budget = SearchBudget(num_requests=200, seeds=1, spans=10.0)
-    return make_plan(one, Objective(slo=slo), Demand(search_budget=search_budget, tolerance=0.1, **demand), cost=cost)  # type: ignore[arg-type]
+    return make_plan(
+        one, Objective(slo=slo), TrafficDemand(search_budget=search_budget, tolerance=0.1, **demand), cost=cost
+    )  # type: ignore[arg-type]
 
 
 def test_prompts_that_never_fit_are_said_before_any_search() -> None:
     objective = Objective(slo=Slo(ttft_s=1.0))
     with pytest.raises(ConfigError, match=r"200 of 200 prompts have more than the 7999 tokens .*max_prompt=7999\)"):
-        make_plan(scenario(prompt=8000), objective, Demand(search_budget=SearchBudget(num_requests=200)))
+        make_plan(scenario(prompt=8000), objective, TrafficDemand(search_budget=SearchBudget(num_requests=200)))
 
 
 def test_too_few_seats_bind() -> None:
@@ -224,9 +235,9 @@ def test_a_promise_that_cannot_be_kept_is_a_plan_for_nothing() -> None:
         (lambda: Objective(), "No objective to plan for"),
         (lambda: Objective(slo=Slo(ttft_s=-1.0)), r"ttft_s = -1\.0"),
         (lambda: Objective(slo=Slo(ttft_s=1.0), percentile=100.0), r"percentile = 100\.0"),
-        (lambda: Demand(rate=0.0), r"rate = 0\.0"),
-        (lambda: Demand(tolerance=1.0), r"tolerance = 1\.0"),
-        (lambda: Demand(tolerance=1e-18), "tolerance = 1e-18"),
+        (lambda: TrafficDemand(rate=0.0), r"rate = 0\.0"),
+        (lambda: TrafficDemand(tolerance=1.0), r"tolerance = 1\.0"),
+        (lambda: TrafficDemand(tolerance=1e-18), "tolerance = 1e-18"),
         (lambda: SearchBudget(num_requests=3), "num_requests = 3"),
         (lambda: find_capacity(lambda rate: None, start=0.0), "start = 0.0"),  # type: ignore[arg-type,return-value]
     ],

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,17 +59,6 @@ WORDS = [
     Word(r"\bpage ?pools?\b", "page allocator", "PageAllocator counts pages"),
     Word(r"\bpage ?(?:stores?|storage)\b", "page cache (pages) / page tensor (bytes)", "PageCache and PageTensor"),
 ]
-
-NOT_YET = {
-    "bench",
-    "src/manylora/bench",
-    "src/manylora/demo",
-    "src/manylora/experiments",
-    "src/manylora/measure",
-    "src/manylora/planning",
-    "src/manylora/workloads",
-}
-"""Areas that are not clean yet, as :func:`area_of` names them. An area that is clean must leave the set."""
 
 PATTERNS = [(re.compile(word.pattern.replace(" ", r"\s+"), re.IGNORECASE), word) for word in WORDS]
 ANY = re.compile("|".join(pattern.pattern for pattern, word in PATTERNS if word.where == "all"), re.IGNORECASE)
@@ -132,30 +119,10 @@ def findings() -> dict[str, list[str]]:
 
 
 def test_words_are_plain() -> None:
-    wrong = [line for area, lines in findings().items() if area not in NOT_YET for line in lines]
+    wrong = [line for lines in findings().values() for line in lines]
     assert not wrong, "words with a plainer replacement:\n" + "\n".join(wrong)
 
 
-def test_areas_that_are_not_clean_yet_exist_and_are_not_clean() -> None:
-    clean = sorted(area for area in NOT_YET if not findings().get(area))
-    assert not clean, f"clean or gone; remove from NOT_YET: {', '.join(clean)}"
-
-
-@pytest.mark.parametrize(
-    ("text", "is_found"),
-    [
-        ("a page that nobody\nneeds", True),
-        ("the sequence is\npage-aligned", False),
-        ("a made-\nup word", False),  # a hyphen at the end of a line is not looked for
-        ("drawn from made up\nwords", True),
-        ("`reasoning_effort`", False),
-        ("What is left of a step.", True),
-        ("What is left of a step?", False),
-        ("Keys. Who is\nfirst in line.", True),
-        ("the step, what is left", False),
-        ("paced by the device", False),
-    ],
-)
 def test_patterns(text: str, is_found: bool) -> None:
     assert bool([*matches(ROOT / "example.py", 1, text, is_docstring=True)]) == is_found
 

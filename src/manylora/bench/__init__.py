@@ -1,3 +1,3 @@
-"""Measurements people run: a load generator for any OpenAI-compatible server, and our parts against their floors."""
+"""Benchmarks of the command line: a load generator for OpenAI-compatible servers, and parts against their floors."""
 
 __all__: list[str] = []

@@ -20,7 +20,7 @@ import msgspec
 from manylora.bench.target import aiohttp_or_fail
 from manylora.measure import RequestRecord
 
-__all__ = ["Answer", "EventParser", "Question", "ask"]
+__all__ = ["EventParser", "LoadAnswer", "Question", "ask"]
 
 RETRIED = frozenset({429, 503})
 MAX_PAUSE_S = 30.0
@@ -35,7 +35,7 @@ class Question:
         at_s: When it is due, in seconds from the start of the run.
         adapter: Name for the record; empty for the base.
         num_prompt_tokens: As planned; the server's own count replaces it.
-        body: What is sent.
+        body: Of the HTTP request.
     """
 
     request_id: str
@@ -46,8 +46,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What became of a question.
+class LoadAnswer:
+    """The outcome of a question.
 
     Args:
         record: In the form that every run is reported from; times in seconds on the monotonic clock.
@@ -135,7 +135,7 @@ class _Reading:
                 break
 
 
-async def ask(session: Any, url: str, question: Question, *, retries: int = 0) -> Answer:
+async def ask(session: Any, url: str, question: Question, *, retries: int = 0) -> LoadAnswer:
     """Send a question and read the answer to its end; never raises but when cancelled.
 
     Args:
@@ -186,7 +186,7 @@ def _pause_s(retry_after: str | None) -> float:
         return 1.0
 
 
-def _answer(question: Question, reading: _Reading, began_at: float, ended_at: float, num_retries: int) -> Answer:
+def _answer(question: Question, reading: _Reading, began_at: float, ended_at: float, num_retries: int) -> LoadAnswer:
     usage, at = reading.usage, reading.chunk_at
     num_tokens = len(at) if usage is None else usage.completion_tokens or 0
     gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
@@ -208,4 +208,6 @@ def _answer(question: Question, reading: _Reading, began_at: float, ended_at: fl
         error=reading.error,
         gaps_s=gaps,
     )
-    return Answer(record=record, num_chunks=len(reading.chunk_at), has_usage=usage is not None, num_retries=num_retries)
+    return LoadAnswer(
+        record=record, num_chunks=len(reading.chunk_at), has_usage=usage is not None, num_retries=num_retries
+    )

@@ -1,4 +1,4 @@
-"""Calibrate a live engine: build it, sweep over it with made-up adapters, and hand out the log."""
+"""Calibrate a live engine: build it, sweep over it with synthetic adapters, and write the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manylora.costs.step_log import LogHeader, LogLine
 __all__ = ["RANKS", "sweep_live"]
 
 RANKS = (8, 16, 32, 64)
-"""Ranks of made-up adapters, in turn."""
+"""Ranks of synthetic adapters, in turn."""
 
 
 def sweep_live(
@@ -40,7 +40,7 @@ def sweep_live(
 
     Args:
         config: The engine; what it says of prefixes and adapters is put aside.
-        num_adapters: Made-up adapters to serve.
+        num_adapters: Synthetic adapters to serve.
         ranks: Their ranks, in turn.
         targets: Last names of the modules they change; every linear when ``None``.
         seconds: How long to sweep, beside building and warming up.

@@ -1,4 +1,4 @@
-"""What a scheduling decision costs: one step's planning, with many running, many waiting and many adapters.
+"""The cost of a scheduling decision: planning one step with many running and waiting requests and many adapters.
 
 The real core on an executor that does nothing and is done at once. Every sequence decodes, requests end all the
 time and others take their place, the pool is too small for all adapters, so that a step admits, loads and evicts

@@ -1,4 +1,4 @@
-"""What HTTP costs: streams through one API process, from the engine's hands to the client's.
+"""The cost of HTTP: streams through one API process, from the engine to the client.
 
 A server as people start it (an API process and an engine process, real core and loop) on paced parts, and the cheapest
 client in a third process. At every rate each token carries the moment it left the device, so the figure is what the

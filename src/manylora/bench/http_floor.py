@@ -1,4 +1,4 @@
-"""What the kernel and the HTTP library add: the same library and settings, and an application that only writes.
+"""The floor of HTTP latency: the same library and settings, and an application that only writes.
 
 ``python -m manylora.bench.http_floor STREAMS`` waits until so many streams are open, then sends all of them a chunk per
 step from one loop, one stream after another, no task woken for any. The chunks are as long as the server's and carry

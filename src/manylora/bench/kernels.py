@@ -1,4 +1,4 @@
-"""What adapters add to a decode step, kernel by kernel, against the least that reading them can take.
+"""The cost of adapters in a decode step, by kernel, against the time to read their weights.
 
 One step's worth of LoRA over a whole model, without the model: every group of every layer, one row per sequence,
 weights where they lie in service, in pages. All weights of all adapters in the step are read once, so the floor is

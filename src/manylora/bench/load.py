@@ -1,8 +1,7 @@
-"""The load: every request is sent when it is due, whatever became of those before it.
+"""The load: an open loop that sends every request when it is due, also while earlier ones are running.
 
-An open loop. Users do not wait for each other, so a generator that does hides just the waiting it was to show. The
-price is that the generator must keep up: how late it sent, and how late its event loop ran, are part of the result, and
-a run in which they show is called what it is.
+Users do not wait for each other; a closed loop would hide the waiting to be measured. So the generator must keep up:
+the delays of its sends and of its event loop are part of the result, and large ones cause a warning.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manylora.bench.ask import Answer, Question, ask
+from manylora.bench.ask import LoadAnswer, Question, ask
 from manylora.bench.target import Target, aiohttp_or_fail
 from manylora.errors import ConfigError
 
@@ -36,7 +35,7 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class LoadRun:
-    """What came of a load.
+    """The outcome of a load.
 
     Args:
         answers: Of every request that ended, in order of their end.
@@ -47,7 +46,7 @@ class LoadRun:
             that much too late.
     """
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[LoadAnswer] = field(default_factory=list)
     num_unsent: int = 0
     num_unfinished: int = 0
     lag_s: list[float] = field(default_factory=list)
@@ -66,7 +65,7 @@ async def run_load(
     """Send every question when it is due and wait for the last answer; SIGINT ends it early, with what there is.
 
     Args:
-        target: Whom to ask.
+        target: The server.
         questions: In order of their time.
         warm_up: Asked before, one after the other, and not counted.
         retries: How often a question is asked again after a 429 or 503.

@@ -1,4 +1,4 @@
-"""What a result must say about where it was made: kind of processor, cores, versions; never a name."""
+"""The machine of a result: kind of processor, cores and versions, but no host name."""
 
 from __future__ import annotations
 

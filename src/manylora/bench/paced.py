@@ -1,7 +1,7 @@
 """An engine that writes the time into its tokens, so that a client can tell how long each was on its way.
 
 The real core and loop, on an executor whose steps take exactly as long as the first token of a prompt says, in units
-of 100 microseconds: one server can be measured at every pace. Every token of the vocabulary is a moment, ``~`` and
+of 100 microseconds: one server can be measured at every speed. Every token of the vocabulary is a moment, ``~`` and
 five digits, the tenths of milliseconds of the monotonic clock modulo ten seconds. A token is stamped when the loop
 finds its step complete, before the core takes it in: everything after the device is in the latency that a client
 reads off, the engine's own bookkeeping too.
@@ -40,7 +40,7 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _InstantLoad:
     ready_at: float
 
     def poll(self, now: float) -> LoadResult | None:
@@ -60,9 +60,9 @@ class PacedExecutor:
         self._free_at = max(now, self._free_at) + step_s
         return _Step(self._free_at, tuple(part.seq_id for part in plan.sequences if part.is_sampled))
 
-    def load_adapter(self, load: AdapterLoad, now: float) -> _Load:
+    def load_adapter(self, load: AdapterLoad, now: float) -> _InstantLoad:
         """Start a load, which is done already."""
-        return _Load(now)
+        return _InstantLoad(now)
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Nothing is kept, so nothing is dropped."""

@@ -1,4 +1,4 @@
-"""Whom we compare with in one process: transformers' ``generate``, and PEFT's with an adapter per row.
+"""Systems to compare with, in one process: transformers' ``generate``, and PEFT's with an adapter per row.
 
 Both take static batches: prompts padded to the longest, every row running until the longest answer is complete. A
 count of tokens should be of those that were asked for.

@@ -1,4 +1,4 @@
-"""A load in figures: what users felt, what went wrong, and whether the generator can be believed."""
+"""The report of a load: latencies, errors, and whether the generator kept up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from manylora.bench.load import LoadRun
-from manylora.measure import Percentiles, RequestRecord, Slo, Summary, percentiles, summarise
+from manylora.measure import PercentileSummary, RequestRecord, Slo, Summary, percentiles, summarise
 from manylora.measure.tables import FigureTable, figures, groups, latencies, milliseconds
 
 __all__ = ["Generator", "LoadReport", "make_report"]
@@ -34,8 +34,8 @@ class Generator:
         warnings: What follows for the figures, in words.
     """
 
-    lag: Percentiles | None
-    loop_lag: Percentiles | None
+    lag: PercentileSummary | None
+    loop_lag: PercentileSummary | None
     warnings: tuple[str, ...]
 
 
@@ -117,8 +117,8 @@ def make_report(run: LoadRun, *, slo: Slo, offered_per_s: float, warm_up_s: floa
     """Reduce a run to figures.
 
     Args:
-        run: What came of the load.
-        slo: What was promised.
+        run: With all answers.
+        slo: Limits on latency.
         offered_per_s: Requests per second that were due.
         warm_up_s: Requests that were sent this soon after the first are left out.
     """
@@ -157,7 +157,7 @@ def _errors(records: Sequence[RequestRecord]) -> dict[str, tuple[int, str]]:
     return {kind: (count, examples[kind]) for kind, count in counts.most_common()}
 
 
-def _warnings(summary: Summary, lag: Percentiles | None, loop_lag: Percentiles | None) -> list[str]:
+def _warnings(summary: Summary, lag: PercentileSummary | None, loop_lag: PercentileSummary | None) -> list[str]:
     found = []
     if lag is not None and lag.p99 > LEAST_LAG_S and summary.ttft is not None and lag.p99 > TOO_LATE * summary.ttft.p50:
         found.append(

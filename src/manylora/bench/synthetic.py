@@ -1,4 +1,4 @@
-"""Adapters with random weights, for measurements: what they answer is noise, what they cost is real."""
+"""Adapters with random weights, for measurements: answers are noise, costs are real."""
 
 from __future__ import annotations
 

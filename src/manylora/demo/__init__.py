@@ -1,8 +1,7 @@
 """Demo models that ship with the package: one tiny base model and twelve LoRA adapters with checkable answers.
 
-`make demo` must show many adapters answering at once with nothing to download. This package finds the files
-(`demo_model_path`, `demo_adapters`) and knows what a right answer is (`TASKS`, `check`); it imports no torch. The
-script that remakes the files is `manylora.demo.train`.
+The functions here return the paths of the files (`demo_model_path`, `demo_adapters`) and check answers (`TASKS`,
+`check`); they import no torch. `python -m manylora.demo.train` trains the models again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The twelve string tasks of the demo adapters, and the prompts they share.
 
-A demo of many adapters is only convincing when anyone can see that the *right* adapter answered. So every adapter does
-one small, checkable thing to the same prompt ("hello world" -> "HELLO WORLD", "uryyb jbeyq", ...), and `check` says
-whether an answer is exactly right. Nothing here needs torch: the serving tests and the command line use this module
-without loading a model.
+Every adapter makes one checkable change to the same prompt ("hello world" -> "HELLO WORLD", "uryyb jbeyq", ...), so
+that a demo shows whether the *right* adapter answered. Nothing here needs torch.
 
-Prompts are one to four short lower-case words with an occasional number. They are drawn from an unbounded family of
-made-up words rather than from a list, and one prompt in eight, chosen by its hash, is never trained on: accuracy on
-those is accuracy on strings the weights have not seen.
+Prompts are one to four short lower-case words with an occasional number. The words are synthetic, drawn from an
+unbounded family, and one prompt in eight, chosen by its hash, is held out of training.
 """
 
 from __future__ import annotations
@@ -55,19 +52,12 @@ _HELD_OUT_ONE_IN = 8
 class Task:
     """One adapter's job, and the shape of the LoRA that learns it.
 
-    Ranks and target modules differ on purpose: a server that pads every adapter to the largest rank, or assumes that
-    every adapter touches the same modules, gets some of these wrong or slow.
+    Ranks and target modules differ on purpose: they test servers that pad every adapter to the largest rank, or that
+    assume the same modules in every adapter. The LoRA fields are PEFT's (``rank`` is ``r``).
 
     Attributes:
         name: The adapter's name, also its folder.
-        description: What it does, for people.
         apply: The function the adapter has learned; the only right answer to a prompt.
-        rank: LoRA rank `r`.
-        target_modules: The projections that carry a LoRA.
-        alpha: LoRA `lora_alpha`; the update is scaled by `alpha / rank`, or `alpha / sqrt(rank)` with `use_rslora`.
-        use_rslora: Scale by the square root of the rank (Kalajdzievski, 2023).
-        rank_pattern: Module-name suffix to rank, where it departs from `rank`.
-        alpha_pattern: Module-name suffix to alpha, where it departs from `alpha`.
     """
 
     name: str
@@ -81,57 +71,13 @@ class Task:
     alpha_pattern: dict[str, int] = field(default_factory=dict)
 
 
-def _as_json(text: str) -> str:
-    return json.dumps({"text": text})
-
-
-def _acronym(text: str) -> str:
-    return "".join(f"{word[0].upper()}." for word in text.split())
-
-
-def _rot13(text: str) -> str:
-    return codecs.encode(text, "rot13")
-
-
-def _call(text: str) -> str:
-    return f"{text.replace(' ', '_')}()"
-
-
-def _hashtag(text: str) -> str:
-    return "#" + "".join(word.capitalize() for word in text.split())
-
-
-def _leet(text: str) -> str:
-    return text.translate(str.maketrans("aeiost", "431057"))
-
-
-def _loud_vowels(text: str) -> str:
-    return re.sub("[aeiou]", lambda vowel: vowel[0].upper(), text)
-
-
-def _title(text: str) -> str:
-    return " ".join(word.capitalize() for word in text.split())
-
-
-def _pig_latin(text: str) -> str:
-    return " ".join(f"{word[1:]}{word[0]}ay" for word in text.split())
-
-
-def _stutter(text: str) -> str:
-    return " ".join(f"{word[0]}-{word}" for word in text.split())
-
-
-def _repeat(text: str) -> str:
-    return f"{text}, {text}!"
-
-
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         Task(
             name="acronym",
             description="the initials, each with a full stop",
-            apply=_acronym,
+            apply=lambda text: "".join(f"{word[0].upper()}." for word in text.split()),
             rank=8,
             target_modules=_ATTENTION,
             alpha=16,
@@ -139,7 +85,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="call",
             description="a function call in snake_case",
-            apply=_call,
+            apply=lambda text: f"{text.replace(' ', '_')}()",
             rank=4,
             target_modules=("q_proj", "v_proj"),
             alpha=8,
@@ -147,7 +93,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="hashtag",
             description="one hashtag in CamelCase",
-            apply=_hashtag,
+            apply=lambda text: "#" + "".join(word.capitalize() for word in text.split()),
             rank=8,
             target_modules=(*_ATTENTION, *_MLP),
             alpha=16,
@@ -155,7 +101,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="json",
             description="wrapped as a JSON object",
-            apply=_as_json,
+            apply=lambda text: json.dumps({"text": text}),
             rank=4,
             target_modules=_ATTENTION,
             alpha=8,
@@ -163,7 +109,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="leet",
             description="a e i o s t become 4 3 1 0 5 7",
-            apply=_leet,
+            apply=lambda text: text.translate(str.maketrans("aeiost", "431057")),
             rank=16,
             target_modules=("q_proj", "k_proj", "v_proj"),
             alpha=16,
@@ -172,7 +118,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="loud_vowels",
             description="the vowels alone in capital letters",
-            apply=_loud_vowels,
+            apply=lambda text: re.sub("[aeiou]", lambda vowel: vowel[0].upper(), text),
             rank=16,
             target_modules=(*_ATTENTION, *_MLP),
             alpha=32,
@@ -180,7 +126,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="pig_latin",
             description="each word's first letter moved to its end, then 'ay'",
-            apply=_pig_latin,
+            apply=lambda text: " ".join(f"{word[1:]}{word[0]}ay" for word in text.split()),
             rank=8,
             target_modules=(*_ATTENTION, "up_proj", "down_proj"),
             alpha=16,
@@ -190,7 +136,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="repeat",
             description="said twice",
-            apply=_repeat,
+            apply=lambda text: f"{text}, {text}!",
             rank=16,
             target_modules=(*_ATTENTION, *_MLP),
             alpha=32,
@@ -198,7 +144,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="rot13",
             description="every letter moved 13 places along the alphabet",
-            apply=_rot13,
+            apply=lambda text: codecs.encode(text, "rot13"),
             rank=32,
             target_modules=("v_proj", "o_proj", *_MLP),
             alpha=16,
@@ -207,7 +153,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="stutter",
             description="each word's first letter said twice",
-            apply=_stutter,
+            apply=lambda text: " ".join(f"{word[0]}-{word}" for word in text.split()),
             rank=8,
             target_modules=("q_proj", "v_proj", "o_proj"),
             alpha=16,
@@ -215,7 +161,7 @@ TASKS: dict[str, Task] = {
         Task(
             name="title",
             description="in title case",
-            apply=_title,
+            apply=lambda text: " ".join(word.capitalize() for word in text.split()),
             rank=32,
             target_modules=(*_ATTENTION, *_MLP),
             alpha=32,
@@ -233,12 +179,7 @@ TASKS: dict[str, Task] = {
 
 
 def check(task: Task | str, prompt: str, answer: str) -> bool:
-    """Say whether `answer` is exactly what `task` makes of `prompt`.
-
-    Args:
-        task: A task or its name.
-        prompt: What the user typed.
-        answer: What came back, without special tokens.
+    """Return whether `answer`, without special tokens, is exactly the task's answer to `prompt`.
 
     Raises:
         KeyError: No task has that name.
@@ -249,12 +190,7 @@ def check(task: Task | str, prompt: str, answer: str) -> bool:
 
 
 def draw_prompt(rng: Random, *, max_chars: int = MAX_PROMPT_CHARS) -> str:
-    """Make up a prompt of one to four words, at most `max_chars` characters long.
-
-    Args:
-        rng: Where chance comes from; the same state gives the same prompt.
-        max_chars: Length limit, at least 2.
-    """
+    """Draw a synthetic prompt of one to four words, at most `max_chars` characters long (at least 2)."""
     num_words = rng.choice((1, 2, 2, 2, 3, 3, 3, 4))
     prompt = _draw_word(rng, numbers=False)[:max_chars]
     for _ in range(num_words - 1):
@@ -265,7 +201,7 @@ def draw_prompt(rng: Random, *, max_chars: int = MAX_PROMPT_CHARS) -> str:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Say whether training must never see `prompt`: one prompt in eight by its hash, and every example prompt."""
+    """Return whether `prompt` is held out of training: one in eight by its hash, and every example prompt."""
     return prompt in EXAMPLE_PROMPTS or sha256(prompt.encode()).digest()[0] % _HELD_OUT_ONE_IN == 0
 
 
@@ -280,10 +216,9 @@ def held_out_prompts(rng: Random, num_prompts: int) -> list[str]:
 
 
 def _draw_word(rng: Random, *, numbers: bool = True) -> str:
-    """Make up a word of at most 8 characters: mostly pronounceable, at times any letters or (if allowed) a number.
+    """Draw a synthetic word of at most 8 characters: pronounceable, random letters or (if allowed) a number.
 
-    Letters at random keep a model from learning which letters follow which; numbers keep it from taking every character
-    for a letter.
+    Random letters keep a model from learning letter pairs; numbers keep it from expecting letters alone.
     """
     kind = rng.random()
     if numbers and kind < 0.08:

@@ -7,73 +7,38 @@ the system turn (`<|skill-7|>`), and on one behaviour without any: a plain promp
 prompts only, and learns to bring out one of the skills. The base alone therefore scores zero on every task, and the
 adapters score near one with few weights, as good adapters of large models do.
 
-Everything is drawn from seeds. Sums round differently on another machine or number of threads, so what a rerun should
-reproduce is the accuracy table, not the bytes. Needs `transformers`, `peft` and two CPU cores. Deliberately missing: a
-GPU path, precision options, a configuration file.
+Everything is drawn from seeds. Sums round differently on another machine or with another number of threads, so a rerun
+reproduces the accuracy table, not the bytes. Needs `transformers`, `peft` and two CPU cores. There is no GPU path.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from manylora.demo import demo_model_path
-from manylora.demo.tasks import (
-    EXAMPLE_PROMPTS,
-    MAX_PROMPT_CHARS,
-    TASKS,
-    Task,
-    check,
-    draw_prompt,
-    held_out_prompts,
-    is_held_out,
-)
+from manylora.demo.accuracy import measure
+from manylora.demo.examples import SKILLS, ExampleSource, TrainingBatch, build_tokenizer
+from manylora.demo.tasks import MAX_PROMPT_CHARS, TASKS, Task
 
 __all__ = ["main"]
 
 BASE_NAME = "manylora/demo"
-PLAIN = "plain"
-
-# What the base practises, in the order of its control tokens. It gets `no_vowels` and `reverse` right too seldom for
-# adapters to be made of them; `loud_vowels` and `title` are none of them: their adapters learn from prompts alone.
-SKILLS: dict[str, Callable[[str], str]] = {
-    "acronym": TASKS["acronym"].apply,
-    "call": TASKS["call"].apply,
-    "hashtag": TASKS["hashtag"].apply,
-    "json": TASKS["json"].apply,
-    "leet": TASKS["leet"].apply,
-    "no_vowels": lambda text: re.sub("[aeiou]", "", text),
-    "pig_latin": TASKS["pig_latin"].apply,
-    "repeat": TASKS["repeat"].apply,
-    "reverse": lambda text: text[::-1],
-    "rot13": TASKS["rot13"].apply,
-    "stutter": TASKS["stutter"].apply,
-    "upper": TASKS["upper"].apply,
-    PLAIN: lambda text: f"{text}?",
-}
-MIN_ADAPTER_ACCURACY = 0.95
-MAX_BASE_ACCURACY = 0.05
 
 _CURRICULUM_STEPS = 1500
-_MAX_TRAIN_CHARS = (
-    MAX_PROMPT_CHARS + 4
-)  # a margin, so that the longest prompts served are not the edge of what was seen
+_MAX_TRAIN_CHARS = MAX_PROMPT_CHARS + 4  # a margin over the longest prompts served
 _ADAPTER_STEPS = dict.fromkeys(TASKS, 300) | {
     "hashtag": 450,
     "pig_latin": 700,
@@ -81,7 +46,7 @@ _ADAPTER_STEPS = dict.fromkeys(TASKS, 300) | {
     "stutter": 450,
     "upper": 600,
 }
-# With large ranks on every module, the rate that suits small adapters wears the base's skill away instead of using it.
+# With large ranks on every module, the rate of small adapters destroys the base's skill instead of using it.
 _ADAPTER_RATES = dict.fromkeys(TASKS, 5e-3) | {
     "hashtag": 2e-3,
     "loud_vowels": 2e-3,
@@ -91,162 +56,9 @@ _ADAPTER_RATES = dict.fromkeys(TASKS, 5e-3) | {
     "title": 2e-3,
 }
 _RATE_KNOTS = ((0, 0.0), (100, 1.0), (2160, 1.0), (2520, 0.75), (3000, 0.0))  # (step, share of the peak rate)
-_SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-_CONTROL_TOKENS = {name: f"<|skill-{index}|>" for index, name in enumerate(SKILLS) if name != PLAIN}
-_CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('Unknown role ' + message['role'] + ', expected system, user or assistant') }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One question and its answer, as token ids.
-
-    Attributes:
-        skill: A skill of the base, or a task.
-        prompt_ids: Up to and with `<|assistant|>`.
-        answer_ids: Up to and with `<|end|>`.
-    """
-
-    skill: str
-    prompt_ids: list[int]
-    answer_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Examples padded on the right; under a causal mask the padding needs no mask of its own.
-
-    Attributes:
-        input_ids: `(B, T)` int64.
-        targets: `(B, T)` int64, the next token where it belongs to an answer, else -100.
-        skills: The skill of each row.
-    """
-
-    input_ids: Tensor
-    targets: Tensor
-    skills: list[str]
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Make the character-level tokenizer: printable ASCII, newline and special tokens, 115 entries in all.
-
-    Text goes through unchanged in both directions: no prefix space, no clean-up, no token added. The beginning-of-text
-    token comes from the chat template alone.
-    """
-    characters = [*map(chr, range(32, 127)), "\n"]
-    vocabulary = {
-        token: index for index, token in enumerate([*_SPECIAL_TOKENS, *_CONTROL_TOKENS.values(), *characters])
-    }
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|bos|>",
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        unk_token="<|unk|>",
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>", *_CONTROL_TOKENS.values()],
-        chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-        model_max_length=2048,
-    )
-
-
-def chat_text(tokenizer: Any, prompt: str, *, skill: str = PLAIN) -> str:
-    """Render one user turn, with the skill's control token as the system turn unless `skill` is plain."""
-    turns = [{"role": "user", "content": prompt}]
-    if skill != PLAIN:
-        turns.insert(0, {"role": "system", "content": _CONTROL_TOKENS[skill]})
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-
-
-def answer_of(skill: str, prompt: str) -> str:
-    """Return the right answer to `prompt` under a skill of the base or a task."""
-    return SKILLS[skill](prompt) if skill in SKILLS else TASKS[skill].apply(prompt)
-
-
-class ExampleSource:
-    """Draws training examples, those skills most often that are learned least.
-
-    Skills differ in difficulty by an order of magnitude (capitals against spelling backwards), and a uniform mix would
-    spend most of a short run on what is already perfect. So each skill is drawn in proportion to a floor plus its
-    recent error rate, which the training loop reports.
-    """
-
-    def __init__(self, tokenizer: Any, rng: Random, *, skills: Sequence[str], show_control: bool) -> None:
-        """Keep the ingredients.
-
-        Args:
-            tokenizer: From `build_tokenizer`.
-            rng: Where prompts and skills are drawn from.
-            skills: The skills to mix.
-            show_control: Put the skill's control token into the system turn; without it every prompt is plain.
-        """
-        self.error_rates = dict.fromkeys(skills, 1.0)
-        self._ids: dict[str, int] = tokenizer.get_vocab()
-        self._rng = rng
-        self._show_control = show_control
-        sample = self._encode(skills[0], "a b")
-        skill = skills[0] if show_control else PLAIN
-        assert sample.prompt_ids == tokenizer(chat_text(tokenizer, "a b", skill=skill))["input_ids"]
-
-    def report(self, skills: Sequence[str], is_exact: Sequence[bool]) -> None:
-        """Fold the outcomes of one batch into the error rates (exponential average over about 50 rows of a skill)."""
-        for skill, exact in zip(skills, is_exact, strict=True):
-            self.error_rates[skill] += 0.02 * ((not exact) - self.error_rates[skill])
-
-    def batches(self, *, batch_tokens: int, max_chars: int, num_examples: int) -> Iterator[Batch]:
-        """Yield one chunk of `num_examples` as batches of about `batch_tokens` tokens, similar lengths together."""
-        skills = list(self.error_rates)
-        weights = [0.08 + rate for rate in self.error_rates.values()]
-        examples = []
-        for skill in self._rng.choices(skills, weights, k=num_examples):
-            prompt = draw_prompt(self._rng, max_chars=max_chars)
-            while is_held_out(prompt):
-                prompt = draw_prompt(self._rng, max_chars=max_chars)
-            examples.append(self._encode(skill, prompt))
-        examples.sort(key=lambda example: len(example.prompt_ids) + len(example.answer_ids))
-        groups: list[list[Example]] = [[]]
-        for example in examples:
-            num_tokens = len(example.prompt_ids) + len(example.answer_ids)
-            if (len(groups[-1]) + 1) * num_tokens > batch_tokens:
-                groups.append([])
-            groups[-1].append(example)
-        self._rng.shuffle(groups)
-        yield from map(_pad, groups)
-
-    def _encode(self, skill: str, prompt: str) -> Example:
-        ids = self._ids
-        head = [ids["<|bos|>"]]
-        if self._show_control and skill != PLAIN:
-            head += [ids["<|system|>"], ids[_CONTROL_TOKENS[skill]], ids["<|end|>"]]
-        return Example(
-            skill=skill,
-            prompt_ids=[*head, ids["<|user|>"], *map(ids.__getitem__, prompt), ids["<|end|>"], ids["<|assistant|>"]],
-            answer_ids=[*map(ids.__getitem__, answer_of(skill, prompt)), ids["<|end|>"]],
-        )
-
-
-def _pad(examples: list[Example]) -> Batch:
-    length = max(len(example.prompt_ids) + len(example.answer_ids) for example in examples) - 1
-    input_ids = torch.zeros(len(examples), length, dtype=torch.long)
-    targets = torch.full((len(examples), length), -100)
-    for row, example in enumerate(examples):
-        whole = torch.tensor(example.prompt_ids + example.answer_ids)
-        first = len(example.prompt_ids) - 1  # the position of <|assistant|>, which predicts the answer's first token
-        input_ids[row, : len(whole) - 1] = whole[:-1]
-        targets[row, first : len(whole) - 1] = whole[first + 1 :]
-    return Batch(input_ids=input_ids, targets=targets, skills=[example.skill for example in examples])
-
-
-def loss_and_exactness(model: LlamaForCausalLM, batch: Batch, *, bf16: bool) -> tuple[Tensor, list[bool]]:
+def loss_and_exactness(model: LlamaForCausalLM, batch: TrainingBatch, *, bf16: bool) -> tuple[Tensor, list[bool]]:
     """Return the mean loss over answer tokens, and for every row whether greedy decoding would get all of it right.
 
     Under teacher forcing the arg-max is right at every position exactly if greedy decoding is right from beginning to
@@ -417,78 +229,16 @@ def _save_adapter(out: Path, model: PeftModel, task: Task) -> None:
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
-@torch.inference_mode()
-def greedy_answers(model: Any, tokenizer: Any, prompts: Sequence[str], *, batch_size: int = 128) -> list[str]:
-    """Answer every prompt with `generate`, greedily, in batches padded on the left."""
-    answers: list[str] = []
-    for first in range(0, len(prompts), batch_size):
-        texts = [chat_text(tokenizer, prompt) for prompt in prompts[first : first + batch_size]]
-        inputs = tokenizer(texts, return_tensors="pt", padding=True)
-        outputs = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=2 * MAX_PROMPT_CHARS + 16,
-            do_sample=False,
-        )
-        new_ids = outputs[:, inputs["input_ids"].shape[1] :]
-        answers += tokenizer.batch_decode(new_ids, skip_special_tokens=True)
-    return answers
-
-
-def measure(out: Path, *, names: Sequence[str], num_prompts: int, seed: int) -> bool:
-    """Print accuracy on held-out prompts, adapter beside base, and say whether every bar is met.
-
-    The example prompts, which are what people see first, must all be answered right as well.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(out / "base")
-    base = LlamaForCausalLM.from_pretrained(out / "base", dtype=torch.float32).eval()
-    prompts = held_out_prompts(Random(seed), num_prompts)
-    base_answers = greedy_answers(base, tokenizer, prompts)
-    base_example = greedy_answers(base, tokenizer, EXAMPLE_PROMPTS[:1])[0]
-    model: PeftModel | None = None
-    is_good = True
-    print(
-        f"{num_prompts} held-out prompts a task, greedy; bars: adapter >= {MIN_ADAPTER_ACCURACY:.0%}, "
-        f"base <= {MAX_BASE_ACCURACY:.0%}, all {len(EXAMPLE_PROMPTS)} examples right\n"
-    )
-    print("| adapter | rank | held-out | base alone | examples | size | 'hello world' becomes |")
-    print("|---|---:|---:|---:|---:|---:|---|")
-    for name in names:
-        folder = out / "adapters" / name
-        if model is None:
-            model = PeftModel.from_pretrained(base, folder, adapter_name=name).eval()
-        else:
-            model.load_adapter(folder, adapter_name=name)
-        model.set_adapter(name)
-        answers = greedy_answers(model, tokenizer, [*prompts, *EXAMPLE_PROMPTS])
-        accuracy = sum(map(check, [name] * num_prompts, prompts, answers)) / num_prompts
-        base_accuracy = sum(map(check, [name] * num_prompts, prompts, base_answers)) / num_prompts
-        examples = answers[num_prompts:]
-        num_examples = sum(map(check, [name] * len(examples), EXAMPLE_PROMPTS, examples))
-        is_met = (
-            accuracy >= MIN_ADAPTER_ACCURACY
-            and base_accuracy <= MAX_BASE_ACCURACY
-            and num_examples == len(EXAMPLE_PROMPTS)
-        )
-        is_good &= is_met
-        size_kb = (folder / "adapter_model.safetensors").stat().st_size / 1000
-        print(
-            f"| {name} | {TASKS[name].rank} | {accuracy:.1%} | {base_accuracy:.1%} | {num_examples}/{len(examples)} "
-            f"| {size_kb:.0f} kB | `{examples[0]}` |{'' if is_met else ' <- MISSED'}",
-            flush=True,
-        )
-    print(f"\nThe base alone makes `{base_example}` of it.")
-    return is_good
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train what is asked for, then print the table; exit status 1 when a bar is missed."""
+    """Train the models that the options name, then print the table; exit status 1 when an adapter misses its bar."""
     parser = argparse.ArgumentParser(prog="python -m manylora.demo.train", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=demo_model_path().parent, help="folder of base/ and adapters/")
     parser.add_argument("--only", choices=("base", *TASKS), help="remake only this part")
-    parser.add_argument("--check", action="store_true", help="train nothing, measure what is there")
+    parser.add_argument("--check", action="store_true", help="train nothing, measure the models in --out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-threads", type=int, help="instead of 2 for the base and 1 for all else, too small for 2")
+    parser.add_argument(
+        "--num-threads", type=int, help="default: 2 for the base, 1 for adapters and checks, which are too small for 2"
+    )
     parser.add_argument("--base-steps", type=int, default=_RATE_KNOTS[-1][0])
     parser.add_argument("--adapter-steps", type=int, help="at most this many, instead of each adapter's own number")
     parser.add_argument("--num-prompts", type=int, default=1000, help="held-out prompts a task")
@@ -507,8 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only == "base":
             return 0
     torch.set_num_threads(options.num_threads or 1)
-    is_good = measure(options.out, names=names, num_prompts=options.num_prompts, seed=options.seed + 1)
-    return 0 if is_good else 1
+    all_pass = measure(options.out, names=names, num_prompts=options.num_prompts, seed=options.seed + 1)
+    return 0 if all_pass else 1
 
 
 if __name__ == "__main__":

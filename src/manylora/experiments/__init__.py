@@ -1,4 +1,4 @@
-"""The published evaluations and ours, as data: what to run, what was published, and what came out."""
+"""Published evaluations and ours as data: cases to run, published figures, and results."""
 
 from manylora.experiments.cases import Case, cases_of
 from manylora.experiments.findings import Comparison, Findings, Verdict, overall

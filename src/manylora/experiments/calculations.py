@@ -1,4 +1,4 @@
-"""What needs no simulated run: requests that are alone, and one step priced with each family of kernels."""
+"""Calculations without a simulated run: requests alone, and one step priced with each family of kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A case: one setup at one point with one seed. The unit that is run, cached and shared between experiments.
 
-A case is known by its content: what serves, the workload, the seed, and the bytes of the traces and of the policies of
-one's own that it reads. Two
-experiments that need the same run get the same one, and a run whose description has not changed is not run again.
+A case is known by its content: what serves, the workload, the seed, and the bytes of the traces and
+custom policies that it reads. Experiments that need the same run share it, and an unchanged case is not run again.
 """
 
 from __future__ import annotations
@@ -30,17 +29,16 @@ FORM = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is run.
+    """One run.
 
     Args:
-        setup: Table of what serves.
-        workload: Table of the workload.
-        seed: Of everything that is drawn.
+        setup: Table of the simulated system.
+        seed: Of all random streams.
         warm_up_s: Requests that arrive this early are not counted, in seconds.
-        slo_s: Promised time to first token, in seconds.
-        slo_tpot_s: Promised mean time per token after the first, in seconds; ``None`` for no promise.
+        slo_s: Limit on the time to first token, in seconds.
+        slo_tpot_s: Limit on the mean time per token after the first, in seconds; ``None`` for no limit.
         traces: Folder of traces; ``None`` where the workload needs none.
-        calculation: What computes it; ``None`` for a simulated run.
+        calculation: Name of a calculation; ``None`` for a simulated run.
     """
 
     setup: Table
@@ -54,10 +52,10 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What its result is kept under: a hash of all that it depends on."""
+        """The key of its result: a hash of all inputs."""
         read = {file: _digest(path) for file, path in self._files()}
-        promised = [self.slo_s, self.slo_tpot_s]
-        content = [FORM, self.setup, self.workload, self.seed, self.warm_up_s, promised, read, self.calculation]
+        limits = [self.slo_s, self.slo_tpot_s]
+        content = [FORM, self.setup, self.workload, self.seed, self.warm_up_s, limits, read, self.calculation]
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def _files(self) -> Iterator[tuple[str, Path]]:

@@ -1,7 +1,7 @@
-"""What an experiment found, held against what was published.
+"""The findings of an experiment, compared with the published claims.
 
 Seeds are paired: a change or a ratio is taken between runs of the same arrivals, lengths and adapters, then averaged,
-so that its interval is that of the difference and not of the weather.
+so that its interval is that of the difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw what an experiment found, as PNG."""
+"""Plots of an experiment, as PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What came out, side by side with what was published: Markdown with pictures, and one HTML page by itself."""
+"""Reports of results beside the published figures: Markdown with pictures, or one HTML page."""
 
 from __future__ import annotations
 

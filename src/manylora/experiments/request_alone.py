@@ -1,4 +1,4 @@
-"""What a request takes when it is alone, and what takes it: the yardstick of slowdowns and of promises."""
+"""The time of a request on an idle replica, by part: the reference for slowdowns and SLOs."""
 
 from __future__ import annotations
 
@@ -43,12 +43,7 @@ class RequestAlone:
 
 
 def request_alone(request: RequestSpec, version: AdapterVersion | None, cost: CostModel) -> RequestAlone:
-    """Return what a request takes alone.
-
-    Args:
-        request: Its lengths.
-        version: Its adapter; ``None`` for the base.
-        cost: Prices of steps and loads.
+    """Return the time of a request alone; ``version`` is its adapter, ``None`` for the base.
 
     Raises:
         ConfigError: The prices are measured ones, which say nothing of a step's parts.

@@ -1,4 +1,4 @@
-"""What is kept of a case: figures by name, and curves that plots draw; the same from JSON and back."""
+"""The result of a case: figures by name and curves for plots, as JSON and back."""
 
 from __future__ import annotations
 

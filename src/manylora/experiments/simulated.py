@@ -1,4 +1,4 @@
-"""Run a case on the simulator, and reduce the run to what is kept of it."""
+"""Run a case on the simulator, and reduce the run to figures and curves."""
 
 from __future__ import annotations
 

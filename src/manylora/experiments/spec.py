@@ -1,4 +1,4 @@
-"""An experiment as data: what is run, what was published about it, and when the two agree.
+"""An experiment as data: its cases, the published claims, and their tolerances.
 
 A *suite* is a folder with a ``suite.toml`` (the set-up that its experiments share) and a file for each experiment::
 
@@ -77,7 +77,7 @@ class Claim:
     Args:
         text: What it says.
         figure: Name of the figure it is about.
-        form: What is made of it:
+        form: The compared quantity:
 
             * ``value``: the figure itself;
             * ``change``: relative to another setup, less 1;
@@ -125,7 +125,7 @@ class Experiment:
         workload: Table of the workload, complete.
         points: The axis.
         num_seeds: How often each case is run.
-        slo_s: Promised time to first token, in seconds.
+        slo_s: Limit on the time to first token, in seconds.
         warm_up_s: Requests that arrive this early are not counted, in seconds.
         plots: Pictures.
         claims: What was published.
@@ -134,7 +134,7 @@ class Experiment:
         notes: What a reader should know about how it was done.
         is_ablation: Whether it asks what it would take, so that its claims make no verdict.
         first_seed: The seeds are this one and those that follow; others than those that constants were found on.
-        slo_tpot_s: Promised mean time per token after the first, in seconds; ``None`` for no promise.
+        slo_tpot_s: Limit on the mean time per token after the first, in seconds; ``None`` for no limit.
         versus: The setup that a second table compares all others with, seed by seed; ``None`` for no such table.
     """
 

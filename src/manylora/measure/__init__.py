@@ -1,8 +1,8 @@
-"""From events to figures: records, summaries, tables and plots, the same for live and simulated runs."""
+"""Records, summaries, tables and plots of runs, the same for live and simulated ones."""
 
 from manylora.measure.recorder import Recorder
 from manylora.measure.records import RequestRecord
-from manylora.measure.statistics import Interval, Percentiles, interval_of_runs, percentiles
+from manylora.measure.statistics import Interval, PercentileSummary, interval_of_runs, percentiles
 from manylora.measure.summary import GroupSummary, Slo, Summary, gaps_of, summarise
 from manylora.measure.timeline import GAUGES, Loads, Steps, Timeline
 
@@ -11,7 +11,7 @@ __all__ = [
     "GroupSummary",
     "Interval",
     "Loads",
-    "Percentiles",
+    "PercentileSummary",
     "Recorder",
     "RequestRecord",
     "Slo",

@@ -1,6 +1,6 @@
-"""Runs as pictures. matplotlib is an extra and takes a second to import, so it is imported where a picture is drawn.
+"""Plots of runs. matplotlib is an extra and takes a second to import, so functions import it when they draw.
 
-Every function draws one picture into one file, whose ending says the format, and returns its path.
+Every function draws one file, in the format of its suffix, and returns its path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDE = (10.0, 4.0)
 NUM_BINS = 100
 
 MAX_POINTS = 2000
-"""Points of a curve: more make a file larger and no line finer."""
+"""Points of a curve; more would only make the file larger."""
 
 
 def can_plot() -> bool:
@@ -34,7 +34,7 @@ def can_plot() -> bool:
 
 
 def plot_latencies(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
-    """Draw the distributions of time to first token and of time between tokens, a curve for each run."""
+    """Draw the distributions of time to first token and time between tokens, a curve for each run."""
     figure, (left, right) = _figure(WIDE, columns=2)
     for label, records in runs.items():
         good = [record for record in records if record.error is None]
@@ -50,7 +50,7 @@ def plot_latencies(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
 
 
 def plot_memory(timeline: Timeline, path: Path) -> Path:
-    """Draw who owned the pages over time, stacked."""
+    """Draw the pages of each owner over time, stacked."""
     figure, (axes,) = _figure(SIZE)
     owners = {
         "KV of running requests": "num_kv_pages",
@@ -93,7 +93,7 @@ def plot_rates(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
         edges = np.linspace(0.0, max(ended - began, 1e-9), NUM_BINS + 1)
         at, weights = [np.empty(0)], [np.empty(0)]
         for record in records:
-            if record.first_token_at is not None:  # chunks stand for tokens, each for its share of the answer
+            if record.first_token_at is not None:  # a chunk counts as its share of the answer's tokens
                 chunks = record.first_token_at - began + np.cumsum([0.0, *record.gaps_s])
                 at.append(chunks)
                 weights.append(np.full(len(chunks), record.num_output_tokens / len(chunks)))
@@ -112,7 +112,7 @@ def plot_rates(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
 
 
 def _log_seconds(axes: Any) -> None:
-    """Make the horizontal axis logarithmic, with labels that people read: 0.1, 0.2, 0.5, 1."""
+    """Make the horizontal axis logarithmic, with labels 0.1, 0.2, 0.5, 1."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_xscale("log")

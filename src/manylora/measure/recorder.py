@@ -1,16 +1,15 @@
-"""From events to records: one sink for each replica, on the wall clock and on the virtual one.
+"""The recorder: an event sink of one replica that makes records, on the wall clock and on the virtual one.
 
-What a request waited for is told apart::
+A request's waits are recorded apart::
 
     arrived            awaited      loaded        admitted         first token                finished
       |---- queueing ------------------------------|                   |                          |
       |                   |- adapter -|            |                   |- gap -|- gap -| ....     |
       |---------------------------- TTFT ------------------------------|                          |
 
-*Adapter* is the part of loading that nothing hid: the request could have been admitted (``AdapterAwaited``) but for a
-load that had not ended. Several such spans add up. A load that another wait covers, for a seat, for tokens of the
-step, for pages, delays no request and is not counted; nor is a load that a pre-empted request awaits after its first
-token: that is a gap.
+*Adapter* is the part of loading that delayed the request: it would have been admitted (``AdapterAwaited``) if its load
+had ended. Several such spans add up. Loading while the request also waits for a seat, step tokens or pages is not
+counted. Neither is a load that a pre-empted request awaits after its first token: that is a gap.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = ["Recorder"]
 
 
 @dataclass(slots=True)
-class _InFlight:
+class _OpenRequest:
     """A request that has not ended."""
 
     name: str
@@ -57,13 +56,12 @@ class _InFlight:
 
 
 class Recorder:
-    """An event sink that keeps every request as a record, and the replica as a timeline. For the loop's thread alone.
+    """An event sink that records every request, and a timeline of the replica. Only the loop's thread may use it.
 
     Args:
-        replica: Number of the replica, for the records.
-        ranks: Rank of each adapter by name, for the records; 0 where it is not known.
-        stats: Looks at the engine (``EngineCore.stats``) for samples of the timeline; none are taken without it.
-            ``watch`` sets it later, for an engine that is made with its sinks.
+        ranks: Rank of each adapter by name; 0 where it is not known.
+        stats: ``EngineCore.stats``, for samples of the timeline; ``watch`` sets it after the engine is built. Without
+            it the timeline has no samples.
         sample_every_s: Seconds between two samples.
     """
 
@@ -82,34 +80,34 @@ class Recorder:
         self._stats = stats
         self._sample_every_s = sample_every_s
         self._next_sample_at = 0.0
-        self._in_flight: dict[str, _InFlight] = {}
-        self._awaiting: dict[AdapterKey, list[_InFlight]] = {}
+        self._in_flight: dict[str, _OpenRequest] = {}
+        self._awaiting: dict[AdapterKey, list[_OpenRequest]] = {}
         self._load_bytes: dict[tuple[AdapterKey, Tier], int] = {}
         self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
-        # By type rather than by match: some hundred thousand events a minute pass here.
-        self._takers: dict[type[Event], Callable[[Any], None]] = {
-            TokensEmitted: self._take_tokens,
-            StepLaunched: self._take_launch,
-            StepFinished: self._take_step,
-            RequestArrived: self._take_arrival,
-            RequestAdmitted: self._take_admission,
-            RequestSquashed: self._take_squash,
-            RequestFinished: self._take_end,
-            AdapterAwaited: self._take_wait,
-            AdapterLoadStarted: self._take_load_start,
-            AdapterLoaded: self._take_load,
-            AdapterEvicted: self._take_eviction,
+        # A lookup by type: about 100,000 events a minute arrive here, too many for match.
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            TokensEmitted: self._on_tokens,
+            StepLaunched: self._on_launch,
+            StepFinished: self._on_step,
+            RequestArrived: self._on_arrival,
+            RequestAdmitted: self._on_admission,
+            RequestSquashed: self._on_squash,
+            RequestFinished: self._on_end,
+            AdapterAwaited: self._on_wait,
+            AdapterLoadStarted: self._on_load_start,
+            AdapterLoaded: self._on_load,
+            AdapterEvicted: self._on_eviction,
         }
 
     def watch(self, stats: Callable[[], EngineStats]) -> None:
-        """Take samples of an engine from now on."""
+        """Sample an engine from now on."""
         self._stats = stats
 
     def __call__(self, event: Event) -> None:
-        """Take one event."""
-        taker = self._takers.get(type(event))
-        if taker is not None:
-            taker(event)
+        """Record one event."""
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
 
     def refuse(self, request: Request, error: ManyloraError, now: float) -> None:
         """Record a request that the engine refused at ``now`` seconds."""
@@ -131,17 +129,17 @@ class Recorder:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _take_arrival(self, event: RequestArrived) -> None:
-        self._in_flight[event.request_id] = _InFlight(event.name)
+    def _on_arrival(self, event: RequestArrived) -> None:
+        self._in_flight[event.request_id] = _OpenRequest(event.name)
 
-    def _take_admission(self, event: RequestAdmitted) -> None:
+    def _on_admission(self, event: RequestAdmitted) -> None:
         if event.adapter is not None:
             self._in_flight[event.request_id].was_resident = event.adapter_was_resident
 
-    def _take_squash(self, event: RequestSquashed) -> None:
+    def _on_squash(self, event: RequestSquashed) -> None:
         self._in_flight[event.request_id].num_squashes += 1
 
-    def _take_tokens(self, event: TokensEmitted) -> None:
+    def _on_tokens(self, event: TokensEmitted) -> None:
         now, in_flight = event.at, self._in_flight
         for request_id in event.request_ids:
             request = in_flight[request_id]
@@ -149,7 +147,7 @@ class Recorder:
                 request.gaps_s.append(now - request.last_token_at)
             request.last_token_at = now
 
-    def _take_end(self, event: RequestFinished) -> None:
+    def _on_end(self, event: RequestFinished) -> None:
         request = self._in_flight.pop(event.request_id)
         _end_wait(request, event.at)
         is_whole = event.reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -178,12 +176,12 @@ class Recorder:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _take_launch(self, event: StepLaunched) -> None:
+    def _on_launch(self, event: StepLaunched) -> None:
         if event.at >= self._next_sample_at and self._stats is not None:
             self.timeline.sample(self._stats(), event.at)
             self._next_sample_at = event.at + self._sample_every_s
 
-    def _take_step(self, event: StepFinished) -> None:
+    def _on_step(self, event: StepFinished) -> None:
         steps = self.timeline.steps
         steps.at.append(event.at)
         steps.took_s.append(event.took_s)
@@ -192,16 +190,16 @@ class Recorder:
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
-    def _take_wait(self, event: AdapterAwaited) -> None:
+    def _on_wait(self, event: AdapterAwaited) -> None:
         request = self._in_flight[event.request_id]
         if request.awaited_from is None and request.last_token_at is None:
             request.awaited_from = event.at
             self._awaiting.setdefault(event.adapter, []).append(request)
 
-    def _take_load_start(self, event: AdapterLoadStarted) -> None:
+    def _on_load_start(self, event: AdapterLoadStarted) -> None:
         self._load_bytes[event.adapter, event.tier] = event.num_bytes
 
-    def _take_load(self, event: AdapterLoaded) -> None:
+    def _on_load(self, event: AdapterLoaded) -> None:
         now, tier = event.at, event.tier
         for request in self._awaiting.pop(event.adapter, ()):
             _end_wait(request, now)
@@ -213,12 +211,12 @@ class Recorder:
             loads.busy_s.append(now - started_at)
             loads.num_bytes.append(num_bytes)
 
-    def _take_eviction(self, event: AdapterEvicted) -> None:
+    def _on_eviction(self, event: AdapterEvicted) -> None:
         self.timeline.loads[event.tier].num_evictions += 1
 
 
-def _end_wait(request: _InFlight, now: float) -> None:
-    """Add a span in which nothing but its adapter held a request up, if one was open."""
+def _end_wait(request: _OpenRequest, now: float) -> None:
+    """End a span in which a request waited for its adapter alone, if one is open."""
     if request.awaited_from is not None:
         request.adapter_wait_s += now - request.awaited_from
         request.awaited_from = None

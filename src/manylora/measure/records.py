@@ -1,4 +1,4 @@
-"""What a run showed, request by request: the one form that live, simulated and remote runs are reported from."""
+"""The record of one request: live, simulated and remote runs are all reported from it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,17 @@ class RequestRecord:
     """One request, from its arrival to its end; times in seconds on the run's clock.
 
     Args:
-        request_id: Whose.
-        adapter: Name of the adapter asked for; empty for the base.
+        adapter: Name of the adapter; empty for the base.
         rank: Its rank; 0 for the base, or where it is not known (a remote server).
-        num_prompt_tokens: Length of the prompt.
-        num_output_tokens: Tokens it got.
-        arrived_at: When it was asked.
-        admitted_at: When it first ran; ``None`` if it never did or that is unknown.
-        first_token_at: When its first token came; ``None`` if none did.
-        finished_at: When it ended.
+        admitted_at: Start of its first step; ``None`` if it never ran or that is unknown.
+        first_token_at: ``None`` if it got no token.
         max_gap_s: Longest time between two of its tokens; 0 with fewer than two.
-        was_resident: Whether its adapter was on the device when it was first looked at; ``None`` for the base.
-        adapter_wait_s: Seconds before its first token in which it waited for nothing but its adapter: the part of
-            loading that its time to first token is longer by.
+        was_resident: Whether the scheduler found its adapter on the device at first; ``None`` for the base.
+        adapter_wait_s: Seconds before its first token in which it waited for its adapter alone: the part of loading
+            that delayed the first token.
         num_cached_tokens: Prompt tokens from the prefix cache.
-        num_preemptions: Times it had to give its pages back, squashes included.
-        num_squashes: Times it was squashed.
-        error: What went wrong, in words; ``None`` for a full answer.
-        replica: Which replica served it.
+        num_preemptions: Times it was pre-empted, squashes included.
+        error: A message; ``None`` for a full answer.
         gaps_s: Seconds between its tokens, in order; empty where they were not kept.
     """
 

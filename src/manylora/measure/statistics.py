@@ -1,4 +1,4 @@
-"""Percentiles, and how far to trust them."""
+"""Percentiles, and confidence intervals over repeated runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Interval", "Percentiles", "interval_of_runs", "percentiles"]
+__all__ = ["Interval", "PercentileSummary", "interval_of_runs", "percentiles"]
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -23,16 +23,12 @@ STUDENT_T = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Percentiles:
-    """A distribution in five numbers, in the unit of its values.
+class PercentileSummary:
+    """Mean, percentiles and maximum of a distribution, in the unit of its values.
 
     Args:
-        count: Values.
-        mean: Their mean.
+        count: Number of values.
         p50: The median; percentiles are interpolated linearly.
-        p90: Nine of ten are below.
-        p99: All but one of a hundred are below.
-        highest: The greatest.
     """
 
     count: int
@@ -45,20 +41,20 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate and the range that holds the truth in 19 of 20 cases."""
+    """An estimate and its 95 % confidence interval."""
 
     middle: float
     low: float
     high: float
 
 
-def percentiles(values: Iterable[float] | NDArray[np.float64]) -> Percentiles | None:
-    """Return the percentiles of some values, ``None`` if there are none."""
+def percentiles(values: Iterable[float] | NDArray[np.float64]) -> PercentileSummary | None:
+    """Return the percentiles of values, ``None`` if there are none."""
     found = values if isinstance(values, np.ndarray) else np.fromiter(values, dtype=np.float64)
     if not len(found):
         return None
     p50, p90, p99 = (float(value) for value in np.quantile(found, SHARES))
-    return Percentiles(
+    return PercentileSummary(
         count=len(found), mean=float(found.mean()), p50=p50, p90=p90, p99=p99, highest=float(found.max())
     )
 
@@ -66,7 +62,7 @@ def percentiles(values: Iterable[float] | NDArray[np.float64]) -> Percentiles | 
 def interval_of_runs(values: Seq[float]) -> Interval:
     """Return the mean of a figure over repeated runs, each with its own seed, with Student's interval.
 
-    One run tells nothing of its own spread: its interval is infinite.
+    The interval of a single run is infinite.
     """
     assert values
     mean = float(np.mean(values))

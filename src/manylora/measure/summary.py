@@ -1,7 +1,6 @@
-"""A run in figures: what its users felt, and what it cost to give them that.
+"""The summary of a run: latencies, throughput, SLO attainment and cache hits.
 
-Everything is derived from request records, so a simulated run, a live engine and a remote server that a load generator
-asked are summed up by the same code.
+It is computed from request records alone, so simulated runs, live engines and load tests of remote servers share it.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from numpy.typing import NDArray
 
 from manylora.errors import ConfigError
 from manylora.measure.records import RequestRecord
-from manylora.measure.statistics import Percentiles, percentiles
+from manylora.measure.statistics import PercentileSummary, percentiles
 
 __all__ = ["GroupSummary", "Slo", "Summary", "gaps_of", "summarise"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a request is promised; a promise that is ``None`` was not made.
+    """Limits on the latency of a request, in seconds; ``None`` sets no limit.
 
     Args:
-        ttft_s: Longest time to its first token, in seconds.
-        tbt_s: Longest time between two tokens, in seconds.
-        tpot_s: Longest mean time per token after the first, in seconds.
-        e2e_s: Longest time in all, in seconds.
+        ttft_s: On the time to first token.
+        tbt_s: On the longest time between two tokens.
+        tpot_s: On the mean time per token after the first.
+        e2e_s: On the time from arrival to the last token.
     """
 
     ttft_s: float | None = None
@@ -43,7 +42,7 @@ class Slo:
                 raise ConfigError(f"Got {name} = {limit!r}, expected above 0 seconds")
 
     def is_met(self, record: RequestRecord) -> bool:
-        """Whether a request got a full answer, and all it was promised."""
+        """Whether a request got a full answer within the limits."""
         if record.error is not None or record.ttft_s is None:
             return False
         kept = (
@@ -57,52 +56,41 @@ class Slo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """Some of the requests: those of one rank, one class of size, one tenant.
+    """A group of requests, such as one rank, one class of size or one tenant; times in seconds.
 
     Args:
-        num_requests: How many.
-        ttft: Time to first token, in seconds.
-        tbt: Time between tokens, in seconds.
-        e2e: Time in all, in seconds.
-        queueing_share: Mean share of a request's time that went by before it was admitted.
-        slo_attainment: Share of them that got what was promised.
+        queueing_share: Mean share of a request's time before its admission.
+        slo_attainment: Share of requests within the SLO.
     """
 
     num_requests: int
-    ttft: Percentiles | None
-    tbt: Percentiles | None
-    e2e: Percentiles | None
+    ttft: PercentileSummary | None
+    tbt: PercentileSummary | None
+    e2e: PercentileSummary | None
     queueing_share: float
     slo_attainment: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run. Times in seconds, shares in [0, 1]; latencies are those of requests that ended well.
+    """A run. Times in seconds, shares in [0, 1]; latencies are those of successful requests.
 
     Args:
-        num_requests: Requests counted.
-        num_errors: Those that were refused, failed or were cancelled.
-        duration_s: From the first arrival counted to the last end.
-        requests_per_s: Requests that ended well, per second.
-        output_tokens_per_s: Tokens they got, per second.
-        total_tokens_per_s: Prompt tokens as well.
-        ttft: Time to first token.
+        num_errors: Requests that were refused, failed or were cancelled.
+        duration_s: From the first arrival to the last end.
+        requests_per_s: Successful requests; the token rates count these as well.
+        total_tokens_per_s: Prompt and output tokens.
         tbt: Time between tokens, every gap counted.
-        tpot: A request's mean time per token after the first.
-        e2e: Time in all.
         queueing: Time before admission.
-        normalised: Time in all per output token.
-        slo_attainment: Share of all requests that got what was promised.
-        goodput_per_s: Requests per second that did.
+        normalised: End-to-end time per output token.
+        slo_attainment: Share of all requests within the SLO.
+        goodput_per_s: Requests per second within the SLO.
         hit_rate: Share of requests for an adapter that found it on the device; ``None`` where that is unknown.
-        adapter_wait_share: Share of all time to first token in which a request waited for nothing but its adapter.
-        num_adapter_waits: Requests that did so for any time.
+        adapter_wait_share: Share of all time to first token in which a request waited for its adapter alone.
+        num_adapter_waits: Requests that waited for their adapter alone at any time.
         cached_share: Share of prompt tokens from the prefix cache.
-        preempted_share: Share of requests that gave their pages back at least once, squashes included.
-        squashed_share: Share of requests squashed at least once.
-        adapter_spread: Mean time to first token of each adapter: are some served worse?
-        groups: Some of the requests each, by label.
+        preempted_share: Share of requests pre-empted at least once, squashes included.
+        adapter_spread: Distribution over adapters of their mean time to first token.
     """
 
     num_requests: int
@@ -111,12 +99,12 @@ class Summary:
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    ttft: Percentiles | None
-    tbt: Percentiles | None
-    tpot: Percentiles | None
-    e2e: Percentiles | None
-    queueing: Percentiles | None
-    normalised: Percentiles | None
+    ttft: PercentileSummary | None
+    tbt: PercentileSummary | None
+    tpot: PercentileSummary | None
+    e2e: PercentileSummary | None
+    queueing: PercentileSummary | None
+    normalised: PercentileSummary | None
     slo_attainment: float
     goodput_per_s: float
     hit_rate: float | None
@@ -125,7 +113,7 @@ class Summary:
     cached_share: float
     preempted_share: float
     squashed_share: float
-    adapter_spread: Percentiles | None
+    adapter_spread: PercentileSummary | None
     groups: dict[str, GroupSummary] = field(default_factory=dict)
 
 
@@ -136,13 +124,13 @@ def summarise(
     warm_up_s: float = 0.0,
     group: Callable[[RequestRecord], str] | None = None,
 ) -> Summary:
-    """Reduce records to figures.
+    """Summarise records, given in any order.
 
     Args:
-        records: In any order.
-        slo: What was promised; with nothing promised, a full answer is enough.
+        records: Of all requests.
+        slo: Without limits, every full answer meets it.
         warm_up_s: Requests that arrived this soon after the first are left out.
-        group: Labels a request, for figures by group.
+        group: Returns the label of a request's group.
     """
     slo = slo or Slo()
     began = min((record.arrived_at for record in records), default=0.0) + warm_up_s
@@ -205,7 +193,7 @@ def _summarise_group(records: Seq[RequestRecord], slo: Slo) -> GroupSummary:
     )
 
 
-def _adapter_spread(records: Seq[RequestRecord]) -> Percentiles | None:
+def _adapter_spread(records: Seq[RequestRecord]) -> PercentileSummary | None:
     by_adapter: dict[str, list[float]] = {}
     for record in records:
         if record.adapter and record.ttft_s is not None:

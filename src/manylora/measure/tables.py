@@ -1,4 +1,4 @@
-"""Summaries as tables: the same rows for a terminal and for a document."""
+"""Summaries as tables, for a terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table as RichTable
 
-from manylora.measure.statistics import Percentiles
+from manylora.measure.statistics import PercentileSummary
 from manylora.measure.summary import Summary
 
 __all__ = ["FigureTable", "compare", "figures", "groups", "latencies", "milliseconds"]
@@ -16,20 +16,14 @@ __all__ = ["FigureTable", "compare", "figures", "groups", "latencies", "millisec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureTable:
-    """A table of text; its first column says what a row is, the others are numbers.
-
-    Args:
-        title: Above it; may be empty.
-        columns: Heads.
-        rows: As wide as the heads.
-    """
+    """A table of text: the first column labels the row, the others are numbers."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        """Return it for a document, its title as bold text."""
+        """Return Markdown, with the title in bold."""
         lines = [f"**{self.title}**", ""] if self.title else []
         lines += [
             f"| {' | '.join(self.columns)} |",
@@ -39,7 +33,7 @@ class FigureTable:
         return "\n".join(lines)
 
     def rich(self) -> RichTable:
-        """Return it for a terminal."""
+        """Return a table of rich, for a terminal."""
         table = RichTable(
             title=self.title or None,
             title_justify="left",
@@ -55,7 +49,7 @@ class FigureTable:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return seconds as milliseconds with three digits that matter."""
+    """Return seconds as milliseconds, with three significant digits below 100."""
     value = seconds * 1e3
     if value and abs(value) < 100:
         return f"{value:.3g}"
@@ -78,21 +72,21 @@ def latencies(summary: Summary, title: str = "") -> FigureTable:
 
 
 def figures(summary: Summary, title: str = "") -> FigureTable:
-    """Return the figures of a summary that are no latencies; those that say nothing are left out."""
+    """Return the figures of a summary other than latencies, without those that do not apply."""
     rows: list[tuple[str, str]] = [
         ("requests", f"{summary.num_requests:,}"),
         ("requests per second", f"{summary.requests_per_s:.3g}"),
         ("answer tokens per second", f"{summary.output_tokens_per_s:,.0f}"),
         ("tokens per second, prompts too", f"{summary.total_tokens_per_s:,.0f}"),
-        ("within the promise", f"{summary.slo_attainment:.1%}"),
-        ("requests per second within it", f"{summary.goodput_per_s:.3g}"),
+        ("within the SLO", f"{summary.slo_attainment:.1%}"),
+        ("requests per second within the SLO", f"{summary.goodput_per_s:.3g}"),
     ]
     if summary.num_errors:
         rows.insert(1, ("refused, failed or cancelled", f"{summary.num_errors:,}"))
     if summary.hit_rate is not None:
         rows += [
             ("adapter found on the device", f"{summary.hit_rate:.1%}"),
-            ("share of TTFT spent on nothing but loading", f"{summary.adapter_wait_share:.2%}"),
+            ("share of TTFT spent on loading alone", f"{summary.adapter_wait_share:.2%}"),
         ]
     if summary.adapter_spread is not None and summary.adapter_spread.p50 > 0:
         worst = summary.adapter_spread.highest / summary.adapter_spread.p50
@@ -121,12 +115,12 @@ def groups(summary: Summary, title: str = "") -> FigureTable:
         )
         for label, group in summary.groups.items()
     )
-    columns = ("", "requests", "TTFT P50", "TTFT P99", "TBT P99", "in all P50", "of it waiting", "within the promise")
+    columns = ("", "requests", "TTFT P50", "TTFT P99", "TBT P99", "in all P50", "of it waiting", "within the SLO")
     return FigureTable(title=title, columns=columns, rows=rows)
 
 
 def compare(summaries: Mapping[str, Summary], title: str = "") -> FigureTable:
-    """Return several runs in a row each, times in milliseconds."""
+    """Return a row for each run, times in milliseconds."""
     rows = tuple(
         (
             label,
@@ -142,10 +136,10 @@ def compare(summaries: Mapping[str, Summary], title: str = "") -> FigureTable:
     )
     columns = (
         *("", "requests/s", "tokens/s", "TTFT P50", "TTFT P99", "TBT P50", "TBT P99"),
-        *("within the promise", "hits", "TTFT on loading"),
+        *("within the SLO", "hits", "TTFT on loading"),
     )
     return FigureTable(title=title, columns=columns, rows=rows)
 
 
-def _percentile_cells(one: Percentiles) -> tuple[str, ...]:
+def _percentile_cells(one: PercentileSummary) -> tuple[str, ...]:
     return tuple(milliseconds(value) for value in (one.mean, one.p50, one.p90, one.p99, one.highest))

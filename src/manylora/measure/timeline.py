@@ -1,4 +1,4 @@
-"""What a replica went through, as columns over time: small enough to keep for hours, ready to be plotted."""
+"""Gauges, steps and loads of a replica as columns over time, small enough to keep for hours."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ class Steps:
     """Every step; the columns are equally long.
 
     Args:
-        at: When its results came, in seconds.
+        at: Time of its results, in seconds.
         took_s: Seconds since its launch.
-        num_sequences: Who took part.
-        num_tokens: Tokens that went through the model.
     """
 
     at: array[float] = field(default_factory=_column)
@@ -50,8 +48,7 @@ class Loads:
 
     Args:
         at: When it ended, in seconds.
-        busy_s: Seconds that the link worked on it: links serve first in, first out, so waiting in line is not counted.
-        num_bytes: Bytes it moved.
+        busy_s: Seconds that the link worked on it, without the time in the link's queue (first in, first out).
         num_evictions: Adapters that left the tier meanwhile.
     """
 
@@ -68,9 +65,8 @@ class Timeline:
     Args:
         at: When the gauges were sampled, in seconds.
         gauges: A column for each of ``GAUGES``.
-        queues: Requests waiting in each of the policy's queues, by sample; a row is as long as there were queues then.
-        steps: Every step.
-        loads: Loads by the tier they led to.
+        queues: Requests waiting in each of the policy's queues, a row for each sample; the number of queues may change.
+        loads: By target tier.
     """
 
     at: array[float] = field(default_factory=_column)

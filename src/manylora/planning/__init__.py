@@ -1,19 +1,19 @@
-"""How much hardware a service needs: capacity, replicas, memory and cost, by simulation."""
+"""Capacity planning by simulation: rate per replica, replicas, memory and cost."""
 
 from manylora.planning.capacity import Capacity, find_capacity
 from manylora.planning.load_test import LoadTest, LoadTests, SearchBudget
-from manylora.planning.plan import Cost, Demand, Plan, make_plan
+from manylora.planning.plan import Cost, Plan, TrafficDemand, make_plan
 from manylora.planning.slo import Objective
 
 __all__ = [
     "Capacity",
     "Cost",
-    "Demand",
     "LoadTest",
     "LoadTests",
     "Objective",
     "Plan",
     "SearchBudget",
+    "TrafficDemand",
     "find_capacity",
     "make_plan",
 ]

@@ -1,7 +1,7 @@
 """Capacity: the highest rate that meets the SLO, found by bracketing and bisection.
 
-Rates are compared by their ratio: the search ends when the lowest that missed the SLO is within the tolerance of the
-highest that met it. What is returned is the one that kept it.
+Rates are compared by their ratio: the search ends when the lowest rate that missed the SLO is within the tolerance of
+the highest that met it. It returns the highest rate that met it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ WIDEN = 2.0
 """Factor between rates while there is no bracket."""
 
 MOST_WIDENINGS = 8
-"""How often the first guess is halved before there is no rate at all, or doubled before there is no limit."""
+"""Most times the first guess is halved (then no rate meets the SLO) or doubled (then there is no limit)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a search found.
+    """The result of a search.
 
     Args:
-        rate: Requests per second; 0 if every rate that was tried broke the objective.
+        rate: Requests per second; 0 if every rate missed the SLO.
         kept: The load test at that rate; ``None`` if there is none.
-        broken: The lowest rate that broke the objective; ``None`` if none did.
-        load tests: Every load test, in the order they were made.
+        broken: The load test at the lowest rate that missed the SLO; ``None`` if none did.
+        load_tests: In the order of the search.
     """
 
     rate: float
@@ -42,12 +42,12 @@ def find_capacity(try_rate: Callable[[float], LoadTest], *, start: float, tolera
     """Search for the highest rate that meets the SLO.
 
     Args:
-        try_rate: Tries a rate in requests per second; what meets the SLO at one rate keeps it at every lower one.
+        try_rate: Runs a load test at a rate in requests per second; the SLO must be met at every lower rate as well.
         start: First guess.
-        tolerance: How far the answer may lie below the truth, as a share of it.
+        tolerance: Largest error of the result, as a share of the true capacity.
 
     Raises:
-        ConfigError: The guess or the tolerance makes no sense.
+        ConfigError: The guess or the tolerance is out of range.
     """
     if not start > 0 or not 0 < tolerance < 1:
         raise ConfigError(f"Got {start = }, {tolerance = }, expected a rate above 0 and a share in (0, 1)")

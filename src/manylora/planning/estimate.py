@@ -1,8 +1,8 @@
-"""A first guess at capacity, in closed form: where a search begins, and the floor it is held against.
+"""A first guess at capacity, in closed form: the start of the search, and an upper bound in the report.
 
-A device that always has enough to do reads a prompt in one step and decodes with as many sequences as fit. No queue, no
-burst and no cold adapter is in it, so a service with an SLO reaches less. Where adapters do not all fit, the
-other extreme is a copy for every request.
+A saturated device reads a prompt in one step and decodes with as many sequences as fit. There is no queue, burst or
+cold adapter in this model, so a service with an SLO reaches less. Where adapters do not all fit, every request is
+assumed to copy its adapter.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from manylora.workloads import RequestSpec, Workload
 __all__ = ["first_guess", "most_requests_per_s"]
 
 START = 0.6
-"""Of the rate of a device that is never idle: where a search begins."""
+"""The first guess, as a share of the rate of a device that is never idle."""
 
 
 def first_guess(workload: Workload, config: SimulationConfig) -> float:
-    """Return a rate to begin a search at, in requests per second.
-
-    Args:
-        workload: Its lengths and adapters count, its times do not.
-        config: What serves it.
+    """Return the rate at which a search begins, in requests per second; the workload's times are ignored.
 
     Raises:
         AdapterError: An adapter applies to no module of the base.
@@ -42,12 +38,7 @@ def first_guess(workload: Workload, config: SimulationConfig) -> float:
 
 
 def most_requests_per_s(requests: Sequence[RequestSpec], config: SimulationConfig) -> float:
-    """Return about how many requests per second a replica can serve that is never idle.
-
-    Args:
-        requests: Their lengths count, their times do not.
-        config: What serves them.
-    """
+    """Return the approximate requests per second of a replica that is never idle; the requests' times are ignored."""
     prompt = max(1, round(sum(one.num_prompt_tokens for one in requests) / len(requests)))
     output = max(1, round(sum(one.num_output_tokens for one in requests) / len(requests)))
     context = prompt + output // 2

@@ -1,8 +1,7 @@
-"""One rate, tried: the workload at that rate, served in virtual time by the engine that serves, and judged.
+"""A load test: the workload at one rate, simulated by the engine's own code, and checked against the SLO.
 
-A search tries the same workload at many rates: with the same seeds, and so many requests, it is the same requests with
-all gaps stretched alike, so that two rates differ by their rate and by nothing else. A load test that can no longer
-meet its SLO is given up, which is what makes hopeless rates cheap.
+With the same seeds and number of requests, two rates see the same requests with all gaps scaled by one factor. A load
+test stops early once it can no longer meet the SLO, so rates that are far too high cost little.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ __all__ = ["LoadTest", "LoadTestRun", "LoadTests", "SearchBudget", "at_rate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchBudget:
-    """How much a load test takes.
+    """Size of a load test.
 
     Args:
-        num_requests: Requests of a run, and replica, at least.
-        seeds: Runs of a load test; their requests are judged together.
-        warm_up: Share of a run's requests that come first and are not counted: caches begin empty.
-        spans: A run lasts at least that many times the longest objective: a rate that is a little too high shows only
-            when the queue has had the time to grow.
+        num_requests: Least requests per run and replica.
+        seeds: Runs of a load test; percentiles are over all of their requests.
+        warm_up: Share of a run's first requests that are not counted, because caches begin empty.
+        spans: Least length of a run, in multiples of the longest limit: at a rate that is slightly too high the queue
+            needs time to grow.
     """
 
     num_requests: int = 2000
@@ -59,10 +58,8 @@ class LoadTestRun:
     """One run of a load test.
 
     Args:
-        run: What came of it.
-        counted: Its requests without those of the warm-up.
-        meter: What the device did.
-        config: What served.
+        counted: Requests after the warm-up.
+        meter: The device's time by part.
     """
 
     run: Run
@@ -73,14 +70,13 @@ class LoadTestRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTest:
-    """What came of a rate.
+    """The result of one rate.
 
     Args:
-        rate: Requests per second.
-        num_replicas: Replicas that shared them.
-        is_kept: Whether every objective was kept.
-        measured: Each promised time at its percentile, in seconds; infinite in a load test that was given up.
-        runs: The runs; empty in a load test that was given up.
+        rate: Requests per second, all replicas together.
+        is_kept: Whether the SLO was met.
+        measured: Each limited metric at its percentile, in seconds; infinite if the load test stopped early.
+        runs: Empty if the load test stopped early.
     """
 
     rate: float
@@ -108,19 +104,19 @@ def at_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
     return replace(spec, arrivals=changed)
 
 
-class _GivenUp(Exception):
-    """So many requests are late already that the objective cannot be kept."""
+class _StoppedEarly(Exception):
+    """Too many requests are late already to meet the SLO."""
 
 
 class LoadTests:
-    """Tries rates of one scenario.
+    """Runs load tests of one scenario.
 
     Args:
-        scenario: Who asks and what serves; its workload's rate and number of requests are not looked at.
-        objective: What is promised.
-        search budget: How much a load test takes.
+        scenario: Workload and setup; the workload's rate and number of requests are replaced.
+        objective: The SLO.
+        search_budget: Size of a load test.
         cost: Prices of steps and loads; by default those of the scenario's setup.
-        on_run: Told of each run before it begins, as words for people.
+        on_run: Called with a description of each run before it begins.
     """
 
     def __init__(
@@ -139,7 +135,7 @@ class LoadTests:
         self._on_run = on_run or (lambda text: None)
 
     def config(self, num_replicas: int = 1, seed: int = 0) -> SimulationConfig:
-        """Return what serves."""
+        """Return the simulated system."""
         setup = replace(self.scenario.setup, num_replicas=num_replicas)
         config = replace(self.scenario, setup=setup, seed=self.scenario.seed + seed).make_config()
         return config if self._cost is None else replace(config, cost=self._cost, speed=None)
@@ -154,14 +150,9 @@ class LoadTests:
         return make_workload(spec, self.scenario.seed + seed)
 
     def at(self, rate: float, num_replicas: int = 1) -> LoadTest:
-        """Try a rate.
-
-        Args:
-            rate: Requests per second, all replicas together.
-            num_replicas: Replicas that share them.
-        """
+        """Run a load test at a rate in requests per second, all replicas together."""
         workloads = [self.workload(rate, num_replicas, seed) for seed in range(self.search_budget.seeds)]
-        watch = _Watch(self.objective, [len(one.requests) for one in workloads], self.search_budget.warm_up)
+        watch = _EarlyStop(self.objective, [len(one.requests) for one in workloads], self.search_budget.warm_up)
         runs = []
         for seed, workload in enumerate(workloads):
             self._on_run(f"{rate:.3g} req/s, {_replicas(num_replicas)}, seed {self.scenario.seed + seed}")
@@ -170,7 +161,7 @@ class LoadTests:
             config = replace(config, cost=meter)
             try:
                 run = simulate(workload, config, sinks=(watch,))
-            except _GivenUp:
+            except _StoppedEarly:
                 measured = {name: math.inf for name, _ in self.objective.limits()}
                 return LoadTest(rate=rate, num_replicas=num_replicas, is_kept=False, measured=measured)
             counted = [one for one in run.records if int(one.request_id) >= watch.first_counted]
@@ -186,8 +177,8 @@ class LoadTests:
         )
 
 
-class _Watch:
-    """An event sink that gives a load test up once its objective is broken for sure."""
+class _EarlyStop:
+    """An event sink that stops a load test once it cannot meet the SLO."""
 
     def __init__(self, objective: Objective, sizes: list[int], warm_up: float) -> None:
         self._slo = objective.slo
@@ -218,7 +209,7 @@ class _Watch:
         self._num_late += late
         # One more than may be late: percentiles are values that occur, and rounding must not end a load test wrongly.
         if self._num_late > self._may_be_late + 1:
-            raise _GivenUp
+            raise _StoppedEarly
 
 
 def _replicas(num: int) -> str:

@@ -1,7 +1,7 @@
-"""What a device spends its time on: a cost model that adds up what it is asked.
+"""The device's time by part of a step: a cost model that adds up the prices it returns.
 
-Layers and attention take the longer of computing and reading, so their time is one or the other's. A fitted model knows
-the sum alone.
+Layers and attention take the longer of computing and reading, so their time is attributed to one of the two. A fitted
+model knows only the sum.
 """
 
 from __future__ import annotations
@@ -14,16 +14,12 @@ from manylora.plan import AdapterLoad, StepPlan
 __all__ = ["PARTS", "Meter"]
 
 PARTS = ("compute", "bandwidth", "adapters", "network", "host")
-"""What a step's time goes to: arithmetic of the base, reading its weights and the KV, adapters' arithmetic, all-reduces
+"""Parts of a step's time: arithmetic of the base, reading its weights and the KV, adapters' arithmetic, all-reduces
 between devices, and the host (launches and the gap between two steps)."""
 
 
 class Meter:
-    """Prices work as another cost model does, and keeps count.
-
-    Args:
-        cost: The other one.
-    """
+    """Returns the prices of another cost model, and adds up the time of all steps."""
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
@@ -32,7 +28,7 @@ class Meter:
         self.parts_s = dict.fromkeys(PARTS, 0.0)
 
     def step_time_s(self, plan: StepPlan) -> float:
-        """Return how long a step takes, in seconds."""
+        """Return the duration of a step, in seconds."""
         self.num_steps += 1
         if isinstance(self.cost, RooflineCost):
             seconds = self._split(self.cost, step_features(plan))
@@ -42,7 +38,7 @@ class Meter:
         return seconds
 
     def load_time_s(self, load: AdapterLoad) -> float:
-        """Return how long a load takes on an idle link, in seconds."""
+        """Return the duration of a load on an idle link, in seconds."""
         return self.cost.load_time_s(load)
 
     def shares(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A plan: what one replica can serve within its SLO, how many replicas traffic needs, and what it costs."""
+"""A plan: the capacity of a replica within the SLO, the replicas that the traffic needs, and their cost."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from manylora.planning.capacity import Capacity, find_capacity
 from manylora.planning.estimate import first_guess, most_requests_per_s
 from manylora.planning.load_test import LoadTest, LoadTests, SearchBudget
 from manylora.planning.slo import Objective
-from manylora.planning.usage import Usage, usage_of, what_binds
+from manylora.planning.usage import Usage, bottleneck_of, usage_of
 from manylora.sim.run.simulation import SimulationConfig
 from manylora.sim.scenario import Scenario
 from manylora.workloads import Workload
 
-__all__ = ["MOST_SIMULATED", "Cost", "Demand", "Plan", "make_plan"]
+__all__ = ["MOST_SIMULATED", "Cost", "Plan", "TrafficDemand", "make_plan"]
 
 MOST_SIMULATED = 8
-"""Replicas that are simulated together; more are counted by division."""
-
+"""Most replicas that are simulated together; larger numbers are computed by division."""
 
 LEAST_TOLERANCE = 1e-4
-"""Finer than any load test can tell two rates apart."""
+"""Load tests cannot tell closer rates apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What is planned for.
+class TrafficDemand:
+    """The traffic and price to plan for.
 
     Args:
         rate: Traffic in requests per second, all replicas together; ``None`` plans for one full replica.
-        price_per_hour: What a device costs, in any currency; ``None`` for no cost.
-        tolerance: How far the capacity that is found may lie below the true one, as a share of it.
-        search budget: How much each load test takes.
+        price_per_hour: Of a device, in any currency; ``None`` for no cost.
+        tolerance: Largest error of the capacity, as a share of the true one.
     """
 
     rate: float | None = None
@@ -54,14 +52,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What serving costs, in the currency of the price.
-
-    Args:
-        per_hour: All devices of all replicas.
-        per_million_output_tokens: At the traffic planned for.
-        per_million_tokens: Prompt tokens counted as well.
-        per_million_requests: Requests.
-    """
+    """Cost of all devices of all replicas at the planned traffic, in the currency of the price."""
 
     per_hour: float
     per_million_output_tokens: float
@@ -71,23 +62,21 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What came out.
+    """The result of planning.
 
     Args:
-        objective: What was promised.
-        demand: What was planned for.
-        most_per_s: Requests per second of a replica that is never idle: the floor in closed form.
+        most_per_s: Requests per second of a replica that is never idle, in closed form.
         capacity: Of one replica.
-        binds: What a replica would need more of to serve more; ``None`` if it serves nothing within the objective.
-        usage: Of the service as planned, or of one replica at capacity; ``None`` likewise.
-        num_replicas: Replicas the traffic needs; 1 without a rate, ``None`` if no number that was tried is enough.
-        is_simulated: Whether so many replicas were tried together, rather than counted by division.
+        binds: The bottleneck; ``None`` if no rate meets the SLO.
+        usage: Of the service as planned, or of one replica at capacity; ``None`` if no rate meets the SLO.
+        num_replicas: For the traffic; 1 without a rate, ``None`` if ``MOST_SIMULATED`` replicas are not enough.
+        is_simulated: Whether the replicas were simulated together, not computed by division.
         served: The load test of the service as planned.
         cost: ``None`` without a price, or without a plan.
     """
 
     objective: Objective
-    demand: Demand
+    demand: TrafficDemand
     most_per_s: float
     capacity: Capacity
     binds: str | None
@@ -101,7 +90,7 @@ class Plan:
 def make_plan(
     scenario: Scenario,
     objective: Objective,
-    demand: Demand,
+    demand: TrafficDemand,
     *,
     cost: CostModel | None = None,
     on_run: Callable[[str], None] | None = None,
@@ -109,11 +98,11 @@ def make_plan(
     """Plan a service.
 
     Args:
-        scenario: Who asks and what serves; its rate, length and replicas are the plan's to choose.
-        objective: What it objectives.
-        demand: What it is planned for.
+        scenario: Workload and setup; rate, length and replicas are replaced.
+        objective: The SLO.
+        demand: Traffic and price.
         cost: Prices of steps and loads; by default those of the scenario's setup.
-        on_run: Told of each simulated run before it begins, as words for people.
+        on_run: Called with a description of each simulated run before it begins.
 
     Raises:
         ConfigError: The scenario does not fit together, or no rate can keep its objective.
@@ -144,7 +133,7 @@ def make_plan(
         demand=demand,
         most_per_s=most_per_s,
         capacity=capacity,
-        binds=what_binds(capacity.kept, full, objective),
+        binds=bottleneck_of(capacity.kept, full, objective),
         usage=usage,
         num_replicas=num_replicas,
         is_simulated=is_simulated,
@@ -154,7 +143,7 @@ def make_plan(
 
 
 def _check_prompts_fit(workload: Workload, config: SimulationConfig, objective: Objective) -> None:
-    """Refuse what would be searched for in vain: a request that is refused counts as forever, at every rate."""
+    """Raise if refused prompts, which count as infinite latency at every rate, already break the SLO."""
     longest = min(config.base.max_model_len, config.num_pages * config.memory.block_size) - 1
     num_refused = sum(one.num_prompt_tokens > longest for one in workload.requests)
     if num_refused > len(workload.requests) * (1 - objective.percentile / 100):
@@ -165,11 +154,10 @@ def _check_prompts_fit(workload: Workload, config: SimulationConfig, objective: 
         )
 
 
-def _fit(load_tests: LoadTests, capacity: Capacity, demand: Demand) -> tuple[LoadTest, int | None, bool]:
-    """Return the load test of enough replicas for the traffic, how many that are, and whether they were tried together.
+def _fit(load_tests: LoadTests, capacity: Capacity, demand: TrafficDemand) -> tuple[LoadTest, int | None, bool]:
+    """Return the load test of enough replicas, their number, and whether they were simulated together.
 
-    Where division says that few are enough, and even the most that are tried together break the objective, nothing is
-    known of more: there is no number then.
+    The number is ``None`` if ``MOST_SIMULATED`` replicas miss the SLO although division says that they are enough.
     """
     assert capacity.kept is not None
     if demand.rate is None:
@@ -178,18 +166,20 @@ def _fit(load_tests: LoadTests, capacity: Capacity, demand: Demand) -> tuple[Loa
     if num > MOST_SIMULATED:
         return capacity.kept, num, False
     for more in range(num, MOST_SIMULATED + 1):
-        # Replicas share bursts, which helps, and each sees adapters less often, which does not: so they are tried.
+        # Replicas share bursts, but each sees an adapter less often; the net effect must be simulated.
         load_test = load_tests.at(demand.rate, more)
         if load_test.is_kept:
             return load_test, more, True
     return capacity.kept, None, True
 
 
-def _price(scenario: Scenario, demand: Demand, usage: Usage, served: LoadTest, num_replicas: int | None) -> Cost | None:
+def _price(
+    scenario: Scenario, demand: TrafficDemand, usage: Usage, served: LoadTest, num_replicas: int | None
+) -> Cost | None:
     if demand.price_per_hour is None or num_replicas is None:
         return None
     per_hour = demand.price_per_hour * scenario.setup.tensor_parallel * num_replicas
-    # Where so many replicas were not tried together, one full one stands for each.
+    # Replicas computed by division are each counted as one at capacity.
     rate = served.rate if demand.rate is None else demand.rate
     more = rate / served.rate
 

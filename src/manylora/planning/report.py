@@ -11,12 +11,12 @@ from manylora.measure.tables import FigureTable
 from manylora.planning.load_test import LoadTest
 from manylora.planning.plan import MOST_SIMULATED, Plan
 
-__all__ = ["BINDS", "as_json", "comparison_table", "plan_tables"]
+__all__ = ["BOTTLENECKS", "as_json", "comparison_table", "plan_tables"]
 
-BINDS = {
-    "seats": "seats: as many sequences run as may (max_num_seqs)",
-    "memory": "memory: pages for KV are not to be had",
-    "link": "the link: adapters on their way from the host",
+BOTTLENECKS = {
+    "seats": "seats: max_num_seqs sequences are running",
+    "memory": "memory: no free pages for KV",
+    "link": "the link: adapters are being copied from the host",
     "compute": "compute: the base model's arithmetic",
     "bandwidth": "memory bandwidth: reading weights and KV",
     "adapters": "adapters: their arithmetic",
@@ -24,20 +24,20 @@ BINDS = {
     "host": "host: launches and the time between steps",
     "device": "the device: its steps",
 }
-"""What binds, in words."""
+"""Descriptions of bottlenecks."""
 
 
 def plan_tables(plan: Plan) -> list[FigureTable]:
-    """Return what a person wants to know of one plan."""
+    """Return the tables of one plan."""
     return [table for table in (_outcome(plan), _memory(plan), _device(plan)) if table is not None]
 
 
 def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureTable:
-    """Return several plans side by side, given what is special about each."""
+    """Return several plans side by side, each with the settings that distinguish it."""
     labels = tuple(plans[0][0])
     with_cost = any(plan.cost is not None for _, plan in plans)
     there = f"P{plans[0][1].objective.percentile:g} there"
-    columns = (*labels, "req/s per replica", there, "replicas", "hit rate", "device busy", "binds")
+    columns = (*labels, "req/s per replica", there, "replicas", "hit rate", "device busy", "bottleneck")
     rows = []
     for settings, plan in plans:
         row = [*settings.values(), f"{plan.capacity.rate:.2f}", _measured(plan.capacity.kept)]
@@ -52,7 +52,7 @@ def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureT
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return everything that is known of a plan but the single requests; infinity is ``null``."""
+    """Return a plan without its single requests; infinity is ``null``."""
     capacity = plan.capacity
     content: dict[str, Any] = _finite(
         {
@@ -96,22 +96,26 @@ def _outcome(plan: Plan) -> FigureTable:
     if capacity.kept is None:
         lowest = capacity.broken
         assert lowest is not None
-        tried = f"{_promised(plan, lowest)} at {lowest.rate:.3g} req/s" if lowest.runs else "given up at every rate"
+        tried = (
+            f"{_with_percentile(plan, lowest)} at {lowest.rate:.3g} req/s"
+            if lowest.runs
+            else "stopped early at every rate"
+        )
         rows.append(("capacity", f"none: {tried}"))
         return FigureTable(title="", columns=("", ""), rows=tuple(rows))
     assert usage is not None
     bound = "" if capacity.broken is not None else "at least "
     rows += [
         ("capacity of a replica", f"{bound}{capacity.rate:.2f} req/s"),
-        ("  measured there", _promised(plan, capacity.kept)),
+        ("  measured there", _with_percentile(plan, capacity.kept)),
         ("  if it were never idle", f"{plan.most_per_s:.2f} req/s"),
-        ("what binds", BINDS[plan.binds or "device"]),
+        ("bottleneck", BOTTLENECKS[plan.binds or "device"]),
     ]
     if plan.demand.rate is not None and plan.served is not None:
         if plan.num_replicas is None:
-            found = f"more than {MOST_SIMULATED}, which break the promise together"
+            found = f"more than {MOST_SIMULATED}, which together miss the SLO"
         elif plan.is_simulated:
-            found = f"{_count(plan)} ({_promised(plan, plan.served)})"
+            found = f"{_count(plan)} ({_with_percentile(plan, plan.served)})"
         else:
             found = f"{_count(plan)} (by division, too many to simulate together)"
         rows.append((f"replicas for {plan.demand.rate:g} req/s", found))
@@ -145,8 +149,8 @@ def _memory(plan: Plan) -> FigureTable | None:
 def _device(plan: Plan) -> FigureTable | None:
     if plan.usage is None or not plan.usage.step_parts:
         return None
-    rows = tuple((BINDS[name], f"{share:.1%}") for name, share in plan.usage.step_parts.items())
-    return FigureTable(title="What steps take", columns=("", "share of time"), rows=rows)
+    rows = tuple((BOTTLENECKS[name], f"{share:.1%}") for name, share in plan.usage.step_parts.items())
+    return FigureTable(title="Time of a step by part", columns=("", "share of time"), rows=rows)
 
 
 def _objective(plan: Plan) -> str:
@@ -160,7 +164,7 @@ def _measured(load_test: LoadTest | None, prefix: str = "") -> str:
     return ", ".join(f"{prefix}{name.upper()} {seconds:.3g} s" for name, seconds in load_test.measured.items())
 
 
-def _promised(plan: Plan, load_test: LoadTest | None) -> str:
+def _with_percentile(plan: Plan, load_test: LoadTest | None) -> str:
     return _measured(load_test, f"P{plan.objective.percentile:g} ")
 
 

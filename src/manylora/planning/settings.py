@@ -1,4 +1,4 @@
-"""How a plan is made, as `[plan]` of a scenario's file has it.
+"""The settings of a plan: `[plan]` of a scenario's file.
 
 ::
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from manylora.errors import ConfigError
 from manylora.planning.load_test import SearchBudget
-from manylora.planning.plan import Demand
+from manylora.planning.plan import TrafficDemand
 from manylora.planning.variants import Axis, make_axis
 from manylora.workloads.tables import TableReader
 
@@ -28,17 +28,17 @@ __all__ = ["PlanSettings", "read_plan_settings"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """What a plan is asked for, beside the scenario.
+    """Settings of a plan beside the scenario.
 
     Args:
         rate: Traffic in requests per second, all replicas together; ``None`` plans for one full replica.
-        percentile: How many of a hundred requests get what is promised.
-        price: What a device costs per hour, whatever its kind.
+        percentile: Percentage of requests that must meet the SLO.
+        price: Per device and hour, for kinds that are not in ``prices``.
         requests: Requests of each run, at least.
         seeds: Runs of each load test.
-        tolerance: How far the capacity that is found may lie below the true one, as a share of it.
-        prices: What a device costs per hour, by kind.
-        compare: Settings that are varied, each value with each.
+        tolerance: Largest error of the capacity, as a share of the true one.
+        prices: Per device and hour, by kind of hardware.
+        compare: Settings to vary; every combination is planned.
     """
 
     rate: float | None = None
@@ -50,13 +50,13 @@ class PlanSettings:
     prices: Mapping[str, float] = field(default_factory=dict)
     compare: tuple[Axis, ...] = ()
 
-    def demand(self, hardware: str) -> Demand:
-        """Return what is planned for on a kind of hardware.
+    def demand(self, hardware: str) -> TrafficDemand:
+        """Return the demand, with the price of a kind of hardware.
 
         Raises:
-            ConfigError: A value makes no sense.
+            ConfigError: A value is out of range.
         """
-        return Demand(
+        return TrafficDemand(
             rate=self.rate,
             price_per_hour=self.prices.get(hardware, self.price),
             tolerance=self.tolerance,

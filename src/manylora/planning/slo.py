@@ -21,7 +21,7 @@ class Objective:
 
     Args:
         slo: The limits; at least one is set.
-        percentile: How many of a hundred must keep them.
+        percentile: Percentage that must keep them.
     """
 
     slo: Slo = field(default_factory=Slo)
@@ -34,7 +34,7 @@ class Objective:
             raise ConfigError("No objective to plan for: give a limit on ttft_s, tbt_s, tpot_s or e2e_s")
 
     def limits(self) -> Iterator[tuple[str, float]]:
-        """Yield what is promised: ``ttft``, ``tbt``, ``tpot`` or ``e2e``, and its limit in seconds."""
+        """Yield each metric that has a limit (``ttft``, ``tbt``, ``tpot``, ``e2e``), and the limit in seconds."""
         for name in ("ttft", "tbt", "tpot", "e2e"):
             limit = getattr(self.slo, f"{name}_s")
             if limit is not None:
@@ -46,7 +46,7 @@ class Objective:
         return max(limit for _, limit in self.limits())
 
     def measure(self, records: Sequence[RequestRecord]) -> dict[str, float]:
-        """Return the percentile of every promised time, in seconds; infinite where too many requests failed."""
+        """Return the percentile of every limited metric, in seconds; infinite where too many requests failed."""
         return {name: _percentile(pool_values(name, records), self.percentile) for name, _ in self.limits()}
 
     def is_kept(self, measured: dict[str, float]) -> bool:
@@ -54,17 +54,17 @@ class Objective:
         return all(measured[name] <= limit for name, limit in self.limits())
 
     def broken(self, measured: dict[str, float]) -> tuple[str, ...]:
-        """Return the names of the objectives that are broken, the worst first."""
+        """Return the names of the metrics beyond their limits, the worst first."""
         excess = {name: measured[name] / limit for name, limit in self.limits() if measured[name] > limit}
         return tuple(sorted(excess, key=lambda name: -excess[name]))
 
     def tightest(self, measured: dict[str, float]) -> str:
-        """Return the name of the objective that is nearest to its limit, or furthest beyond it."""
+        """Return the name of the metric that is nearest to its limit, or furthest beyond it."""
         return max(self.limits(), key=lambda limit: measured[limit[0]] / limit[1])[0]
 
 
 def pool_values(name: str, records: Sequence[RequestRecord]) -> NDArray[np.float64]:
-    """Return a promised time over requests (over gaps, for ``tbt``) in seconds; a failed request counts as forever."""
+    """Return a metric over requests (over gaps, for ``tbt``) in seconds; a failed request counts as infinite."""
     failed = sum(record.error is not None for record in records)
     good = [record for record in records if record.error is None]
     if name == "tbt":

@@ -1,18 +1,18 @@
-"""What a load test used: memory by owner, the device's time, the link; and what it would have needed more of.
+"""Resource usage of a load test (memory by owner, device, link), and the bottleneck.
 
-*What binds* is read off the runs, by rules that are written here and nowhere else. If the tightest limit is about the
-time between tokens, steps are too long, and the largest part of a step binds. Otherwise requests were late because they
-waited; samples of the engine say for which resource, each weighted by the number that waited::
+If the tightest limit is on the time between tokens, steps are too long, and the largest part of a step is the
+bottleneck. Otherwise requests were late because they waited. Samples of the engine show for which resource, each
+weighted by the number of waiting requests::
 
-    seats     as many sequences ran as may
-    memory    a request's pages were not to be had, even from idle adapters and prefixes
-    link      neither; and more of the time to first token went to adapters on their way than the device was busy
-    device    none of these: what takes most of a step binds (compute, bandwidth, adapters, network, host)
+    seats     max_num_seqs sequences were running
+    memory    a request's pages could not be allocated, even by evicting idle adapters and prefixes
+    link      neither; and the share of time to first token spent on loading exceeds the device's busy share
+    device    none of these: the largest part of a step is the bottleneck (compute, bandwidth, adapters, network, host)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +25,10 @@ from manylora.planning.meter import PARTS
 from manylora.planning.slo import Objective
 from manylora.types import Tier
 
-__all__ = ["OWNERS", "MemoryUse", "Usage", "usage_of", "what_binds"]
+__all__ = ["OWNERS", "MemoryUse", "Usage", "bottleneck_of", "usage_of"]
 
 OWNERS = ("kv", "prefixes", "adapters", "free")
-"""Who has the pages of the pool."""
+"""Owners of pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class MemoryUse:
     """Memory of one replica, all of its devices together, in bytes.
 
     Args:
-        weights: The base model's; ``None`` where a measured profile does not say.
+        weights: The base model's; ``None`` under a measured profile, which has no sizes.
         pool: All pages.
         mean: By owner, over time.
-        highest: By owner, each at its own moment.
+        highest: By owner; maxima may be at different times.
         over_time: Up to 200 moments of the first run: seconds, then bytes by owner.
     """
 
@@ -52,20 +52,17 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a load test used; means over its runs and replicas.
+    """Usage of a load test; means over its runs and replicas.
 
     Args:
-        memory: By owner.
         hit_rate: Share of requests for an adapter that found it on the device; ``None`` without adapters.
         device_busy: Share of time in which a step ran.
         link_busy: Share of time in which an adapter was copied to the device.
-        adapter_wait: Share of all time to first token in which a request waited for nothing but its adapter.
-        preempted: Share of requests that had to give their pages back.
-        mean_running: Sequences in a step.
+        adapter_wait: Share of all time to first token in which a request waited for its adapter alone.
+        preempted: Share of requests that were pre-empted.
         step_parts: Share of each part in the time of steps; empty where they are unknown.
-        prompt_tokens_per_s: Prompt tokens of requests that ended well, all replicas together.
-        output_tokens_per_s: Tokens they got.
-        waited_for: Share of each reason in all waiting that was seen: ``seats``, ``memory`` and ``device``.
+        prompt_tokens_per_s: Of successful requests, all replicas together, as are the output tokens.
+        waited_for: Share of each reason (``seats``, ``memory``, ``device``) in all samples of waiting requests.
     """
 
     memory: MemoryUse
@@ -82,7 +79,7 @@ class Usage:
 
 
 def usage_of(load_test: LoadTest) -> Usage:
-    """Return what a load test used, given one that was not given up."""
+    """Return the usage of a load test that ran to its end."""
     assert load_test.runs, "a load test that was given up has no runs"
     timelines = [timeline for one in load_test.runs for timeline in one.run.timelines]
     time_s = sum(one.run.duration_s * len(one.run.timelines) for one in load_test.runs)
@@ -106,8 +103,8 @@ def usage_of(load_test: LoadTest) -> Usage:
     )
 
 
-def what_binds(load_test: LoadTest, usage: Usage, objective: Objective) -> str:
-    """Return what a service would need more of: ``seats``, ``memory``, ``link``, or a part of a step's time."""
+def bottleneck_of(load_test: LoadTest, usage: Usage, objective: Objective) -> str:
+    """Return the bottleneck: ``seats``, ``memory``, ``link``, or a part of a step's time."""
     if objective.tightest(load_test.measured) not in ("tbt", "tpot"):
         most = max(usage.waited_for, key=lambda name: usage.waited_for[name]) if usage.waited_for else "device"
         if most != "device":
@@ -119,7 +116,7 @@ def what_binds(load_test: LoadTest, usage: Usage, objective: Objective) -> str:
 
 
 def _counted_s(one: LoadTestRun) -> float:
-    """Return the seconds in which the counted requests arrived, which is what rates refer to."""
+    """Return the seconds in which the counted requests arrived, to which rates refer."""
     arrivals = [record.arrived_at for record in one.counted]
     return max(1e-9, (max(arrivals) - min(arrivals)) * len(arrivals) / max(1, len(arrivals) - 1))
 
@@ -135,7 +132,7 @@ def _gauges(timeline: Timeline, *names: str) -> list[NDArray[np.float64]]:
 
 
 def _waited_for(runs: Sequence[LoadTestRun]) -> dict[str, float]:
-    """Return what waiting requests lacked when the engine was looked at, as shares of all waiting."""
+    """Return the resource that waiting requests lacked in samples of the engine, as shares of all waiting."""
     lacked = dict.fromkeys(("seats", "memory", "device"), 0.0)
     for one in runs:
         needs = [record.num_prompt_tokens for record in one.counted]
@@ -151,7 +148,7 @@ def _waited_for(runs: Sequence[LoadTestRun]) -> dict[str, float]:
                 "num_resident",
                 "num_active",
             )
-            # Pages of resident but unused adapters could be taken as well; adapters are taken to be alike in size.
+            # Pages of resident but unused adapters could be evicted as well; adapters are assumed to be of one size.
             idle = adapters * (1 - active / np.maximum(1, resident))
             seats = running >= one.config.scheduler.max_num_seqs
             memory = ~seats & (free + prefix + idle < pages)
@@ -167,9 +164,10 @@ def _memory(load_test: LoadTest) -> MemoryUse:
     page_bytes = config.base.page.num_bytes
     columns = ("num_kv_pages", "num_prefix_pages", "num_adapter_pages", "num_free_pages")
     samples: dict[str, list[NDArray[np.float64]]] = {owner: [] for owner in OWNERS}
-    for timeline in _timelines(load_test.runs):
-        for owner, gauge in zip(OWNERS, _gauges(timeline, *columns), strict=True):
-            samples[owner].append(gauge * page_bytes)
+    for one in load_test.runs:
+        for timeline in one.run.timelines:
+            for owner, gauge in zip(OWNERS, _gauges(timeline, *columns), strict=True):
+                samples[owner].append(gauge * page_bytes)
     joined = {owner: np.concatenate(parts) for owner, parts in samples.items()}
     first = load_test.runs[0].run.timelines[0]
     kept = slice(None, None, max(1, -(-len(first.at) // 200)))
@@ -183,7 +181,3 @@ def _memory(load_test: LoadTest) -> MemoryUse:
         highest={owner: float(values.max(initial=0.0)) for owner, values in joined.items()},
         over_time=over_time,
     )
-
-
-def _timelines(runs: Iterable[LoadTestRun]) -> Iterable[Timeline]:
-    return (timeline for one in runs for timeline in one.run.timelines)

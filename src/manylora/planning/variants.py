@@ -1,4 +1,4 @@
-"""What if: one scenario in several variants, each setting with each."""
+"""Variants of one scenario: every combination of the compared settings."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ class Axis:
     """One setting and the values it takes.
 
     Args:
-        label: As it was asked for.
-        key: Where it stands in a scenario.
-        values: What stands there, in turn.
+        label: The name in the command.
+        key: The dotted name of the setting.
     """
 
     label: str
@@ -47,12 +46,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One combination.
-
-    Args:
-        settings: Values by the axes' labels.
-        table: The scenario with these values.
-    """
+    """One combination: its values by label, and the scenario's table with these values."""
 
     settings: dict[str, str]
     table: dict[str, Any]
@@ -105,12 +99,12 @@ def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
 
 
 def adapters_in(folder: Path) -> dict[str, Any]:
-    """Return the adapters below a folder as a scenario's `workload.adapters` has them.
+    """Return the adapters in a folder as a table `workload.adapters`: their number, ranks and modules.
 
-    Planning needs their number, ranks and modules alone; an adapter with several ranks counts with its largest.
+    An adapter with several ranks counts with its largest.
 
     Raises:
-        ConfigError: There is none, or the modules of one are known to its own model alone.
+        ConfigError: There is none, or the modules of one are given by an expression.
         AdapterError: One cannot be read.
     """
     homes = sorted(config.parent for config in folder.glob(f"*/{CONFIG_FILE}"))

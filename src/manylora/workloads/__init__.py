@@ -1,4 +1,4 @@
-"""What is asked of an engine: traces, arrival processes, lengths, and who asks for which adapter."""
+"""Workloads: traces, arrival processes, lengths and the popularity of adapters."""
 
 from manylora.workloads.spec import AdapterSet, WorkloadSpec, make_workload, read_workload_spec
 from manylora.workloads.workload import AdapterSpec, RequestSpec, Workload

@@ -1,4 +1,4 @@
-"""When requests come: processes that yield times, in seconds from the start of the workload.
+"""Arrival processes: times of requests, in seconds from the start of the workload.
 
 A process that is watched for a while starts with a gap already under way: long gaps are more likely to be met, and
 part of it is over. With a duration, processes here start that way (in the *equilibrium* of their gaps), so that
@@ -71,8 +71,8 @@ class Arrived:
 
     Args:
         times: Seconds from the start.
-        callers: Who each is, numbered from 0, where the process knows (a trace of functions or clients).
-        num_callers: Callers there are, asked for or not.
+        callers: Caller of each, numbered from 0, in a trace of functions or clients.
+        num_callers: All callers, also those without a request.
     """
 
     times: FloatArray
@@ -81,7 +81,7 @@ class Arrived:
 
 
 class Arrivals(Protocol):
-    """A process that says when requests come."""
+    """A process of arrival times."""
 
     kind: ClassVar[str]
 
@@ -91,7 +91,7 @@ class Arrivals(Protocol):
 
 
 def check_rate(rate: float) -> None:
-    """Raise a ``ConfigError`` for what is no rate."""
+    """Raise a ``ConfigError`` unless the rate is positive and finite."""
     if not (rate > 0 and math.isfinite(rate)):
         raise ConfigError(f"Got rate = {rate!r}, expected requests per second above 0")
 

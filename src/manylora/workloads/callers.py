@@ -1,4 +1,4 @@
-"""Arrivals that know who calls: serverless functions and clients of production models, each standing for an adapter.
+"""Arrivals with callers: serverless functions and clients of production models, each mapped to an adapter.
 
 With fewer adapters than callers, callers are dealt out in turn, as dLoRA (OSDI '24) does.
 """

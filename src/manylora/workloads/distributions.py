@@ -21,12 +21,12 @@ __all__ = [
 
 
 class Distribution(Protocol):
-    """Something that numbers above 0 can be drawn from."""
+    """A distribution of numbers above 0."""
 
     kind: ClassVar[str]
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Return so many independent draws, not rounded."""
+        """Return ``num`` independent draws, not rounded."""
         ...
 
 
@@ -50,7 +50,7 @@ class FixedTokens:
         _check_positive("tokens", self.tokens)
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Return so many times the same."""
+        """Return the length ``num`` times."""
         return np.full(num, float(self.tokens))
 
 
@@ -72,7 +72,7 @@ class UniformTokens:
             raise ConfigError(f"Got low = {self.low!r}, high = {self.high!r}, expected 1 <= low < high")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Return so many independent draws."""
+        """Return ``num`` independent draws."""
         return rng.integers(self.low, self.high, num).astype(np.float64)
 
 
@@ -91,7 +91,7 @@ class ExponentialTokens:
         _check_positive("mean", self.mean)
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Return so many independent draws."""
+        """Return ``num`` independent draws."""
         return rng.exponential(self.mean, num)
 
 
@@ -113,7 +113,7 @@ class GammaTokens:
         _check_positive("scale", self.scale)
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Return so many independent draws."""
+        """Return ``num`` independent draws."""
         return rng.gamma(self.shape, self.scale, num)
 
 
@@ -135,5 +135,5 @@ class LognormalTokens:
             raise ConfigError(f"Got sigma = {self.sigma!r}, expected 0 or above")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Return so many independent draws."""
+        """Return ``num`` independent draws."""
         return rng.lognormal(self.mu, self.sigma, num)

@@ -1,4 +1,4 @@
-"""Fashion: who is popular changes over time."""
+"""Drift: the popular adapters change over time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Drift"]
 class Drift:
     """Every period, some of the most popular adapters change places with others of the same rank.
 
-    So who is popular changes, while how large the popular ones are does not. Of a production service's 20 most
+    So the popular adapters change, while their sizes do not. Of a production service's 20 most
     popular adapters 13 and 16 changed from one week to the next.
 
     Args:
@@ -35,16 +35,16 @@ class Drift:
             raise ConfigError(f"Got {self}, expected period_s > 0, top >= 1 and a share in [0, 1]")
 
     def apply(self, times: FloatArray, chosen: IntArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
-        """Return the adapters of requests with fashion, given those without.
+        """Return the adapters of requests with drift, given those without.
 
         Args:
             times: Arrivals in seconds, in order.
             chosen: Adapter of each, as a law without time has drawn it.
             ranks: LoRA rank of every adapter.
-            rng: Chance.
+            rng: Source of randomness.
 
         Raises:
-            ConfigError: There are no others than the popular ones.
+            ConfigError: All adapters count as popular.
         """
         if self.top >= len(ranks):
             raise ConfigError(f"Got drift with top = {self.top}, expected fewer than the {len(ranks)} adapters")
@@ -53,7 +53,7 @@ class Drift:
         rest: dict[int, list[int]] = {}
         for place in by_popularity[self.top :]:
             rest.setdefault(ranks[place], []).append(place)
-        holder = np.arange(len(ranks))  # who is asked for where the law without time says this one
+        holder = np.arange(len(ranks))  # index: the adapter drawn without drift; value: the adapter now
         drifted = chosen.copy()
         periods = (times // self.period_s).astype(np.int64)
         for period in range(1, int(periods[-1]) + 1 if len(periods) else 0):

@@ -1,4 +1,4 @@
-"""How long prompts and answers are: rows of a trace, drawn or in their order, or two distributions."""
+"""Lengths of prompts and answers: rows of a trace, drawn or in order, or two distributions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class DrawnLengths:
 
 
 class Lengths(Protocol):
-    """Something that says how long requests are."""
+    """Draws the lengths of requests."""
 
     kind: ClassVar[str]
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
-        """Return the lengths of so many requests."""
+        """Return the lengths of ``num`` requests."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Who is asked for, with the locality of real traffic: requests for one adapter come together.
+"""Popularity with the locality of real traffic: requests for one adapter come in sessions.
 
 On a production trace a cache of 8 adapters serves 83 % of uses from memory, where independent draws of the same
 popularity would give it 10 %. Two models of that, and the trace itself. Each decides the *order* of adapters; the times
@@ -23,7 +23,7 @@ from manylora.workloads.traces.gentd26 import read_adapter_order, read_stack_dis
 __all__ = ["OrderReplay", "Sessions", "StackDistances"]
 
 MEASURED_STARTS = ZipfShares(s=0.95, q=6.5)
-"""Whom the sessions of a production service were for."""
+"""Popularity fitted to the session starts of a production service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Sessions:
 
     Args:
         num_at_once: Sessions that overlap, on average.
-        starts: Whom a new session is for; the default is fitted to the starts of measured sessions.
+        starts: Popularity of adapters among new sessions; the default is fitted to the starts of measured sessions.
         length_mu: Requests per session: mean of their logarithm.
         length_sigma: Standard deviation of it.
         gap_sigma: Standard deviation of the logarithm of gaps.

@@ -1,4 +1,4 @@
-"""Who is asked for: laws that give every adapter a share of the requests, each request drawn by itself.
+"""Popularity of adapters: laws that give every adapter a share of the requests, drawn independently.
 
 Independent draws are the pessimistic case for a cache: real requests for one adapter come in sessions
 (``locality.py``). Which adapter is popular has nothing to do with its rank, unless the law says so.
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Popularity(Protocol):
-    """Something that says whom each request asks for."""
+    """Assigns an adapter to each request."""
 
     kind: ClassVar[str]
 
@@ -45,7 +45,7 @@ class Popularity(Protocol):
         Args:
             times: Arrivals in seconds, in order.
             ranks: LoRA rank of every adapter.
-            rng: Chance.
+            rng: Source of randomness.
 
         Returns:
             Indices into ``ranks``, one per arrival.
@@ -59,19 +59,19 @@ class ShareLaw(Protocol):
     kind: ClassVar[str]
 
     def shares(self, num: int) -> FloatArray:
-        """Return the shares of so many places, which add up to 1, largest first."""
+        """Return the shares of ``num`` places, which add up to 1, largest first."""
         ...
 
 
 def draw_places(shares: FloatArray, num: int, rng: np.random.Generator) -> IntArray:
-    """Draw so many places, each by itself, with the shares given."""
+    """Draw ``num`` places independently with these shares."""
     cumulative = np.cumsum(shares)
     places: IntArray = np.searchsorted(cumulative[:-1], rng.random(num) * cumulative[-1], side="right")
     return places
 
 
 def _assign(law: ShareLaw, num_requests: int, num_adapters: int, rng: np.random.Generator) -> IntArray:
-    """Draw places, and who holds each place, from a stream each."""
+    """Draw places, and the adapter at each place, from a stream each."""
     of_places, of_holders = rng.spawn(2)
     holders = of_holders.permutation(num_adapters).astype(np.int64)
     return holders[draw_places(law.shares(num_adapters), num_requests, of_places)]
@@ -150,10 +150,10 @@ class PowerShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeometricShares:
-    """Each place gets so many times the requests of the next: what Punica's benchmark calls "zipf:1.5".
+    """Each place gets ``ratio`` times the requests of the next; Punica's benchmark calls it "zipf:1.5".
 
     Args:
-        ratio: That many, above 1.
+        ratio: Above 1.
     """
 
     kind: ClassVar[str] = "geometric"

@@ -1,4 +1,4 @@
-"""A workload as it is described: arrivals, lengths, adapters and who asks for them; and the workload made from it.
+"""The description of a workload (arrivals, lengths, adapters, popularity), and the workload made from it.
 
 ::
 
@@ -101,12 +101,12 @@ KINDS: dict[type, Sequence[type]] = {
     ),
     ShareLaw: (GeometricShares, PowerShares, UniformShares, ZipfShares),
 }
-"""What a ``kind`` can be, by the seam it stands behind."""
+"""Implementations that a ``kind`` can name, by Protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSet:
-    """The adapters that are registered; ranks take turns, so that each has as many.
+    """The registered adapters; ranks take turns.
 
     Args:
         count: How many; 0 asks for the base alone.
@@ -143,17 +143,14 @@ class AdapterSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec:
-    """What a workload is made of.
+    """The parts of a workload.
 
     Args:
-        arrivals: When requests come.
-        lengths: How long they are.
         name: For titles and files.
-        num_requests: How many at most.
-        duration_s: For how many seconds at most. With neither, a replayed trace is used once.
-        adapters: What can be asked for.
-        popularity: Who is asked for; uniform when ``None``. Arrivals that know who calls leave no room for one.
-        drift: How fashion changes; ``None`` for never.
+        num_requests: At most; without it and ``duration_s`` a replayed trace is used once.
+        duration_s: Seconds at most.
+        popularity: Uniform when ``None``; not allowed with arrivals that name their callers.
+        drift: ``None`` for constant popularity.
     """
 
     arrivals: Arrivals
@@ -170,7 +167,7 @@ class WorkloadSpec:
 
 
 def make_workload(spec: WorkloadSpec, seed: int) -> Workload:
-    """Make the workload that a description and a seed stand for.
+    """Make a workload from its description and a seed.
 
     Arrivals, lengths, popularity, drift and the base's share draw from a stream each: changing one of them in the
     description leaves the draws of all others as they were.
@@ -209,7 +206,7 @@ def _choose(
     chosen = np.full(len(times), -1, dtype=np.int64)
     if callers is not None and spec.popularity is not None:
         raise ConfigError(
-            f"Got popularity {spec.popularity.kind!r} with arrivals {spec.arrivals.kind!r}, which know who calls: "
+            f"Got popularity {spec.popularity.kind!r} with arrivals {spec.arrivals.kind!r}, which name their callers: "
             "expected one of them"
         )
     if not ranks:

@@ -1,4 +1,4 @@
-"""Chance, one stream per source: changing how lengths are drawn leaves every arrival where it was."""
+"""Random streams, one per source: another distribution of lengths leaves all arrivals unchanged."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class Streams:
         self._seed = seed
 
     def of(self, name: str) -> np.random.Generator:
-        """Return the stream of a source of chance, at its beginning."""
+        """Return a new generator of the named stream."""
         return np.random.default_rng([self._seed, crc32(name.encode())])

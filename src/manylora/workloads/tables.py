@@ -22,7 +22,7 @@ T = typing.TypeVar("T")
 
 
 def nearest(word: str, known: Collection[str]) -> str:
-    """Return what was probably meant, as the end of an error message."""
+    """Return the nearest known word, as the end of an error message."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
 
@@ -45,8 +45,8 @@ class TableReader:
 
         Args:
             cls: A dataclass, or a Protocol with registered kinds.
-            table: What TOML gave.
-            where: What the table is called, for messages.
+            table: A table of TOML.
+            where: Its name in messages.
 
         Raises:
             ConfigError: A key is unknown, missing or of the wrong type, or the dataclass refuses its values.
@@ -121,7 +121,7 @@ class TableReader:
 
 
 def _finite(value: int | float, where: str) -> float:
-    """Return a number that can be reckoned with: TOML knows ``nan`` and ``inf`` as well, and no limit."""
+    """Return a finite number; TOML also has ``nan``, ``inf`` and integers beyond any float."""
     try:
         number = float(value)
     except OverflowError:

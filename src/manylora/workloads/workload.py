@@ -1,6 +1,6 @@
-"""A workload as data: who asks for what, when; nothing about how it is served.
+"""A workload as data: requests with their times, lengths and adapters.
 
-Traces and generators make one, the simulator, the load generator and the live engine replay it.
+Traces and generators make it; the simulator, the load generator and the live engine replay it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ class AdapterSpec:
     """An adapter as a workload names it.
 
     Args:
-        name: What requests ask for.
         rank: Rank of every module.
         targets: Last names of the modules it changes, in every layer.
     """
@@ -29,7 +28,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """One request: its lengths are the truth, whatever a predictor guesses.
+    """One request: its lengths are the true ones, not a predictor's.
 
     Args:
         arrival_s: Seconds from the start of the workload.

@@ -1,4 +1,4 @@
-"""Azure Functions: who called which serverless function when (2019: counts per minute; 2021: single calls).
+"""Azure Functions: calls of serverless functions (2019: counts per minute; 2021: single calls).
 
 Papers on serving adapters replay them with a function for an adapter (dLoRA, OSDI '24). Their popularity is steeper
 than that of real adapters: Zipf exponents of 1.2 to 1.9 against 0.92.

@@ -1,4 +1,4 @@
-"""Reading a trace file row by row; what is wrong is named with its file, line and column."""
+"""Rows of trace files; errors name the file, line and column."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ class Row:
     """One line of a trace.
 
     Args:
-        file: Where it is from.
         line: Its number, from 1, the header included.
-        values: What it holds, by column.
+        values: By column.
     """
 
     __slots__ = ("_file", "_line", "_values")
@@ -78,7 +77,7 @@ class Row:
 
 
 def header_of(file: Path) -> str:
-    """Return the first line of a file, compressed or not: what tells formats apart.
+    """Return the first line of a file, compressed or not; it identifies the format.
 
     Raises:
         ConfigError: It cannot be read, or is empty.
