@@ -13,7 +13,16 @@ import msgspec
 
 from manylora.types import AdapterKey, AdapterVersion, SampledToken, SamplingParams, Tier
 
-__all__ = ["ON_DEVICE", "AdapterLoad", "LoadResult", "Placement", "PlannedSequence", "StepPlan", "StepResult"]
+__all__ = [
+    "IN_HOST",
+    "ON_DEVICE",
+    "AdapterLoad",
+    "LoadResult",
+    "Placement",
+    "PlannedSequence",
+    "StepPlan",
+    "StepResult",
+]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -32,7 +41,10 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 ON_DEVICE = Placement(Tier.DEVICE)
-"""All weights in device pages: the only placement that the core plans with today. The base model is always there."""
+"""All weights in device pages. The base model is always there."""
+
+IN_HOST = Placement(Tier.HOST)
+"""All weights in the image in host memory, while a copy of it to device pages is on its way."""
 
 
 class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):

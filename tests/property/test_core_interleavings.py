@@ -20,7 +20,7 @@ from manylora.config import AdapterConfig
 from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
 from manylora.memory import EVICTION_POLICIES
-from manylora.plan import PlannedSequence
+from manylora.plan import IN_HOST, PlannedSequence
 from manylora.scheduling import POLICIES, ChameleonPolicy, queue_plan
 from manylora.sim.run.executor import synthetic_token
 from manylora.types import FinishReason, Request
@@ -68,6 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         prefetch=st.sampled_from(PREFETCHES),
         discipline=st.sampled_from(DISCIPLINES),
+        reads_host=st.booleans(),
     )
     def start(
         self,
@@ -82,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction,
         prefetch,
         discipline,
+        reads_host,
     ) -> None:
         self.rig = make_rig(
             policy=policy,
@@ -93,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_loras=max_loras,
             prefix_caching=prefix_caching,
             max_model_len=40,
+            reads_host=reads_host,
             adapters=AdapterConfig(
                 max_cpu_loras=max_cpu_loras, eviction=eviction, look_ahead=prefetch[0], forecast=prefetch[1]
             ),
@@ -258,16 +261,17 @@ TestEngine.settings = settings(max_examples=100, stateful_step_count=50)
 def test_soak_under_pressure() -> None:
     """Hundreds of actions on a pool that is always too small: what short examples do not reach."""
     soaks = [soak(seed) for seed in range(NUM_SOAKS)]
-    stats = [one for one, _ in soaks]
+    stats = [one for one, _, _ in soaks]
     assert sum(one.num_preemptions for one in stats) > NUM_SOAKS
     assert sum(one.num_squashes for one in stats) > 0
     assert sum(one.num_evictions for one in stats) > 10 * NUM_SOAKS
     assert sum(one.num_cached_tokens for one in stats) > 100 * NUM_SOAKS
-    assert sum(num_pairs for _, num_pairs in soaks) > 2 * NUM_SOAKS
+    assert sum(num_pairs for _, num_pairs, _ in soaks) > 2 * NUM_SOAKS
+    assert all((num_in_host > 0) == (seed % 2 == 0) for seed, (_, _, num_in_host) in enumerate(soaks))
 
 
-def soak(seed: int) -> tuple[EngineStats, int]:
-    """Return the engine's counters and how often a turn left two steps in flight."""
+def soak(seed: int) -> tuple[EngineStats, int, int]:
+    """Return the engine's counters, how often a turn left two steps in flight, and one that reads the host."""
     rng = random.Random(seed)
     machine = EngineMachine()
     machine.start(
@@ -282,8 +286,9 @@ def soak(seed: int) -> tuple[EngineStats, int]:
         eviction=sorted(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
         prefetch=PREFETCHES[seed % len(PREFETCHES)],
         discipline=DISCIPLINES[seed // 4 % len(DISCIPLINES)],
+        reads_host=seed % 2 == 0,
     )
-    num_pairs = 0
+    num_pairs = num_in_host = 0
     for _ in range(400):
         action = rng.random()
         if action < 0.35:
@@ -309,7 +314,9 @@ def soak(seed: int) -> tuple[EngineStats, int]:
         if rng.random() < 0.2:
             machine.rig.turn()  # in the middle of a step
         num_pairs += machine.rig.executor.num_steps == 2
+        plan = machine.rig.executor.plan
+        num_in_host += plan is not None and any(part.placement is IN_HOST for part in plan.sequences)
         machine.adds_up()
     stats = machine.rig.core.stats()
     machine.teardown()
-    return stats, num_pairs
+    return stats, num_pairs, num_in_host

@@ -202,6 +202,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
         interference: How much a load slows down the step beside it, in seconds per second of the load, by tier.
         errors: On steps held out.
         num_steps: Steps it was fitted from.
+        reads_host: Whether its steps can read adapters from host memory.
         drift: How the machine's speed wanders; ``None`` if it did not, or if the profile is older than this.
         format: Version of this form.
     """
@@ -220,6 +221,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     interference: dict[str, float]
     errors: tuple[FitError, ...]
     num_steps: int
+    reads_host: bool = False
     speed_drift: SpeedDrift | None = None
     format: int = FORMAT
 

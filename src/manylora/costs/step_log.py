@@ -53,12 +53,14 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
         num_pages: Pages in its pool.
         machine: What it ran on, in words.
         lora_kernel: Which implementation of adapters' arithmetic.
+        reads_host: Whether its steps can read adapters from host memory.
     """
 
     base: BaseShape
     num_pages: int
     machine: str = ""
     lora_kernel: str = ""
+    reads_host: bool = False
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -221,7 +223,13 @@ def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> I
     Raises:
         ConfigError: The file cannot be written.
     """
-    header = LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine, lora_kernel=model.lora_kernel)
+    header = LogHeader(
+        base=parts.base,
+        num_pages=parts.num_pages,
+        machine=parts.machine,
+        lora_kernel=model.lora_kernel,
+        reads_host=parts.reads_host,
+    )
     with ExitStack() as stack:
         try:
             file = stack.enter_context(Path(path).open("ab", buffering=0))

@@ -82,6 +82,7 @@ class EngineCore:
         seed: Seed for the draws of requests that bring no seed.
         sinks: Take every event, in order.
         predictor: Guesses answer lengths; the one that ``scheduler`` names by default.
+        reads_host: Whether the executor can read an adapter's weights from the host tier.
 
     Raises:
         ConfigError: No policy or predictor has the name given.
@@ -100,6 +101,7 @@ class EngineCore:
         seed: int = 0,
         sinks: Seq[EventSink] = (),
         predictor: LengthPredictor | None = None,
+        reads_host: bool = False,
     ) -> None:
         self.base = base
         self.served_name = served_name
@@ -164,6 +166,7 @@ class EngineCore:
             scheduler=scheduler,
             memory=memory,
             costs=costs,
+            reads_host=reads_host,
             counters=self._counters,
             on_hit=self._on_adapter_hit,
             emit=self._emit,
@@ -219,6 +222,7 @@ class EngineCore:
             served_name=served_name,
             seed=config.seed,
             sinks=sinks,
+            reads_host=parts.reads_host,
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts, StepLoad
-from manylora.engine.adapter_cache import AdapterCache
+from manylora.engine.adapter_cache import AdapterCache, Readiness
 from manylora.engine.status import Counters
 from manylora.engine.step_budget import StepBudget, target_s
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
-from manylora.plan import ON_DEVICE, Placement
+from manylora.plan import IN_HOST, ON_DEVICE, Placement
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, make_step_composition
 from manylora.types import AdapterKey
 
@@ -51,9 +51,19 @@ class StepDraft(NamedTuple):
 _NOTHING = StepDraft([])
 
 
-def may_run_from(placement: Placement) -> bool:
-    """Decide whether a step may read an adapter's weights there: from device pages, with all layers."""
-    return placement is ON_DEVICE
+def may_run_from(readiness: Readiness, *, reads_host: bool) -> bool:
+    """Decide whether a sequence may run on an adapter from where its weights are.
+
+    Device pages always serve. The host copy serves while a copy of it to the device is in flight, so that no sequence
+    waits for the link. A sequence that finds no pages for its adapter waits: it would run beside the page cache, and
+    its memory would be nowhere in the cache's count.
+
+    Args:
+        readiness: The adapter's.
+        reads_host: Whether the executor can read weights from the host tier.
+    """
+    placement = readiness.placement
+    return placement is ON_DEVICE or (reads_host and placement is IN_HOST and readiness.is_loading)
 
 
 class RunningSet:
@@ -66,6 +76,7 @@ class RunningSet:
         scheduler: Limits and composition of a step.
         memory: Block size and prefix caching.
         costs: Costs of steps; told of each that was planned here.
+        reads_host: Whether the executor can read an adapter's weights from the host tier.
         counters: Counts pre-emptions, squashes, prompt tokens and cached tokens.
         on_hit: Told of each sequence that found its adapter on the device when first looked at.
         emit: Takes events.
@@ -80,6 +91,7 @@ class RunningSet:
         scheduler: SchedulerConfig,
         memory: MemoryConfig,
         costs: OnlineCosts,
+        reads_host: bool,
         counters: Counters,
         on_hit: Callable[[Sequence], None],
         emit: EventSink,
@@ -90,6 +102,7 @@ class RunningSet:
         self._scheduler = scheduler
         self._memory = memory
         self._costs = costs
+        self._reads_host = reads_host
         self._counters = counters
         self._composition = make_step_composition(scheduler.step_composition)
         self._on_hit = on_hit
@@ -276,7 +289,7 @@ class RunningSet:
         return planned, is_loading
 
     def _try_admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
-        """Admit a waiting sequence if its adapter is on the device and its KV has room."""
+        """Admit a waiting sequence if its adapter is where a step can read it and its KV has room."""
         placement, was_resident = ON_DEVICE, True
         if sequence.version is not None:
             if self._is_capped(sequence):
@@ -286,7 +299,7 @@ class RunningSet:
             if sequence.looked_at(is_resident=is_resident) and is_resident:
                 self._on_hit(sequence)
             was_resident = sequence.found_resident
-            if readiness.placement is None or not may_run_from(readiness.placement):
+            if readiness.placement is None or not may_run_from(readiness, reads_host=self._reads_host):
                 if not readiness.is_loading:
                     return Outcome.ADAPTER_NO_PAGES
                 self._note_wait(sequence, sequence.version.key, now, depth)

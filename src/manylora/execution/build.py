@@ -129,7 +129,15 @@ def build_parts(
     host = HostTier(is_pinned=device.type == "cuda", directory=directory)
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
     reader = HostReader(base, host, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype)
-    executor = TorchExecutor(runner=runner, pages=pages, host=host, reader=reader, resident=resident, clock=clock)
+    executor = TorchExecutor(
+        runner=runner,
+        pages=pages,
+        host=host,
+        reader=reader,
+        resident=resident,
+        clock=clock,
+        reads_host=device.type == "cpu" and directory is None,  # tables hold places in the pool alone
+    )
     logger.info(
         "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
         base.name,
@@ -148,6 +156,7 @@ def build_parts(
         close=executor.close,
         machine=describe_machine(device),
         is_accelerated=device.type != "cpu",
+        reads_host=executor.reads_host,
     )
 
 

@@ -3,7 +3,7 @@
 ::
 
     step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the one before it ends
-    copy     one thread    host image -> device pages, then the views of its tiles
+    copy     one thread    host image -> device pages, then the views of its tiles; steps read the image meanwhile
     read     two threads   files -> packed host image, in a process of its own
 
 Each thread takes its work first in, first out. A thread that finishes its work wakes the clock, and the loop sees the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,12 +26,12 @@ import torch
 from manylora.clock import Clock
 from manylora.engine.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
-from manylora.execution.storage.host_tier import HostTier
+from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.reader import HostReader
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
-from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.types import AdapterKey, SampledToken, Tier
+from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
 
 __all__ = ["FutureWork", "TorchExecutor"]
 
@@ -68,6 +68,7 @@ class TorchExecutor:
         reader: Reads adapters into ``host``.
         resident: Adapters on the device; shared with ``runner``.
         clock: Woken when work completes.
+        reads_host: Whether the kernels can read an adapter's weights from the host tier.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class TorchExecutor:
         reader: HostReader,
         resident: dict[AdapterKey, ResidentAdapter],
         clock: Clock,
+        reads_host: bool = False,
     ) -> None:
         self._runner = runner
         self._pages = pages
@@ -86,7 +88,9 @@ class TorchExecutor:
         self._reader = reader
         self._resident = resident
         self._clock = clock
+        self.reads_host = reads_host
         self._tokens: dict[int, SampledToken] = {}  # of the last step; touched on the step's thread alone
+        self._copied: dict[AdapterKey, AdapterVersion] = {}  # those that steps may read from the host
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
@@ -103,20 +107,31 @@ class TorchExecutor:
         self._runner.logits_hook = hook
 
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:
-        """Start a step. Behind one in flight it takes from that one the tokens it awaits, with no turn of the loop."""
-        return self._watch(self._steps.submit(self._run, plan))
+        """Start a step. Behind one in flight it takes from that one the tokens it awaits, with no turn of the loop.
+
+        The step has the host images it reads from here on, whatever becomes of the host tier.
+        """
+        images: dict[AdapterKey, HostAdapter | AdapterVersion] = {}
+        if self.reads_host:
+            for part in plan.sequences:
+                if part.placement is not ON_DEVICE and (key := part.adapter) is not None:
+                    images[key] = self._host.get(key) or self._copied[key]
+        return self._watch(self._steps.submit(self._run, plan, images))
 
     def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
         """Start a load: files to host, or host to device pages."""
         if load.tier is Tier.HOST:
             return self._watch(self._reads.submit(_carry_out, self._read, load))
         assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
+        if self.reads_host:
+            self._copied[load.version.key] = load.version
         return self._watch(self._copies.submit(_carry_out, self._copy, load))
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
         if tier is Tier.HOST:
             self._host.drop(key)
+            self._copied.pop(key, None)
         elif tier is Tier.DEVICE:
             self._resident.pop(key, None)
 
@@ -130,10 +145,19 @@ class TorchExecutor:
         future.add_done_callback(lambda _: self._clock.wake())
         return FutureWork(future)
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        """Run a step. Its tokens are on the host at the end, so the device is done when the clock is read."""
+    def _run(self, plan: StepPlan, images: Mapping[AdapterKey, HostAdapter | AdapterVersion]) -> StepResult:
+        """Run a step. Its tokens are on the host at the end, so the device is done when the clock is read.
+
+        Args:
+            plan: The step.
+            images: The host images it reads; for one that was lost (see ``_copy``) the version to be read again.
+        """
         began_at = time.perf_counter()
-        result = self._runner.run(fill_in(plan, self._tokens))
+        in_host = {
+            key: (image if isinstance(image, HostAdapter) else self._reader.read_again(image)).in_place()
+            for key, image in images.items()
+        }
+        result = self._runner.run(fill_in(plan, self._tokens), in_host)
         self._tokens = result.tokens
         return replace(result, device_s=time.perf_counter() - began_at)
 

@@ -38,6 +38,7 @@ class SimulatedTarget:
         num_pages: Pages in its pool.
         cost: What its steps and loads take.
         machine: What it would run on, in words.
+        reads_host: Whether its steps can read adapters from host memory.
         interference: How much loads slow down the step beside them, by tier.
         speed: How slow the machine is over time; steady when ``None``.
     """
@@ -46,6 +47,7 @@ class SimulatedTarget:
     num_pages: int
     cost: CostModel
     machine: str
+    reads_host: bool = False
     interference: Mapping[Tier, float] = field(default_factory=dict)
     speed: MachineSpeed | None = None
 
@@ -80,6 +82,7 @@ def find_target(name: str, config: EngineConfig) -> SimulatedTarget:
         num_pages=memory.num_pages or max(2, num_bytes // base.page.num_bytes),
         cost=made.cost,
         machine=machine,
+        reads_host=made.reads_host,
         interference=made.interference,
         speed=made.speed(0) if made.speed is not None else None,
     )

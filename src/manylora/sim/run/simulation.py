@@ -70,6 +70,7 @@ class SimulationConfig:
         router_options: The router's options, by key.
         scheduler_time_s: Seconds that deciding a step takes.
         interference: How much loads slow down the step beside them, by tier; see ``SimulatedExecutor``.
+        reads_host: Whether steps can read an adapter's weights from host memory, as on a CPU.
         speed: Makes the speed of the replica with this number; all are steady without it.
         max_tokens: Cap that requests come with; as many as fit when ``None``.
         exact_caps: Let requests come with the length of their answer as cap, as clients of benchmarks ask; for engines
@@ -89,6 +90,7 @@ class SimulationConfig:
     router_options: Mapping[str, Any] = field(default_factory=dict)
     scheduler_time_s: float = 0.0
     interference: Mapping[Tier, float] = field(default_factory=dict)
+    reads_host: bool = False
     speed: Callable[[int], MachineSpeed | None] | None = None
     max_tokens: int | None = None
     exact_caps: bool = False
@@ -241,6 +243,7 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
         scheduler=config.scheduler,
         memory=config.memory,
         adapters=config.adapters,
+        reads_host=config.reads_host,
         served_name=BASE_NAME,
         seed=config.seed,
         sinks=sinks,

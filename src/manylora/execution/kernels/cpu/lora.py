@@ -43,9 +43,11 @@ from manylora.execution.kernels.cpu.tables import (
     RANK_ROW,
     START,
     UNIT,
+    Memory,
     Table,
     group_table,
     share,
+    span,
 )
 from manylora.execution.storage.resident import ResidentGroup
 
@@ -66,6 +68,7 @@ class LoraTables:
         shrink_cost: Length of the line that the stacks make.
         expand_cost: Length of the line that the modules make.
         max_rank: Largest rank of a stack.
+        memory: Where the offsets count from, each in elements of its piece's type.
     """
 
     shrink: Table
@@ -73,6 +76,7 @@ class LoraTables:
     shrink_cost: int
     expand_cost: int
     max_rank: int
+    memory: Memory
 
 
 def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
@@ -85,9 +89,12 @@ def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
     shrink_costs = cost * np.array([weights.rank for _, _, weights in parts])
     expand_costs = cost * np.array([table.expand_cost for table in tables])
 
+    memory, shifts = span(tables)
+
     def join(pieces: list[Table], costs: Table) -> Table:
         table = np.concatenate(pieces)
         counts = [len(piece) for piece in pieces]
+        table[:, OFFSET] += np.repeat(shifts, counts)
         table[:, FIRST_ROW] = np.repeat(first_row, counts)
         table[:, NUM_ROWS] = np.repeat(num_rows, counts)
         table[:, START:NUM_FIELDS] *= np.repeat(cost, counts)[:, None]
@@ -100,23 +107,23 @@ def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
         int(shrink_costs.sum()),
         int(expand_costs.sum()),
         max(weights.rank for _, _, weights in parts),
+        memory,
     )
 
 
-def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: LoraTables) -> None:
+def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> None:
     """Add LoRA of all pieces in ``tables`` into ``out``.
 
     Args:
         team: The threads.
         x: Inputs ``[rows, in]``, float32, contiguous.
         out: Outputs ``[rows, out]``, float32, contiguous, added into.
-        pages: The whole storage the offsets count in (each in elements of its piece's type).
         tables: The pieces.
     """
     scratch = torch.empty(x.shape[0], tables.max_rank)
     lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
-    sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, pages.nbytes], dtype=np.int64)
-    team.run(lora_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
+    sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, tables.memory.num_bytes], dtype=np.int64)
+    team.run(lora_kernel(), sizes, x, out, tables.memory.address, tables.shrink, tables.expand, scratch)
 
 
 def _rest(weights: Any, at: int, x: Any, x_at: int, number: int) -> Any:

@@ -45,14 +45,16 @@ class Team:
         self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self._parallel.restype = None
 
-    def run(self, kernel: int, *arrays: np.ndarray | torch.Tensor) -> None:
+    def run(self, kernel: int, *arrays: np.ndarray | torch.Tensor | int) -> None:
         """Call ``kernel`` on every thread; returns when all are done, the interpreter lock is free meanwhile.
 
         Args:
             kernel: Address from ``compile_kernel``.
-            arrays: What it gets, as pointers; contiguous.
+            arrays: What it gets, as pointers; contiguous. A number is an address.
         """
-        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in arrays]
+        addresses = [
+            a.data_ptr() if isinstance(a, torch.Tensor) else a if isinstance(a, int) else a.ctypes.data for a in arrays
+        ]
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         self._parallel(kernel, pointers, torch.get_num_threads(), 0)
 

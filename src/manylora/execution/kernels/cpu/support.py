@@ -50,17 +50,17 @@ class CompiledKernels:
         """Write down the pieces of ``parts`` for ``lora``."""
         return self._lora.make_tables(parts)
 
-    def lora(self, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: LoraTables) -> None:
+    def lora(self, x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> None:
         """Add LoRA into ``out``; see ``compiled_lora.apply_compiled``."""
-        self._lora.apply_compiled(self._team, x, out, pages, tables)
+        self._lora.apply_compiled(self._team, x, out, tables)
 
     def product_tables(self, parts: list[tuple[int, int, ResidentGroup]]) -> ProductTables:
         """Write down the pieces of ``parts`` for ``products``."""
         return self._products.make_product_tables(parts)
 
-    def products(self, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: ProductTables) -> None:
+    def products(self, x: torch.Tensor, out: torch.Tensor, tables: ProductTables) -> None:
         """Add LoRA into ``out``; see ``compiled_products.apply_products``."""
-        self._products.apply_products(self._team, x, out, pages, tables)
+        self._products.apply_products(self._team, x, out, tables)
 
     def attend(
         self,

@@ -6,8 +6,9 @@ tables of the adapters in it. All their work is laid end to end on a line, of wh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,9 +32,11 @@ __all__ = [
     "START",
     "UNIT",
     "GroupTable",
+    "Memory",
     "Table",
     "group_table",
     "share",
+    "span",
 ]
 
 # Columns of a table's rows: which rows of the batch; where the piece lies, how large it is and of what type; what it
@@ -48,6 +51,13 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 Table = NDArray[np.int64]
 
 
+class Memory(NamedTuple):
+    """A stretch of memory that offsets count from the beginning of."""
+
+    address: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class GroupTable:
     """One adapter's part of a step's tables, for one row at a cost of one; kept with its weights.
@@ -57,12 +67,14 @@ class GroupTable:
         expand: Pieces of its B^T ``[n, NUM_FIELDS]``; the module's columns begin at BEGIN.
         expand_cost: Length of the line that its modules make.
         element_bytes: Size of a weight.
+        memory: Where its offsets count from: the storage that the weights lie in, which they keep alive.
     """
 
     shrink: Table
     expand: Table
     expand_cost: int
     element_bytes: int
+    memory: Memory
 
 
 def group_table(weights: ResidentGroup) -> GroupTable:
@@ -86,9 +98,29 @@ def _make_group_table(weights: ResidentGroup) -> GroupTable:
         expand.extend(line(piece, module.row, module.offset, total, module.rank) for piece in module.b)
         width = max(piece.col + piece.weight.shape[1] for piece in module.b)
         total += -(-width // UNIT) * module.rank
+    first = weights.a[0].weight
+    storage = first.untyped_storage()
     return GroupTable(
-        np.array(shrink, dtype=np.int64), np.array(expand, dtype=np.int64), total, weights.a[0].weight.itemsize
+        np.array(shrink, dtype=np.int64),
+        np.array(expand, dtype=np.int64),
+        total,
+        first.itemsize,
+        Memory(storage.data_ptr(), storage.nbytes()),
     )
+
+
+def span(tables: Sequence[GroupTable]) -> tuple[Memory, list[int]]:
+    """Return memory that all tables lie in, and by how much each one's offsets grow there, in its own numbers.
+
+    Adapters on the device lie in one pool; each one that is read from the host lies in an image of its own. The memory
+    begins with the lowest of them, so that no offset is negative, and what is between them is never read.
+    """
+    memory = tables[0].memory
+    if all(table.memory == memory for table in tables):
+        return memory, [0] * len(tables)
+    begin = min(table.memory.address for table in tables)
+    end = max(table.memory.address + table.memory.num_bytes for table in tables)
+    return Memory(begin, end - begin), [(table.memory.address - begin) // table.element_bytes for table in tables]
 
 
 def _share(thread: int, num_threads: int, total: int, start: int, cost: int) -> tuple[int, int]:
