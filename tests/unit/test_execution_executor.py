@@ -24,6 +24,7 @@ from manylora.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.lora.batch import LORA_KERNELS
+from manylora.execution.storage.link import Link
 from manylora.plan import IN_HOST, AdapterLoad, PlannedSequence, StepPlan, StepResult
 from manylora.ports import EngineParts, Work
 from manylora.types import AdapterKey, AdapterVersion, SamplingParams, Tier
@@ -206,6 +207,27 @@ def test_a_step_keeps_the_host_image_that_it_reads(parts: EngineParts, folders: 
     for step in steps:
         finish(step)
     torch.testing.assert_close(rows, [expected, expected], atol=0, rtol=0)
+
+
+def test_a_paced_link_keeps_to_its_bandwidth_until_it_is_closed(parts: EngineParts, folders: dict[str, Path]) -> None:
+    version = parts.reader.read("one", str(folders["one"]))
+    executor, plain = executor_of(parts), sequence([1, 2], 0, 2, 0, version.key)
+    image = executor._host.get(version.key).image  # type: ignore[union-attr]
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    expected = run(parts, plain)
+    executor.drop_adapter(version.key, Tier.DEVICE)
+    executor._link = Link(executor._pages, image.nbytes * 5)
+    began_at = time.perf_counter()
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    assert 0.2 <= time.perf_counter() - began_at < 5
+    torch.testing.assert_close(run(parts, plain), expected, atol=0, rtol=0)
+
+    executor._link = Link(executor._pages, 1)
+    work = executor.load_adapter(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages_for(version)), 0.0)
+    time.sleep(0.01)
+    assert work.poll(0.0) is None
+    executor.close()
+    assert work.poll(0.0) is not None
 
 
 def test_a_bin_file_holds_the_same_version(parts: EngineParts, folders: dict[str, Path], tmp_path: Path) -> None:

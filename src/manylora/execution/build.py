@@ -44,6 +44,7 @@ from manylora.execution.runner import ModelRunner, TokenSampler
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
 from manylora.execution.storage.host_tier import HostTier
+from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.reader import HostReader
 from manylora.execution.storage.resident import ResidentAdapter
@@ -132,6 +133,7 @@ def build_parts(
     executor = TorchExecutor(
         runner=runner,
         pages=pages,
+        link=Link(pages, config.adapters.link_bytes_per_s),
         host=host,
         reader=reader,
         resident=resident,

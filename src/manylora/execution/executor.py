@@ -27,6 +27,7 @@ from manylora.clock import Clock
 from manylora.engine.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
+from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.reader import HostReader
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
@@ -64,6 +65,7 @@ class TorchExecutor:
     Args:
         runner: The model.
         pages: The pages.
+        link: Fills them.
         host: The host tier.
         reader: Reads adapters into ``host``.
         resident: Adapters on the device; shared with ``runner``.
@@ -76,6 +78,7 @@ class TorchExecutor:
         *,
         runner: ModelRunner,
         pages: PageTensor,
+        link: Link,
         host: HostTier,
         reader: HostReader,
         resident: dict[AdapterKey, ResidentAdapter],
@@ -84,6 +87,7 @@ class TorchExecutor:
     ) -> None:
         self._runner = runner
         self._pages = pages
+        self._link = link
         self._host = host
         self._reader = reader
         self._resident = resident
@@ -137,6 +141,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Finish the step in flight, cancel waiting work and end the threads."""
+        self._link.close()
         for threads in (self._reads, self._copies, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
@@ -174,7 +179,7 @@ class TorchExecutor:
         if len(load.pages) != adapter.image.shape[0]:
             raise ValueError(f"it takes {adapter.image.shape[0]} pages and was given {len(load.pages)}")
         with torch.cuda.stream(self._copy_stream) if self._copy_stream is not None else nullcontext():
-            self._pages.write(load.pages, adapter.image)
+            self._link.copy(load.pages, adapter.image)
             resident = make_resident(adapter.layout, load.pages, self._pages, adapter.template)
             if self._copy_stream is not None:
                 # Asleep, not spinning: the step beside us needs the core.
