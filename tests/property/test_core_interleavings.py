@@ -16,9 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from manylora.adapters.residency import TierState
 from manylora.config import AdapterConfig
 from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
+from manylora.events import AdapterAwaited, Event
 from manylora.memory import EVICTION_POLICIES
 from manylora.plan import IN_HOST, PlannedSequence
 from manylora.scheduling import POLICIES, ChameleonPolicy, queue_plan
@@ -101,6 +103,8 @@ class EngineMachine(RuleBasedStateMachine):
             ),
             **discipline,
         )
+        if reads_host:
+            self.rig.core._sinks += (self.check_wait,)
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
         self.version_of: dict[str, str | None] = {}
@@ -108,6 +112,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.count = 0
         for index, name in enumerate(NAMES):
             self.register(name, 1 + index % 5, False)
+
+    def check_wait(self, event: Event) -> None:
+        """Where steps read the host, no request waits for a copy of what is there."""
+        if isinstance(event, AdapterAwaited):
+            assert self.rig.core._cache.residency(event.adapter).host is not TierState.RESIDENT
 
     def names(self) -> list[str]:
         return [status.name for status in self.rig.core.adapters.statuses(self.rig.now)]
