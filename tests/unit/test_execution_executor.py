@@ -209,6 +209,20 @@ def test_a_step_keeps_the_host_image_that_it_reads(parts: EngineParts, folders: 
     torch.testing.assert_close(rows, [expected, expected], atol=0, rtol=0)
 
 
+def test_an_idle_engine_keeps_no_image_that_was_dropped(parts: EngineParts, folders: dict[str, Path]) -> None:
+    version = parts.reader.read("one", str(folders["one"]))
+    run(parts, structs.replace(sequence([5, 6, 7], 0, 3, 0, version.key), placement=IN_HOST))
+    executor = executor_of(parts)
+    adapter = executor._host.get(version.key)
+    assert adapter is not None
+    view = weakref.ref(next(iter(adapter.in_place().groups.values())).a[0].weight)
+    del adapter
+    assert view() is not None
+    executor.drop_adapter(version.key, Tier.HOST)
+    executor._steps.submit(gc.collect).result()
+    assert view() is None
+
+
 def test_a_paced_link_keeps_to_its_bandwidth_until_it_is_closed(parts: EngineParts, folders: dict[str, Path]) -> None:
     version = parts.reader.read("one", str(folders["one"]))
     executor, plain = executor_of(parts), sequence([1, 2], 0, 2, 0, version.key)

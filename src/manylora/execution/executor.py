@@ -134,8 +134,10 @@ class TorchExecutor:
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
         if tier is Tier.HOST:
-            self._host.drop(key)
+            dropped = self._host.drop(key)
             self._copied.pop(key, None)
+            if dropped is not None and dropped.is_read_in_place:
+                self._steps.submit(self._runner.forget_batch)
         elif tier is Tier.DEVICE:
             self._resident.pop(key, None)
 

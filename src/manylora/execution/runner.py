@@ -108,6 +108,10 @@ class ModelRunner:
         tokens = self._sampler.sample(logits, sampled)
         return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)})
 
+    def forget_batch(self) -> None:
+        """Let go of the last step's adapters, which are kept for the next: they may hold images of the host tier."""
+        self._last_lora = None
+
     def _forward(self, sequences: Sequence[PlannedSequence], lora: LoraBatch | None) -> torch.Tensor:
         """Call the model; return logits ``[n, vocab]`` of the sampled rows, float32."""
         batch = self._attention.prepare(sequences)

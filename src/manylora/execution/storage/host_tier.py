@@ -33,6 +33,11 @@ class HostAdapter:
     template: TileTemplate | None = None
     _in_place: ResidentAdapter | None = field(default=None, init=False)
 
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether any step has read the image where it lies."""
+        return self._in_place is not None
+
     def in_place(self) -> ResidentAdapter:
         """Return views of the image for kernels that read it where it lies; the same ones every time.
 
@@ -74,10 +79,10 @@ class HostTier:
         with self._lock:
             return self._adapters.get(key)
 
-    def drop(self, key: AdapterKey) -> None:
-        """Let go of an adapter; its memory returns once no copy and no step in flight reads it."""
+    def drop(self, key: AdapterKey) -> HostAdapter | None:
+        """Let go of an adapter and return it; its memory returns once no copy and no step in flight reads it."""
         with self._lock:
-            self._adapters.pop(key, None)
+            return self._adapters.pop(key, None)
 
     def __len__(self) -> int:
         with self._lock:
