@@ -122,7 +122,6 @@ class OracleResult:
     num_mixed_steps: int = 0
     num_narrow: int = 0
     num_in_host: int = 0
-    num_moved: int = 0
     num_cancelled_in_host: int = 0
     stats: EngineStats | None = None
     smallest_effect: float = float("inf")
@@ -218,7 +217,7 @@ def make_cases() -> list[Case]:
     return cases
 
 
-COLD = AdapterConfig(link_bytes_per_s=1_500_000, eviction="none", max_cpu_loras=5)
+COLD = AdapterConfig(link_bytes_per_s=1_000_000, eviction="none", max_cpu_loras=5)
 """Every request is cold: no adapter idles on the device, half are on disk, and a copy lasts for several steps."""
 
 DOOMED = (
@@ -286,10 +285,9 @@ def _serve(
         core.adapters.register(name, version, clock.now())
         keys[version.key] = name
     doomed = DOOMED if is_cold else ()
-    asked = [*cases[:3], *doomed, *cases[3:]]
+    asked = [*cases[:6], *doomed, *cases[6:]]
     by_prompt = {(case.adapter, case.prompt): case.request_id for case in asked}
     logits: dict[str, dict[int, torch.Tensor]] = {case.request_id: {} for case in asked}
-    tiers: dict[int, Tier] = {}
     num_run: dict[str, int] = {case.request_id: 0 for case in asked}
     in_host: set[str] = set()
 
@@ -303,8 +301,6 @@ def _serve(
             num_run[request_id] = sequence.start + sequence.num_tokens
             tier = sequence.placement.tier
             result.num_in_host += tier is Tier.HOST
-            result.num_moved += tier is Tier.DEVICE and tiers.get(sequence.seq_id) is Tier.HOST
-            tiers[sequence.seq_id] = tier
             (in_host.add if tier is Tier.HOST else in_host.discard)(request_id)
         result.num_mixed_steps += len({s.adapter for s in plan.sequences}) > 4
         result.num_chunked_prompts += sum(1 for s in plan.sequences if 0 < s.start < s.num_prompt_tokens - 1)
