@@ -152,7 +152,7 @@ def choose(part: PlannedSequence) -> SampledToken:
 
 
 def header(parts: EngineParts) -> LogHeader:
-    return LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine)
+    return LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine, reads_host=parts.reads_host)
 
 
 def make_requests(count: int, rate: float) -> list[tuple[float, Request]]:

@@ -174,6 +174,7 @@ def make_rig(
     eos: tuple[int, ...] = (),
     prefix_caching: bool = True,
     adapters: AdapterConfig | None = None,
+    reads_host: bool = False,
     executor: Callable[[FakeExecutor], Executor] = lambda fake: fake,
     **scheduler: object,
 ) -> Rig:
@@ -189,5 +190,6 @@ def make_rig(
         adapters=adapters or AdapterConfig(),
         served_name="base",
         sinks=[events.append],
+        reads_host=reads_host,
     )
     return Rig(core, fake, events)

@@ -178,6 +178,14 @@ class AdapterConfig:
         metavar="KEY=VALUE",
         help="An option of the eviction policy. Repeatable.",
     )
+    link_bytes_per_s: int | None = _adapters(
+        None,
+        flag="--link-bandwidth",
+        unit="bytes",
+        above=0,
+        help="Slow copies from host memory to the device down to so many bytes a second, as 500MiB, to measure cold "
+        "starts on one machine as they are on another. By default they are as fast as they can be.",
+    )
     look_ahead: int = _adapters(
         10,
         unit="requests",

@@ -12,7 +12,16 @@ import msgspec
 
 from manylora.types import AdapterKey, AdapterVersion, SampledToken, SamplingParams, Tier
 
-__all__ = ["ON_DEVICE", "AdapterLoad", "LoadResult", "Placement", "PlannedSequence", "StepPlan", "StepResult"]
+__all__ = [
+    "IN_HOST",
+    "ON_DEVICE",
+    "AdapterLoad",
+    "LoadResult",
+    "Placement",
+    "PlannedSequence",
+    "StepPlan",
+    "StepResult",
+]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -29,7 +38,10 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 ON_DEVICE = Placement(Tier.DEVICE)
-"""All weights in device pages: currently the core's only placement. The base model is always on the device."""
+"""All weights in device pages. The base model is always on the device."""
+
+IN_HOST = Placement(Tier.HOST)
+"""All weights in the image in host memory, while a copy of it to device pages is in flight."""
 
 
 class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):

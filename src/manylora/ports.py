@@ -44,7 +44,8 @@ class Executor(Protocol):
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Drop the state of an adapter in ``tier`` (host buffers, device views); its pages are already free.
 
-        Never called while a step in flight uses it.
+        Never called while a step in flight uses it there, with one exception: an image in the host tier may be dropped
+        while a step in flight reads it. The executor keeps the image until that step has ended.
         """
         ...
 
@@ -73,6 +74,7 @@ class EngineParts:
         close: Stops threads and frees the device.
         machine: The executor's machine, in words; for reports of measurements.
         is_accelerated: Whether steps run on a device rather than on this process's CPU.
+        reads_host: Whether a step can read an adapter's weights from the host tier.
     """
 
     base: BaseShape
@@ -82,3 +84,4 @@ class EngineParts:
     close: Callable[[], None]
     machine: str = ""
     is_accelerated: bool = False
+    reads_host: bool = False

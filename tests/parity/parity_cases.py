@@ -41,10 +41,11 @@ from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
+from manylora.engine.status import EngineStats
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.plan import StepPlan
-from manylora.types import AdapterKey, Output, Request, SamplingParams
+from manylora.types import AdapterKey, Output, Request, SamplingParams, Tier
 
 VOCAB = 320
 NUM_TOKENS = 64
@@ -120,6 +121,9 @@ class OracleResult:
     num_chunked_prompts: int = 0
     num_mixed_steps: int = 0
     num_narrow: int = 0
+    num_in_host: int = 0
+    num_cancelled_in_host: int = 0
+    stats: EngineStats | None = None
     smallest_effect: float = float("inf")
 
 
@@ -213,27 +217,50 @@ def make_cases() -> list[Case]:
     return cases
 
 
-def run_oracle(architecture: str, path: Path, *, lora_kernel: str = "grouped") -> OracleResult:
-    """Serve the cases, compare with the reference and return the differences."""
+COLD = AdapterConfig(link_bytes_per_s=1_000_000, eviction="none", max_cpu_loras=5)
+"""Every request is cold: no adapter idles on the device, half are on disk, and a copy lasts for several steps."""
+
+DOOMED = (
+    Case("chunked", "wide", tuple(range(3, 183))),
+    Case("decoding", "patterns", tuple(range(20, 29))),
+)
+"""Requests that are cancelled in the middle of a prompt, and of an answer."""
+
+
+def run_oracle(architecture: str, path: Path, *, lora_kernel: str = "grouped", is_cold: bool = False) -> OracleResult:
+    """Serve the cases, compare with the reference and return the differences.
+
+    Args:
+        architecture: A name in ``ARCHITECTURES`` or ``FURTHER_ARCHITECTURES``.
+        path: Where model and adapters are written.
+        lora_kernel: The implementation of adapters' arithmetic.
+        is_cold: Serve as ``COLD`` says, and the ``DOOMED`` requests as well.
+    """
     config = (ARCHITECTURES | FURTHER_ARCHITECTURES)[architecture]
     make_model(config, path / "base")
     folders = make_adapters(architecture, path / "base", path / "adapters")
     result = OracleResult(architecture)
     cases = make_cases()
-    answers, logits = _serve(path / "base", folders, cases, result, lora_kernel)
+    answers, logits = _serve(path / "base", folders, cases, result, lora_kernel, is_cold=is_cold)
     _compare(path / "base", folders, cases, answers, logits, result)
     return result
 
 
 def _serve(
-    model_path: Path, folders: dict[str, Path], cases: list[Case], result: OracleResult, lora_kernel: str
+    model_path: Path,
+    folders: dict[str, Path],
+    cases: list[Case],
+    result: OracleResult,
+    lora_kernel: str,
+    *,
+    is_cold: bool,
 ) -> tuple[dict[str, list[int]], dict[str, dict[int, torch.Tensor]]]:
     clock = WallClock()
     engine = EngineConfig(
         model=ModelConfig(model=str(model_path), device="cpu", lora_kernel=lora_kernel),
         memory=MemoryConfig(block_size=8, num_pages=4000),
         scheduler=SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=16),
-        adapters=AdapterConfig(),
+        adapters=COLD if is_cold else AdapterConfig(),
     )
     parts = build_parts(engine, clock)
     assert isinstance(parts.executor, TorchExecutor)
@@ -251,41 +278,57 @@ def _serve(
         memory=engine.memory,
         adapters=engine.adapters,
         served_name=BASE_NAME,
+        reads_host=parts.reads_host,
     )
     keys: dict[AdapterKey | None, str | None] = {None: None}
     for name, version in versions.items():
         core.adapters.register(name, version, clock.now())
         keys[version.key] = name
-    by_prompt = {(case.adapter, case.prompt): case.request_id for case in cases}
-    logits: dict[str, dict[int, torch.Tensor]] = {case.request_id: {} for case in cases}
+    doomed = DOOMED if is_cold else ()
+    asked = [*cases[:6], *doomed, *cases[6:]]
+    by_prompt = {(case.adapter, case.prompt): case.request_id for case in asked}
+    logits: dict[str, dict[int, torch.Tensor]] = {case.request_id: {} for case in asked}
+    num_run: dict[str, int] = {case.request_id: 0 for case in asked}
+    in_host: set[str] = set()
 
     def note(plan: StepPlan, rows: torch.Tensor) -> None:
         sampled = [s for s in plan.sequences if s.is_sampled]
         for sequence, row in zip(sampled, rows, strict=True):
             prompt = tuple(sequence.tokens[: sequence.num_prompt_tokens])
             logits[by_prompt[keys[sequence.adapter], prompt]][sequence.start + sequence.num_tokens - 1] = row.clone()
+        for sequence in plan.sequences:
+            request_id = by_prompt[keys[sequence.adapter], tuple(sequence.tokens[: sequence.num_prompt_tokens])]
+            num_run[request_id] = sequence.start + sequence.num_tokens
+            tier = sequence.placement.tier
+            result.num_in_host += tier is Tier.HOST
+            (in_host.add if tier is Tier.HOST else in_host.discard)(request_id)
         result.num_mixed_steps += len({s.adapter for s in plan.sequences}) > 4
         result.num_chunked_prompts += sum(1 for s in plan.sequences if 0 < s.start < s.num_prompt_tokens - 1)
 
     parts.executor.logits_hook = note
-    answers: dict[str, list[int]] = {case.request_id: [] for case in cases}
+    answers: dict[str, list[int]] = {case.request_id: [] for case in asked}
 
     def take(outputs: list[Output], now: float) -> None:
         for output in outputs:
             assert output.error is None, output
             answers[output.request_id].extend(token.token_id for token in output.tokens)
             result.num_cached_tokens += output.num_cached_tokens if output.finish else 0
+        for case in doomed:
+            num_tokens = {"chunked": 1, "decoding": len(case.prompt) + 5}[case.request_id]
+            if num_run[case.request_id] >= num_tokens and core.cancel(case.request_id, now):
+                result.num_cancelled_in_host += case.request_id in in_host
 
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     requests = [
-        Request(request_id=c.request_id, prompt=c.prompt, sampling=greedy, model=c.adapter or BASE_NAME) for c in cases
+        Request(request_id=c.request_id, prompt=c.prompt, sampling=greedy, model=c.adapter or BASE_NAME) for c in asked
     ]
     start = clock.now()
     try:
         EngineLoop(core, clock, on_outputs=take, arrivals=[(start, request) for request in requests]).run()
     finally:
         parts.close()
-    result.num_preemptions = core.stats().num_preemptions
+    result.stats = core.stats()
+    result.num_preemptions = result.stats.num_preemptions
     return answers, logits
 
 

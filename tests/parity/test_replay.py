@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import Clock, VirtualClock, WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.step_log import LoggedExecutor, LogLine
+from manylora.costs.step_log import LoggedExecutor, LogLine, StepRecord
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.events import (
@@ -87,6 +87,7 @@ def run(
         served_name="base",
         seed=config.seed,
         sinks=[events.append],
+        reads_host=parts.reads_host,
     )
     for index, version in enumerate(versions):
         core.adapters.register(f"a{index}", version, clock.now() if isinstance(clock, VirtualClock) else arrivals[0][0])
@@ -138,6 +139,7 @@ def test_a_replay_of_a_live_run_is_the_same_to_the_last_event(
     arrivals = [(one.at, requests[one.request_id]) for one in live if isinstance(one, RequestArrived)]
     replayed = run(config, parts, ReplayExecutor(lines, choose), VirtualClock(start_s), versions, arrivals)
 
+    assert parts.reads_host and any(isinstance(one, StepRecord) and one.features.num_host_adapted for one in lines)
     counts = Counter(type(event) for event in live)
     assert counts[RequestFinished] == NUM_REQUESTS
     assert counts[RequestAdmitted] == NUM_REQUESTS

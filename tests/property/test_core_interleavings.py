@@ -16,11 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from manylora.adapters.residency import TierState
 from manylora.config import AdapterConfig
 from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
+from manylora.events import AdapterAwaited, Event
 from manylora.memory import EVICTION_POLICIES
-from manylora.plan import PlannedSequence
+from manylora.plan import IN_HOST, PlannedSequence
 from manylora.scheduling import POLICIES, ChameleonPolicy
 from manylora.scheduling.policies.chameleon import queue_plan
 from manylora.sim.run.executor import synthetic_token
@@ -69,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         prefetch=st.sampled_from(PREFETCHES),
         discipline=st.sampled_from(DISCIPLINES),
+        reads_host=st.booleans(),
     )
     def start(
         self,
@@ -83,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction,
         prefetch,
         discipline,
+        reads_host,
     ) -> None:
         self.rig = make_rig(
             policy=policy,
@@ -94,11 +98,14 @@ class EngineMachine(RuleBasedStateMachine):
             max_loras=max_loras,
             prefix_caching=prefix_caching,
             max_model_len=40,
+            reads_host=reads_host,
             adapters=AdapterConfig(
                 max_cpu_loras=max_cpu_loras, eviction=eviction, look_ahead=prefetch[0], forecast=prefetch[1]
             ),
             **discipline,
         )
+        if reads_host:
+            self.rig.core._sinks += (self.check_wait,)
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
         self.version_of: dict[str, str | None] = {}
@@ -106,6 +113,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.count = 0
         for index, name in enumerate(NAMES):
             self.register(name, 1 + index % 5, False)
+
+    def check_wait(self, event: Event) -> None:
+        """Where steps read the host, no request waits for a copy of what is there."""
+        if isinstance(event, AdapterAwaited):
+            assert self.rig.core._cache.residency(event.adapter).host is not TierState.RESIDENT
 
     def names(self) -> list[str]:
         return [status.name for status in self.rig.core.adapters.statuses(self.rig.now)]
@@ -259,16 +271,17 @@ TestEngine.settings = settings(max_examples=100, stateful_step_count=50)
 def test_soak_under_pressure() -> None:
     """Hundreds of actions on a pool that is always too small: what short examples do not reach."""
     soaks = [soak(seed) for seed in range(NUM_SOAKS)]
-    stats = [one for one, _ in soaks]
+    stats = [one for one, _, _ in soaks]
     assert sum(one.num_preemptions for one in stats) > NUM_SOAKS
     assert sum(one.num_squashes for one in stats) > 0
     assert sum(one.num_evictions for one in stats) > 10 * NUM_SOAKS
     assert sum(one.num_cached_tokens for one in stats) > 100 * NUM_SOAKS
-    assert sum(num_pairs for _, num_pairs in soaks) > 2 * NUM_SOAKS
+    assert sum(num_pairs for _, num_pairs, _ in soaks) > 2 * NUM_SOAKS
+    assert all((num_in_host > 0) == (seed % 2 == 0) for seed, (_, _, num_in_host) in enumerate(soaks))
 
 
-def soak(seed: int) -> tuple[EngineStats, int]:
-    """Return the engine's counters and how often a turn left two steps in flight."""
+def soak(seed: int) -> tuple[EngineStats, int, int]:
+    """Return the engine's counters, how often a turn left two steps in flight, and one that reads the host."""
     rng = random.Random(seed)
     machine = EngineMachine()
     machine.start(
@@ -283,8 +296,9 @@ def soak(seed: int) -> tuple[EngineStats, int]:
         eviction=sorted(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
         prefetch=PREFETCHES[seed % len(PREFETCHES)],
         discipline=DISCIPLINES[seed // 4 % len(DISCIPLINES)],
+        reads_host=seed % 2 == 0,
     )
-    num_pairs = 0
+    num_pairs = num_in_host = 0
     for _ in range(400):
         action = rng.random()
         if action < 0.35:
@@ -310,7 +324,9 @@ def soak(seed: int) -> tuple[EngineStats, int]:
         if rng.random() < 0.2:
             machine.rig.turn()  # in the middle of a step
         num_pairs += machine.rig.executor.num_steps == 2
+        plan = machine.rig.executor.plan
+        num_in_host += plan is not None and any(part.placement is IN_HOST for part in plan.sequences)
         machine.adds_up()
     stats = machine.rig.core.stats()
     machine.teardown()
-    return stats, num_pairs
+    return stats, num_pairs, num_in_host

@@ -61,7 +61,8 @@ def sweep(profile: CostProfile, *, seconds: float = 4.0, rng: random.Random | No
     clock = VirtualClock()
     parts = build_simulated_parts(config, clock, cost=FittedCost(profile, rng), shape=profile.base)  # type: ignore[arg-type]
     adapters = [version(f"key-{index}", num_pages=4 + index % 4 * 8, rank=8 << index % 4) for index in range(12)]
-    lines: list[LogLine] = [LogHeader(base=parts.base, num_pages=parts.num_pages, machine="a machine")]
+    header = LogHeader(base=parts.base, num_pages=parts.num_pages, machine="a machine", reads_host=profile.reads_host)
+    lines: list[LogLine] = [header]
     num_steps = run_sweep(
         parts, config, adapters, clock=clock, rng=random.Random(0), seconds=seconds, write=lines.append
     )

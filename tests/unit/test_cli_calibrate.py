@@ -21,7 +21,7 @@ from manylora.types import Tier
 
 
 def test_logs_become_a_profile(tmp_path: Path) -> None:
-    lines = sweep(make_profile(), seconds=1.5)
+    lines = sweep(make_profile(reads_host=True), seconds=1.5)
     half = len(lines) // 2
     # Two runs of one engine, each with its own header.
     write_step_log(tmp_path / "one.jsonl", lines[:half])
@@ -32,7 +32,7 @@ def test_logs_become_a_profile(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     profile = read_profile(output)
     assert profile.num_steps == sum(isinstance(line, StepRecord) for line in lines)
-    assert profile.machine == "a machine"
+    assert (profile.machine, profile.reads_host) == ("a machine", True)
     for text in ("a step", "a rank of a distinct adapter", "decode", "prefill", "R²", "loads"):
         assert text in result.output
 

@@ -10,7 +10,6 @@ from harness import make_rig, policy_context, request
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig
 from manylora.engine.loop import EngineLoop
-from manylora.engine.steps import running
 from manylora.errors import (
     AdapterError,
     AdapterExists,
@@ -21,7 +20,8 @@ from manylora.errors import (
     RequestError,
     Stalled,
 )
-from manylora.events import RequestAdmitted, RequestPreempted
+from manylora.events import AdapterAwaited, RequestAdmitted, RequestPreempted
+from manylora.plan import IN_HOST, ON_DEVICE
 from manylora.scheduling import make_policy
 from manylora.types import Tier
 
@@ -393,9 +393,8 @@ def test_a_loop_with_requests_and_nothing_pending_says_so():
         EngineLoop(rig.core, VirtualClock(), on_outputs=lambda outputs, now: None).run()
 
 
-def test_a_step_reads_an_adapter_from_the_host_where_that_is_allowed(monkeypatch):
-    monkeypatch.setattr(running, "may_run_from", lambda placement: True)
-    rig = make_rig()
+def test_a_step_reads_an_adapter_from_the_host_while_it_is_copied():
+    rig = make_rig(reads_host=True)
     rig.register("x")
     rig.add(request("a", model="x", max_tokens=4))
     tiers = []
@@ -415,3 +414,70 @@ def test_a_step_reads_an_adapter_from_the_host_where_that_is_allowed(monkeypatch
     assert tiers == [Tier.HOST, Tier.HOST, Tier.HOST, Tier.DEVICE]
     assert rig.finish("a") == "length"
     rig.core.check_integrity()
+
+
+def test_no_request_waits_for_a_copy_where_steps_read_the_host():
+    rig = make_rig(reads_host=True, max_num_seqs=3)
+    for index in range(6):
+        rig.register(f"a{index}")
+        rig.add(request(f"r{index}", model=f"a{index % 3}", max_tokens=3))
+    rig.turn()
+    while rig.core.has_requests:  # and no copy ever arrives
+        rig.core.check_integrity()
+        rig.executor.complete_step()
+        rig.turn()
+    assert [rig.finish(f"r{index}") for index in range(6)] == ["length"] * 6
+    assert not any(isinstance(event, AdapterAwaited) for event in rig.events)
+    # None of them counts as a hit for that.
+    assert not any(event.adapter_was_resident for event in rig.events if isinstance(event, RequestAdmitted))
+
+
+def test_a_request_waits_for_the_disk_and_for_pages_even_so():
+    rig = make_rig(reads_host=True, num_pages=8, adapters=AdapterConfig(max_cpu_loras=1, look_ahead=0))
+    rig.register("x", 3)
+    rig.register("y", 3)  # which sends x to disk
+    rig.add(request("a", model="x"))
+    rig.turn()
+    assert rig.executor.plan is None
+    rig.executor.complete_load()
+    rig.turn()
+    assert rig.executor.plan.sequences[0].placement is IN_HOST
+    rig.register("z", 4)
+    rig.add(request("b", model="z"))
+    rig.turn()
+    assert [load.version.key for load, _ in rig.executor.loads] == ["key-x"]
+    rig.drain()
+    assert rig.finish("a") == rig.finish("b") == "length"
+
+
+def test_a_sequence_runs_on_where_its_copy_fails():
+    rig = make_rig(reads_host=True)
+    rig.register("x")
+    rig.add(request("a", model="x", max_tokens=4))
+    rig.turn()
+    rig.executor.complete_load(error="gone")
+    rig.executor.complete_step()
+    rig.turn()
+    assert rig.executor.plan.sequences[0].placement is IN_HOST
+    assert not rig.executor.loads
+    # The next request tries again, and both move.
+    rig.add(request("b", model="x", max_tokens=4))
+    rig.step()
+    rig.step()
+    assert [part.placement for part in rig.executor.plan.sequences] == [ON_DEVICE] * 2
+    rig.drain()
+    assert rig.finish("a") == rig.finish("b") == "length"
+
+
+def test_a_host_copy_may_go_while_a_step_in_flight_reads_it():
+    rig = make_rig(reads_host=True, adapters=AdapterConfig(max_cpu_loras=1))
+    rig.register("x")
+    rig.add(request("a", model="x"))
+    rig.turn()
+    rig.executor.complete_load()
+    rig.turn()
+    assert rig.executor.plan.sequences[0].placement is IN_HOST
+    rig.register("y")
+    assert rig.executor.host == {"key-y"}
+    rig.drain()
+    assert rig.finish("a") == "length"

@@ -170,22 +170,25 @@ def random_group(
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("num_pools", [1, 3])
 @pytest.mark.parametrize("num_pieces", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lora_equals_plain_products_whatever_does_not_fill_a_tile_or_a_run(
     kernels: CompiledKernels,
     dtype: torch.dtype,
     num_pieces: int,
+    num_pools: int,
     num_threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
     # Prompts: wider than a panel of A, columns left over, a block of rows and a bit. Decoding: runs and a bit.
     in_features, widths = 800, [288, 45]
-    pool = torch.full((200_000,), float("nan"), dtype=dtype)
+    # Adapters in pages and in host images, which have a type of their own each: a call takes them all.
+    pools = [torch.full((200_000,), float("nan"), dtype=one) for one in (dtype, torch.float32, dtype)[:num_pools]]
     parts, start, row = [], 7, 2
-    for rank, num_rows in ((1, 9), (21, 141), (8, 1), (6, 16), (5, 7)):
-        weights, start = random_group(pool, start, in_features, widths, rank, num_pieces)
+    for index, (rank, num_rows) in enumerate(((1, 9), (21, 141), (8, 1), (6, 16), (5, 7))):
+        weights, start = random_group(pools[index % num_pools], start, in_features, widths, rank, num_pieces)
         parts.append(Part(row, row + num_rows, weights))
         row += num_rows + 1
     x, out = torch.randn(row + 1, in_features), torch.randn(row + 1, sum(widths))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 import time
 import warnings
 import weakref
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +23,9 @@ from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
-from manylora.plan import AdapterLoad, PlannedSequence, StepPlan, StepResult
+from manylora.execution.lora.batch import LORA_KERNELS
+from manylora.execution.storage.link import Link
+from manylora.plan import IN_HOST, AdapterLoad, PlannedSequence, StepPlan, StepResult
 from manylora.ports import EngineParts, Work
 from manylora.types import AdapterKey, AdapterVersion, SamplingParams, Tier
 
@@ -163,6 +167,81 @@ def test_a_lost_host_copy_is_read_again(parts: EngineParts, folders: dict[str, P
     parts.executor.drop_adapter(version.key, Tier.HOST)
     assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
     assert run(parts, sequence([1, 2], 0, 2, 0, version.key)).isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["grouped", "naive", "reference"])
+def test_a_host_image_gives_the_logits_of_pages(
+    kernel: str, parts: EngineParts, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_of(parts)._runner._step, "kernel", LORA_KERNELS[kernel])
+    versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]
+    for version, pages in zip(versions, (range(40, 50), range(50, 60)), strict=True):
+        assert load(parts, version, Tier.DEVICE, tuple(pages)[: version.num_pages]) is None
+    plan = [
+        sequence(list(range(5, 17)), 0, 12, 0, versions[0].key, 0),
+        sequence([8, 9], 0, 2, 8, versions[1].key, 1),
+        sequence([8, 9], 0, 2, 16, None, 2),
+    ]
+    on_device = run(parts, *plan)
+    for in_host in ((0,), (1,), (0, 1)):
+        placed = [structs.replace(part, placement=IN_HOST) if i in in_host else part for i, part in enumerate(plan)]
+        torch.testing.assert_close(run(parts, *placed), on_device, atol=0, rtol=0)
+
+
+def test_a_step_keeps_the_host_image_that_it_reads(parts: EngineParts, folders: dict[str, Path]) -> None:
+    """Whatever happens to the tier before the step has begun; and one that was lost is read again."""
+    version = parts.reader.read("one", str(folders["one"]))
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    part = structs.replace(sequence([5, 6, 7], 0, 3, 0, version.key), placement=IN_HOST)
+    expected = run(parts, part)
+
+    executor, may_begin, rows = executor_of(parts), threading.Event(), []
+    executor._steps.submit(may_begin.wait)
+    executor.logits_hook = lambda plan, logits: rows.append(logits)
+    steps = [executor.launch(StepPlan(step_id=1, sequences=(part,)), 0.0)]
+    executor._host.drop(version.key)  # behind the executor's back: lost
+    steps.append(executor.launch(StepPlan(step_id=2, sequences=(part,)), 0.0))
+    executor.drop_adapter(version.key, Tier.HOST)
+    executor.drop_adapter(version.key, Tier.DEVICE)
+    may_begin.set()
+    for step in steps:
+        finish(step)
+    torch.testing.assert_close(rows, [expected, expected], atol=0, rtol=0)
+
+
+def test_an_idle_engine_keeps_no_image_that_was_dropped(parts: EngineParts, folders: dict[str, Path]) -> None:
+    version = parts.reader.read("one", str(folders["one"]))
+    run(parts, structs.replace(sequence([5, 6, 7], 0, 3, 0, version.key), placement=IN_HOST))
+    executor = executor_of(parts)
+    adapter = executor._host.get(version.key)
+    assert adapter is not None
+    view = weakref.ref(next(iter(adapter.in_place().groups.values())).a[0].weight)
+    del adapter
+    assert view() is not None
+    executor.drop_adapter(version.key, Tier.HOST)
+    executor._steps.submit(gc.collect).result()
+    assert view() is None
+
+
+def test_a_paced_link_keeps_to_its_bandwidth_until_it_is_closed(parts: EngineParts, folders: dict[str, Path]) -> None:
+    version = parts.reader.read("one", str(folders["one"]))
+    executor, plain = executor_of(parts), sequence([1, 2], 0, 2, 0, version.key)
+    image = executor._host.get(version.key).image  # type: ignore[union-attr]
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    expected = run(parts, plain)
+    executor.drop_adapter(version.key, Tier.DEVICE)
+    executor._link = Link(executor._pages, image.nbytes * 5)
+    began_at = time.perf_counter()
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    assert 0.2 <= time.perf_counter() - began_at < 5
+    torch.testing.assert_close(run(parts, plain), expected, atol=0, rtol=0)
+
+    executor._link = Link(executor._pages, 1)
+    work = executor.load_adapter(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages_for(version)), 0.0)
+    time.sleep(0.01)
+    assert work.poll(0.0) is None
+    executor.close()
+    assert work.poll(0.0) is not None
 
 
 def test_a_bin_file_holds_the_same_version(parts: EngineParts, folders: dict[str, Path], tmp_path: Path) -> None:

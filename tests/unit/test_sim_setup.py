@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from sim_profiles import make_profile
 
-from manylora.config import SchedulerConfig
+from manylora.clock import VirtualClock
+from manylora.config import EngineConfig, ModelConfig, SchedulerConfig
 from manylora.costs.roofline import RooflineCost
 from manylora.errors import ConfigError
 from manylora.plan import AdapterLoad
+from manylora.sim.build import build_simulated_parts
 from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.setup import Setup, make_config, read_dims
 from manylora.types import Tier
@@ -37,6 +40,18 @@ def test_a_setup_is_read_and_built() -> None:
     # 45 GiB x 0.9, less 13.5 GB of weights and activations, in pages of 8 MiB.
     assert 3200 < config.num_pages < 3600
     assert make_config(Setup(model="llama-2-7b", num_pages=99)).num_pages == 99
+
+
+def test_steps_read_the_host_where_a_profile_or_a_setup_says_so(tmp_path: Path) -> None:
+    assert not make_config(Setup()).reads_host
+    assert make_config(Setup(reads_host=True)).reads_host
+    path = str(tmp_path / "cpu.json")
+    for reads_host in (True, False):
+        make_profile(reads_host=reads_host).write(path)
+        assert make_config(Setup(profile=path)).reads_host is reads_host
+        assert make_config(Setup(profile=path, reads_host=False)).reads_host is False
+        engine = EngineConfig(model=ModelConfig(model="none"), simulate=path)
+        assert build_simulated_parts(engine, VirtualClock()).reads_host is reads_host
 
 
 def test_a_config_json_is_a_model(tmp_path: Path) -> None:

@@ -251,3 +251,11 @@ def test_wrong_settings_are_named():
     wrong = Workload(name="w", requests=(), adapters=(AdapterSpec(name="x", rank=8, targets=("conv",)),))
     with pytest.raises(AdapterError, match=r"'x'.*conv applies to no module"):
         simulate(wrong, config())
+
+
+def test_where_steps_read_the_host_no_first_token_waits_for_a_copy():
+    cost = FixedCost(step_s=0.01, token_s=0.0, copy_bytes_per_s=1e4, disk_bytes_per_s=1e9)
+    one = RequestSpec(arrival_s=0.0, num_prompt_tokens=8, num_output_tokens=3, adapter="a")
+    waits = [alone(one, cost=cost, reads_host=reads_host).records[0] for reads_host in (False, True)]
+    assert waits[0].ttft_s > 0.5 and waits[0].adapter_wait_s > 0.5
+    assert waits[1].ttft_s == pytest.approx(0.01) and waits[1].adapter_wait_s == 0

@@ -67,6 +67,7 @@ def sweep_live(
                 num_pages=parts.num_pages,
                 machine=parts.machine,
                 lora_kernel=config.model.lora_kernel,
+                reads_host=parts.reads_host,
             )
         )
         with tempfile.TemporaryDirectory(prefix="manylora-") as folder:

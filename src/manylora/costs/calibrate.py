@@ -187,6 +187,7 @@ def _fit(
         interference={tier: min(one, MOST_INTERFERENCE) for tier, one in zip(TIERS, interference, strict=True)},
         errors=errors,
         num_steps=len(steps),
+        reads_host=header.reads_host,
     )
     alone = took - beside @ np.array(list(profile.interference.values()))  # without interference
     is_prompt = np.array([one.num_prompts > 0 for one in features])

@@ -195,6 +195,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
         interference: Slowdown of a step by a concurrent load, in seconds per second of the load, by tier.
         errors: On steps held out.
         num_steps: Steps it was fitted from.
+        reads_host: Whether its steps can read adapters from host memory.
         speed_drift: Drift of the machine's speed; ``None`` if steady, or if an older version wrote the profile.
         format: Version of this format.
     """
@@ -213,6 +214,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     interference: dict[str, float]
     errors: tuple[FitError, ...]
     num_steps: int
+    reads_host: bool = False
     speed_drift: SpeedDrift | None = None
     format: int = FORMAT
 

@@ -46,12 +46,16 @@ __all__ = [
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
-    """The engine of the following lines: base model, pages in its pool, machine in words, and LoRA kernel."""
+    """The engine of the following lines: base model, pages in its pool, machine in words, and LoRA kernel.
+
+    ``reads_host`` says whether its steps can read adapters from host memory.
+    """
 
     base: BaseShape
     num_pages: int
     machine: str = ""
     lora_kernel: str = ""
+    reads_host: bool = False
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -209,7 +213,13 @@ def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> I
     Raises:
         ConfigError: The file cannot be written.
     """
-    header = LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine, lora_kernel=model.lora_kernel)
+    header = LogHeader(
+        base=parts.base,
+        num_pages=parts.num_pages,
+        machine=parts.machine,
+        lora_kernel=model.lora_kernel,
+        reads_host=parts.reads_host,
+    )
     with ExitStack() as stack:
         try:
             file = stack.enter_context(Path(path).open("ab", buffering=0))

@@ -63,6 +63,7 @@ class EngineCore:
         seed: Seeds the sampling of requests without a seed.
         sinks: Receive every event, in order.
         predictor: Predicts answer lengths; by default the one that ``scheduler`` names.
+        reads_host: Whether the executor can read an adapter's weights from the host tier.
 
     Raises:
         ConfigError: No policy or predictor has the given name.
@@ -81,6 +82,7 @@ class EngineCore:
         seed: int = 0,
         sinks: Seq[EventSink] = (),
         predictor: LengthPredictor | None = None,
+        reads_host: bool = False,
     ) -> None:
         self.base = base
         self.served_name = served_name
@@ -145,6 +147,7 @@ class EngineCore:
             scheduler=scheduler,
             memory=memory,
             costs=costs,
+            reads_host=reads_host,
             counters=self._counters,
             on_hit=self._on_adapter_hit,
             emit=self._emit,
@@ -200,6 +203,7 @@ class EngineCore:
             served_name=served_name,
             seed=config.seed,
             sinks=sinks,
+            reads_host=parts.reads_host,
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------

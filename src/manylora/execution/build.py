@@ -41,6 +41,7 @@ from manylora.execution.runner import ModelRunner, TokenSampler
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
 from manylora.execution.storage.host_tier import HostTier
+from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.reader import HostReader
 from manylora.execution.storage.resident import ResidentAdapter
@@ -127,7 +128,16 @@ def build_parts(
     host = HostTier(is_pinned=device.type == "cuda", directory=directory)
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
     reader = HostReader(base, host, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype)
-    executor = TorchExecutor(runner=runner, pages=pages, host=host, reader=reader, resident=resident, clock=clock)
+    executor = TorchExecutor(
+        runner=runner,
+        pages=pages,
+        link=Link(pages, config.adapters.link_bytes_per_s),
+        host=host,
+        reader=reader,
+        resident=resident,
+        clock=clock,
+        reads_host=device.type == "cpu" and directory is None,  # tables hold places in the pool alone
+    )
     logger.info(
         "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
         base.name,
@@ -146,6 +156,7 @@ def build_parts(
         close=executor.close,
         machine=describe_machine(device),
         is_accelerated=device.type != "cpu",
+        reads_host=executor.reads_host,
     )
 
 

@@ -3,7 +3,7 @@
 ::
 
     step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the step before it ends
-    copy     one thread    host image -> device pages, then the views of its tiles
+    copy     one thread    host image -> device pages, then the views of its tiles; steps read the image meanwhile
     read     two threads   files -> packed host image, by reader processes
 
 Each thread runs its work in order of submission, then wakes the clock. The loop gets the result through ``Work.poll``.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,12 +25,13 @@ import torch
 from manylora.clock import Clock
 from manylora.engine.steps.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
-from manylora.execution.storage.host_tier import HostTier
+from manylora.execution.storage.host_tier import HostAdapter, HostTier
+from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.reader import HostReader
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
-from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.types import AdapterKey, SampledToken, Tier
+from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
 
 __all__ = ["FutureWork", "TorchExecutor"]
 
@@ -58,25 +59,33 @@ class FutureWork(Generic[ResultT]):
 
 
 class TorchExecutor:
-    """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``."""
+    """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``.
+
+    ``reads_host`` says whether the kernels can read an adapter's weights from the host tier.
+    """
 
     def __init__(
         self,
         *,
         runner: ModelRunner,
         pages: PageTensor,
+        link: Link,
         host: HostTier,
         reader: HostReader,
         resident: dict[AdapterKey, ResidentAdapter],
         clock: Clock,
+        reads_host: bool = False,
     ) -> None:
         self._runner = runner
         self._pages = pages
+        self._link = link
         self._host = host
         self._reader = reader
         self._resident = resident
         self._clock = clock
+        self.reads_host = reads_host
         self._tokens: dict[int, SampledToken] = {}  # of the last step; touched on the step's thread alone
+        self._copied: dict[AdapterKey, AdapterVersion] = {}  # those that steps may read from the host
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
@@ -93,25 +102,39 @@ class TorchExecutor:
         self._runner.logits_hook = hook
 
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:
-        """Start a step; behind a step in flight, it gets the tokens it awaits from that step directly."""
-        return self._watch(self._steps.submit(self._run, plan))
+        """Start a step; behind a step in flight, it gets the tokens it awaits from that step directly.
+
+        The step holds the host images that it reads from here on, so they may leave the host tier meanwhile.
+        """
+        images: dict[AdapterKey, HostAdapter | AdapterVersion] = {}
+        if self.reads_host:
+            for part in plan.sequences:
+                if part.placement is not ON_DEVICE and (key := part.adapter) is not None:
+                    images[key] = self._host.get(key) or self._copied[key]
+        return self._watch(self._steps.submit(self._run, plan, images))
 
     def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
         """Start a load: files to host, or host to device pages."""
         if load.tier is Tier.HOST:
             return self._watch(self._reads.submit(_carry_out, lambda load: self._reader.read_again(load.version), load))
         assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
+        if self.reads_host:
+            self._copied[load.version.key] = load.version
         return self._watch(self._copies.submit(_carry_out, self._copy, load))
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
         if tier is Tier.HOST:
-            self._host.drop(key)
+            dropped = self._host.drop(key)
+            self._copied.pop(key, None)
+            if dropped is not None and dropped.is_read_in_place:
+                self._steps.submit(self._runner.forget_batch)
         elif tier is Tier.DEVICE:
             self._resident.pop(key, None)
 
     def close(self) -> None:
         """Finish the step in flight, cancel waiting work and end the threads."""
+        self._link.close()
         for threads in (self._reads, self._copies, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()
@@ -120,10 +143,17 @@ class TorchExecutor:
         future.add_done_callback(lambda _: self._clock.wake())
         return FutureWork(future)
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        """Run a step; its tokens are on the host at the end, so the device is done when the clock is read."""
+    def _run(self, plan: StepPlan, images: Mapping[AdapterKey, HostAdapter | AdapterVersion]) -> StepResult:
+        """Run a step; its tokens are on the host at the end, so the device is done when the clock is read.
+
+        An image that was lost (see ``_copy``) is given by its version, to be read again.
+        """
         began_at = time.perf_counter()
-        result = self._runner.run(fill_in(plan, self._tokens))
+        in_host = {
+            key: (image if isinstance(image, HostAdapter) else self._reader.read_again(image)).in_place()
+            for key, image in images.items()
+        }
+        result = self._runner.run(fill_in(plan, self._tokens), in_host)
         self._tokens = result.tokens
         return replace(result, device_s=time.perf_counter() - began_at)
 
@@ -137,7 +167,7 @@ class TorchExecutor:
         if len(load.pages) != adapter.image.shape[0]:
             raise ValueError(f"Got {len(load.pages)} pages for an adapter of {adapter.image.shape[0]}")
         with torch.cuda.stream(self._copy_stream) if self._copy_stream is not None else nullcontext():
-            self._pages.write(load.pages, adapter.image)
+            self._link.copy(load.pages, adapter.image)
             resident = make_resident(adapter.layout, load.pages, self._pages, adapter.template)
             if self._copy_stream is not None:
                 # A blocking event sleeps instead of spinning: the step's thread needs the core.

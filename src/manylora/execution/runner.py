@@ -26,6 +26,9 @@ LogitsHook = Callable[[StepPlan, torch.Tensor], None]
 """Called with a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
 
 
+_NONE: Mapping[AdapterKey, ResidentAdapter] = {}
+
+
 class TokenSampler(Protocol):
     """Chooses tokens from logits."""
 
@@ -74,15 +77,20 @@ class ModelRunner:
         self.logits_hook: LogitsHook | None = None
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Run the step and return its tokens."""
+    def run(self, plan: StepPlan, in_host: Mapping[AdapterKey, ResidentAdapter] = _NONE) -> StepResult:
+        """Run the step and return its tokens.
+
+        Args:
+            plan: The step.
+            in_host: The adapters that it reads from host memory.
+        """
         self._sampler.release(plan.released)
         self._attention.release(plan.released)
         if not plan.sequences:
             return StepResult()
         sequences = _by_adapter(plan.sequences)
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
-        lora = self._lora_batch(sequences)
+        lora = self._lora_batch(sequences, in_host)
         logits = self._graphs.run(sequences, lora.segments if lora else ()) if self._graphs is not None else None
         if logits is None:
             logits = self._forward(sequences, lora)
@@ -96,6 +104,10 @@ class ModelRunner:
             return StepResult()
         tokens = self._sampler.sample(logits, sampled)
         return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)})
+
+    def forget_batch(self) -> None:
+        """Let go of the last step's adapters, which are kept for the next: they may hold images of the host tier."""
+        self._last_lora = None
 
     def _forward(self, sequences: Sequence[PlannedSequence], lora: LoraBatch | None) -> torch.Tensor:
         """Call the model; return logits ``[n, vocab]`` of the sampled rows, float32."""
@@ -116,7 +128,9 @@ class ModelRunner:
         logits: torch.Tensor = output.logits
         return logits[0].float()
 
-    def _lora_batch(self, sequences: Sequence[PlannedSequence]) -> LoraBatch | None:
+    def _lora_batch(
+        self, sequences: Sequence[PlannedSequence], in_host: Mapping[AdapterKey, ResidentAdapter]
+    ) -> LoraBatch | None:
         """Return the step's segments, ``None`` when no sequence has an adapter."""
         segments: list[LoraSegment] = []
         row = sampled = first = 0
@@ -128,7 +142,8 @@ class ModelRunner:
                 sampled += sequences[last].is_sampled
                 last += 1
             if key is not None:
-                segments.append(LoraSegment(self._resident[key], start, row, sampled_start, sampled))
+                weights = in_host[key] if key in in_host else self._resident[key]
+                segments.append(LoraSegment(weights, start, row, sampled_start, sampled))
             first = last
         if not segments:
             self._last_lora = None

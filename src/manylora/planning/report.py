@@ -37,7 +37,7 @@ def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureT
     labels = tuple(plans[0][0])
     with_cost = any(plan.cost is not None for _, plan in plans)
     there = f"P{plans[0][1].objective.percentile:g} there"
-    columns = (*labels, "req/s per replica", there, "replicas", "hit rate", "device busy", "bottleneck")
+    columns = (*labels, "req/s per replica", there, "replicas", "hit rate", "device busy", "limit")
     rows = []
     for settings, plan in plans:
         row = [*settings.values(), f"{plan.capacity.rate:.2f}", _measured(plan.capacity.kept)]

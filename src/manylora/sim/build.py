@@ -108,4 +108,5 @@ def build_simulated_parts(
         reader=SimulatedReader(base),
         close=lambda: None,
         machine=f"simulated: {target.machine}",
+        reads_host=target.reads_host,
     )

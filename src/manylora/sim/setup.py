@@ -31,7 +31,7 @@ from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.copies import CopyPath, find_copy_path
 from manylora.costs.fitted import FittedCost
 from manylora.costs.model import CostModel
-from manylora.costs.profile import read_profile
+from manylora.costs.profile import CostProfile, read_profile
 from manylora.costs.roofline import RooflineCost, memory_for_pool
 from manylora.errors import ConfigError
 from manylora.options import check_options, option
@@ -83,6 +83,11 @@ class Setup:
         flag="--router-option",
         metavar="KEY=VALUE",
         help="An option of the router. Repeatable.",
+    )
+    reads_host: bool | None = option(
+        None,
+        help="Let a request run from the host copy of its adapter while that is copied to the device, at no cost "
+        "of its own, as on a CPU. By default as the profile says, and off without one.",
     )
     utilization: float = option(0.9, above=0, at_most=1, help="Share of a device's memory that the engine may take.")
     host_s: float = option(
@@ -141,7 +146,8 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
     Raises:
         ConfigError: A name is unknown, a file is not usable, or the model does not fit.
     """
-    base, cost, num_pages = _measured(setup, seed) if setup.profile is not None else _from_data_sheets(setup, targets)
+    profile = read_profile(setup.profile) if setup.profile is not None else None
+    base, cost, num_pages = _measured(profile, seed) if profile is not None else _from_data_sheets(setup, targets)
     if setup.max_model_len is not None:
         base = replace(base, max_model_len=setup.max_model_len)
     return SimulationConfig(
@@ -157,15 +163,14 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         scheduler_time_s=setup.scheduler_time_s,
         interference=cost.interference if isinstance(cost, FittedCost) else {},
         speed=cost.speed if isinstance(cost, FittedCost) else None,
+        reads_host=profile is not None and profile.reads_host if setup.reads_host is None else setup.reads_host,
         max_tokens=setup.max_tokens,
         exact_caps=setup.exact_caps,
         seed=seed,
     )
 
 
-def _measured(setup: Setup, seed: int) -> tuple[BaseShape, CostModel, int]:
-    assert setup.profile is not None
-    profile = read_profile(setup.profile)
+def _measured(profile: CostProfile, seed: int) -> tuple[BaseShape, CostModel, int]:
     return profile.base, FittedCost(profile, Random(f"jitter/{seed}")), profile.num_pages
 
 

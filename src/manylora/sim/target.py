@@ -37,6 +37,7 @@ class SimulatedTarget:
         num_pages: Pages in its pool.
         cost: Times of its steps and loads.
         machine: The hardware, for status pages.
+        reads_host: Whether its steps can read adapters from host memory.
         interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
         speed: Speed of the machine over time; constant when ``None``.
     """
@@ -45,6 +46,7 @@ class SimulatedTarget:
     num_pages: int
     cost: CostModel
     machine: str
+    reads_host: bool = False
     interference: Mapping[Tier, float] = field(default_factory=dict)
     speed: MachineSpeed | None = None
 
@@ -79,6 +81,7 @@ def find_target(name: str, config: EngineConfig) -> SimulatedTarget:
         num_pages=memory.num_pages or max(2, num_bytes // base.page.num_bytes),
         cost=made.cost,
         machine=machine,
+        reads_host=made.reads_host,
         interference=made.interference,
         speed=made.speed(0) if made.speed is not None else None,
     )

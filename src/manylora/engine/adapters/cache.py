@@ -25,7 +25,7 @@ from manylora.adapters.residency import Residency, TierState
 from manylora.config import AdapterConfig
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
 from manylora.memory import Depth, IdleItem, PageCache, ReloadCosts
-from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, Placement
+from manylora.plan import IN_HOST, ON_DEVICE, AdapterLoad, LoadResult, Placement
 from manylora.ports import Executor, Work
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
@@ -48,8 +48,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 _DEVICE = Readiness(ON_DEVICE)
-_IN_HOST = Placement(Tier.HOST)
-_HOST = {is_loading: Readiness(_IN_HOST, is_loading) for is_loading in (False, True)}
+_HOST = {is_loading: Readiness(IN_HOST, is_loading) for is_loading in (False, True)}
 _DISK = {is_loading: Readiness(None, is_loading) for is_loading in (False, True)}
 
 

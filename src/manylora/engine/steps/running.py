@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts, StepLoad
-from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.cache import AdapterCache, Readiness
 from manylora.engine.status import Counters
 from manylora.engine.steps.budget import StepBudget, target_s
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
-from manylora.plan import ON_DEVICE, Placement
+from manylora.plan import IN_HOST, ON_DEVICE, Placement
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, make_step_composition
 from manylora.types import AdapterKey
 
@@ -51,9 +51,14 @@ class StepDraft(NamedTuple):
 _NOTHING = StepDraft([])
 
 
-def may_run_from(placement: Placement) -> bool:
-    """Whether a step may read an adapter's weights there: only from device pages, with all layers."""
-    return placement is ON_DEVICE
+def may_run_from(readiness: Readiness, *, reads_host: bool) -> bool:
+    """Whether a sequence may run on an adapter from its present place.
+
+    Device pages always serve. The host copy serves while its copy to the device is in flight, so that no sequence waits
+    for the link. A sequence without pages for its adapter waits: its memory would be outside the page cache's count.
+    """
+    placement = readiness.placement
+    return placement is ON_DEVICE or (reads_host and placement is IN_HOST and readiness.is_loading)
 
 
 class RunningSet:
@@ -62,6 +67,7 @@ class RunningSet:
     Args:
         policy: The waiting sequences.
         costs: Learns the costs of steps.
+        reads_host: Whether the executor can read an adapter's weights from the host tier.
         counters: Counts pre-emptions, squashes, prompt tokens and cached tokens.
         on_hit: Called with each sequence that finds its adapter on the device at the first look.
     """
@@ -75,6 +81,7 @@ class RunningSet:
         scheduler: SchedulerConfig,
         memory: MemoryConfig,
         costs: OnlineCosts,
+        reads_host: bool,
         counters: Counters,
         on_hit: Callable[[Sequence], None],
         emit: EventSink,
@@ -85,6 +92,7 @@ class RunningSet:
         self._scheduler = scheduler
         self._memory = memory
         self._costs = costs
+        self._reads_host = reads_host
         self._counters = counters
         self._composition = make_step_composition(scheduler.step_composition)
         self._on_hit = on_hit
@@ -267,7 +275,7 @@ class RunningSet:
         return planned, is_loading
 
     def _try_admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
-        """Admit a waiting sequence if its adapter is on the device and its KV has room."""
+        """Admit a waiting sequence if its adapter is where a step can read it and its KV has room."""
         placement, was_resident = ON_DEVICE, True
         if sequence.version is not None:
             if self._is_capped(sequence):
@@ -277,7 +285,7 @@ class RunningSet:
             if sequence.looked_at(is_resident=is_resident) and is_resident:
                 self._on_hit(sequence)
             was_resident = sequence.found_resident
-            if readiness.placement is None or not may_run_from(readiness.placement):
+            if readiness.placement is None or not may_run_from(readiness, reads_host=self._reads_host):
                 if not readiness.is_loading:
                     return Outcome.ADAPTER_NO_PAGES
                 self._note_wait(sequence, sequence.version.key, now, depth)

@@ -43,9 +43,9 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None
     step = _prepare(parts, kernels)
     x = x.contiguous()
     if step.many is not None:
-        kernels.products(x, out, step.pages, step.many)
+        kernels.products(x, out, step.many)
     if step.few is not None:
-        kernels.lora(x, out, step.pages, step.few)
+        kernels.lora(x, out, step.few)
 
 
 def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
@@ -59,21 +59,18 @@ def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Tables of the parts with many rows and of those with few, and the pages of both."""
+    """Tables of the parts with many rows and of those with few."""
 
     many: ProductTables | None
     few: LoraTables | None
-    pages: torch.Tensor
 
 
 def _prepare(parts: GroupParts, kernels: CompiledKernels) -> _Prepared:
     if "grouped" not in parts.prepared:
         many = [(p.start, p.stop, p.weights) for p in parts.parts if p.stop - p.start > MAX_READ_ROWS]
         few = [(p.start, p.stop, p.weights) for p in parts.parts if p.stop - p.start <= MAX_READ_ROWS]
-        view = parts.parts[0].weights.a[0].weight
-        pages = view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)
         parts.prepared["grouped"] = _Prepared(
-            kernels.product_tables(many) if many else None, kernels.tables(few) if few else None, pages
+            kernels.product_tables(many) if many else None, kernels.tables(few) if few else None
         )
     return cast(_Prepared, parts.prepared["grouped"])
 

@@ -7,20 +7,21 @@ the device and run the loop.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from manylora.adapters.layout import AdapterLayout
 from manylora.adapters.packed import PackedAdapter
 from manylora.execution.storage.page_tensor import image_tensor
+from manylora.execution.storage.resident import ResidentAdapter, read_in_place
 from manylora.execution.storage.tile_tables import GroupDirectory, TileTemplate, make_template
 from manylora.types import AdapterKey
 
 __all__ = ["HostAdapter", "HostTier"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HostAdapter:
     """An adapter ready to be copied: its pages ``[num_pages, elements]`` and their layout.
 
@@ -30,6 +31,21 @@ class HostAdapter:
     layout: AdapterLayout
     image: torch.Tensor
     template: TileTemplate | None = None
+    _in_place: ResidentAdapter | None = field(default=None, init=False)
+
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether any step has read the image where it lies."""
+        return self._in_place is not None
+
+    def in_place(self) -> ResidentAdapter:
+        """Return views of the image for kernels that read it where it lies; the same ones every time.
+
+        They are made at the first call, for few adapters are ever read here. One thread alone may call.
+        """
+        if self._in_place is None:
+            self._in_place = read_in_place(self.layout, self.image)
+        return self._in_place
 
 
 class HostTier:
@@ -58,10 +74,10 @@ class HostTier:
         with self._lock:
             return self._adapters.get(key)
 
-    def drop(self, key: AdapterKey) -> None:
-        """Drop an adapter; its memory is freed once no copy in flight reads it."""
+    def drop(self, key: AdapterKey) -> HostAdapter | None:
+        """Drop an adapter and return it; its memory is freed once no copy and no step in flight reads it."""
         with self._lock:
-            self._adapters.pop(key, None)
+            return self._adapters.pop(key, None)
 
     def __len__(self) -> int:
         with self._lock:

@@ -15,7 +15,7 @@ from manylora.adapters.layout import AdapterLayout, GroupLayout, Tile
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.tile_tables import AdapterTable, TileTemplate
 
-__all__ = ["Piece", "ResidentAdapter", "ResidentGroup", "ResidentModule", "make_resident"]
+__all__ = ["Piece", "ResidentAdapter", "ResidentGroup", "ResidentModule", "make_resident", "read_in_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,19 @@ def make_resident(
     table = None
     if template is not None:
         table = AdapterTable.put(template, pages, pool.shape.num_elements, pool.flat.device)
-    flat = pool.flat_as(layout.dtype)
-    return ResidentAdapter({name: _group(group, pages, flat) for name, group in layout.groups.items()}, table)
+    return ResidentAdapter(_groups(layout, pages, pool.flat_as(layout.dtype)), table)
+
+
+def read_in_place(layout: AdapterLayout, image: torch.Tensor) -> ResidentAdapter:
+    """Build the views of an adapter in its host image ``[num_pages, elements]``, which they keep alive.
+
+    The image has the layout of the pages, so kernels of the CPU read the one as they read the others.
+    """
+    return ResidentAdapter(_groups(layout, range(layout.num_pages), image))
+
+
+def _groups(layout: AdapterLayout, pages: Sequence[int], flat: torch.Tensor) -> dict[str, ResidentGroup]:
+    return {name: _group(group, pages, flat) for name, group in layout.groups.items()}
 
 
 def _group(group: GroupLayout, pages: Sequence[int], flat: torch.Tensor) -> ResidentGroup:

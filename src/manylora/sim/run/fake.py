@@ -62,6 +62,10 @@ class FakeExecutor:
         assert len(self._steps) < 2, "three steps in flight"
         assert plan.sequences
         assert len({part.seq_id for part in plan.sequences}) == len(plan.sequences)
+        for part in plan.sequences:
+            # From here on the step has the image, and the tier may drop it.
+            if part.placement.tier is Tier.HOST:
+                assert part.adapter in self.host, f"{part.adapter} is read from a host that has it not"
         work = FakeWork()
         self._steps.append((plan, work))
         self.released += plan.released
@@ -123,10 +127,7 @@ class FakeExecutor:
 
     def _check_adapter(self, part: PlannedSequence) -> None:
         key = part.adapter
-        if key is None:
-            return
-        if part.placement.tier is Tier.HOST:
-            assert key in self.host, f"{key} is read from the host tier but is not there"
+        if key is None or part.placement.tier is Tier.HOST:
             return
         assert key in self._adapter_pages, f"{key} runs but is not on the device"
         assert all(self._contents[page] == key for page in self._adapter_pages[key]), f"pages of {key} were overwritten"

@@ -67,6 +67,7 @@ class SimulationConfig:
         router: Name in ``routing.ROUTERS``, or a plug-in.
         scheduler_time_s: Time to decide a step.
         interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
+        reads_host: Whether steps can read an adapter's weights from host memory, as on a CPU.
         speed: Makes the speed over time of the replica with this number; constant when ``None``.
         max_tokens: Cap of every request; as many as fit when ``None``.
         exact_caps: Set each request's cap to the length of its answer, as benchmark clients do; for engines that
@@ -86,6 +87,7 @@ class SimulationConfig:
     router_options: Mapping[str, Any] = field(default_factory=dict)
     scheduler_time_s: float = 0.0
     interference: Mapping[Tier, float] = field(default_factory=dict)
+    reads_host: bool = False
     speed: Callable[[int], MachineSpeed | None] | None = None
     max_tokens: int | None = None
     exact_caps: bool = False
@@ -238,6 +240,7 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
         scheduler=config.scheduler,
         memory=config.memory,
         adapters=config.adapters,
+        reads_host=config.reads_host,
         served_name=BASE_NAME,
         seed=config.seed,
         sinks=sinks,

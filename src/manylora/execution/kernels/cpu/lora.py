@@ -41,9 +41,11 @@ from manylora.execution.kernels.cpu.tables import (
     RANK_ROW,
     START,
     UNIT,
+    Memory,
     Table,
     group_table,
     share,
+    span,
 )
 from manylora.execution.kernels.cpu.vectors import as_float32
 from manylora.execution.storage.resident import ResidentGroup
@@ -56,13 +58,17 @@ AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class LoraTables:
-    """A group's pieces over a step: ``shrink`` of A stacks, ``expand`` of B^T, each ``[n, NUM_FIELDS]``."""
+    """A group's pieces over a step: ``shrink`` of A stacks, ``expand`` of B^T, each ``[n, NUM_FIELDS]``.
+
+    Offsets count from ``memory``, in elements of the piece's type.
+    """
 
     shrink: Table
     expand: Table
     shrink_cost: int
     expand_cost: int
     max_rank: int
+    memory: Memory
 
 
 def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
@@ -75,9 +81,12 @@ def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
     shrink_costs = cost * np.array([weights.rank for _, _, weights in parts])
     expand_costs = cost * np.array([table.expand_cost for table in tables])
 
+    memory, shifts = span(tables)
+
     def join(pieces: list[Table], costs: Table) -> Table:
         table = np.concatenate(pieces)
         counts = [len(piece) for piece in pieces]
+        table[:, OFFSET] += np.repeat(shifts, counts)
         table[:, FIRST_ROW] = np.repeat(first_row, counts)
         table[:, NUM_ROWS] = np.repeat(num_rows, counts)
         table[:, START:NUM_FIELDS] *= np.repeat(cost, counts)[:, None]
@@ -90,19 +99,20 @@ def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
         int(shrink_costs.sum()),
         int(expand_costs.sum()),
         max(weights.rank for _, _, weights in parts),
+        memory,
     )
 
 
-def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: LoraTables) -> None:
+def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> None:
     """Add LoRA of all pieces in ``tables`` into ``out``.
 
-    Inputs ``x`` ``[rows, in]`` and outputs ``[rows, out]`` are float32 and contiguous. ``pages`` is all pages; offsets
-    in the tables count elements of the piece's type.
+    Inputs ``x`` ``[rows, in]`` and outputs ``[rows, out]`` are float32 and contiguous. Offsets in the tables count
+    elements of the piece's type.
     """
     scratch = torch.empty(x.shape[0], tables.max_rank)
     lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
-    sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, pages.nbytes], dtype=np.int64)
-    team.run(lora_kernel(), sizes, x, out, pages, tables.shrink, tables.expand, scratch)
+    sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, tables.memory.num_bytes], dtype=np.int64)
+    team.run(lora_kernel(), sizes, x, out, tables.memory.address, tables.shrink, tables.expand, scratch)
 
 
 def _rest(weights: Any, at: int, x: Any, x_at: int, number: int) -> Any:

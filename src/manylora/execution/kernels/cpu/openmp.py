@@ -40,12 +40,14 @@ class Team:
         self._parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self._parallel.restype = None
 
-    def run(self, kernel: int, *arrays: np.ndarray | torch.Tensor) -> None:
+    def run(self, kernel: int, *arrays: np.ndarray | torch.Tensor | int) -> None:
         """Call ``kernel`` (from ``compile_kernel``) on every thread with pointers to contiguous ``arrays``.
 
-        Returns when all threads are done; the interpreter lock is free meanwhile.
+        A number among them is an address. Returns when all threads are done; the interpreter lock is free meanwhile.
         """
-        addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a.ctypes.data for a in arrays]
+        addresses = [
+            a.data_ptr() if isinstance(a, torch.Tensor) else a if isinstance(a, int) else a.ctypes.data for a in arrays
+        ]
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         self._parallel(kernel, pointers, torch.get_num_threads(), 0)
 

@@ -33,9 +33,11 @@ from manylora.execution.kernels.cpu.tables import (
     PIECE_COLS,
     PIECE_ROWS,
     RANK_ROW,
+    Memory,
     Table,
     group_table,
     share,
+    span,
 )
 from manylora.execution.kernels.cpu.tiles import (
     AXPY_ROWS,
@@ -75,6 +77,7 @@ class ProductTables:
     expand: Table
     cost: int
     max_rank: int
+    memory: Memory
 
 
 def make_product_tables(parts: list[tuple[int, int, ResidentGroup]]) -> ProductTables:
@@ -88,24 +91,33 @@ def make_product_tables(parts: list[tuple[int, int, ResidentGroup]]) -> ProductT
         )
         line[:] = start, stop - start, a, a + len(table.shrink), b, b + len(table.expand), total, cost
         a, b, total = a + len(table.shrink), b + len(table.expand), total + cost * -(-(stop - start) // AXPY_ROWS)
+    memory, shifts = span(tables)
+
+    def join(pieces: list[Table]) -> Table:
+        table = np.concatenate(pieces)
+        table[:, OFFSET] += np.repeat(shifts, [len(piece) for piece in pieces])
+        return table
+
     return ProductTables(
         lines,
-        np.concatenate([table.shrink for table in tables]),
-        np.concatenate([table.expand for table in tables]),
+        join([table.shrink for table in tables]),
+        join([table.expand for table in tables]),
         total,
         max(weights.rank for _, _, weights in parts),
+        memory,
     )
 
 
-def apply_products(team: Team, x: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, tables: ProductTables) -> None:
+def apply_products(team: Team, x: torch.Tensor, out: torch.Tensor, tables: ProductTables) -> None:
     """Add LoRA of all parts in ``tables`` into ``out``; with arguments as in ``lora.apply_compiled``."""
     # A tile of A may reach beyond the last rank; and a pitch that is no power of two keeps rows apart in a cache.
     pitch = -(-tables.max_rank // 16) * 16 + 16
     panel = max(DOT_RANKS * (SHRINK_COLS + LANES), tables.max_rank * EXPAND_COLS)
     scratch = torch.empty(torch.get_num_threads(), BLOCK_ROWS * pitch + panel)
     lengths = [len(tables.parts), len(tables.shrink), len(tables.expand), tables.cost]
-    sizes = np.array([*lengths, *x.shape, out.shape[1], pages.nbytes, pitch, scratch.shape[1]], dtype=np.int64)
-    team.run(product_kernel(), sizes, x, out, pages, tables.parts, tables.shrink, tables.expand, scratch)
+    memory = tables.memory
+    sizes = np.array([*lengths, *x.shape, out.shape[1], memory.num_bytes, pitch, scratch.shape[1]], dtype=np.int64)
+    team.run(product_kernel(), sizes, x, out, memory.address, tables.parts, tables.shrink, tables.expand, scratch)
 
 
 def _copy(source: Any, at: int, stride: int, num_rows: int, num_cols: int, panel: Any, width: int) -> None:

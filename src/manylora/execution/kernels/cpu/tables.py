@@ -6,8 +6,9 @@ adapters. All work is laid end to end, and every thread takes an equal share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,9 +32,11 @@ __all__ = [
     "START",
     "UNIT",
     "GroupTable",
+    "Memory",
     "Table",
     "group_table",
     "share",
+    "span",
 ]
 
 # Columns of a table: rows of the batch; the piece's offset, size and type; its place in the matrix; the matrix's start
@@ -48,18 +51,27 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 Table = NDArray[np.int64]
 
 
+class Memory(NamedTuple):
+    """A stretch of memory that offsets count from the beginning of."""
+
+    address: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class GroupTable:
     """One adapter's part of a step's tables, for one row at a cost of one; kept with its weights.
 
     ``shrink`` are pieces of its A stack and ``expand`` of its B^T, each ``[n, NUM_FIELDS]``; a module's columns begin
-    at BEGIN. ``expand_cost`` is the work of its modules.
+    at BEGIN. ``expand_cost`` is the work of its modules. Offsets count from ``memory``, the storage of the weights,
+    which they keep alive.
     """
 
     shrink: Table
     expand: Table
     expand_cost: int
     element_bytes: int
+    memory: Memory
 
 
 def group_table(weights: ResidentGroup) -> GroupTable:
@@ -83,9 +95,29 @@ def _make_group_table(weights: ResidentGroup) -> GroupTable:
         expand.extend(line(piece, module.row, module.offset, total, module.rank) for piece in module.b)
         width = max(piece.col + piece.weight.shape[1] for piece in module.b)
         total += -(-width // UNIT) * module.rank
+    first = weights.a[0].weight
+    storage = first.untyped_storage()
     return GroupTable(
-        np.array(shrink, dtype=np.int64), np.array(expand, dtype=np.int64), total, weights.a[0].weight.itemsize
+        np.array(shrink, dtype=np.int64),
+        np.array(expand, dtype=np.int64),
+        total,
+        first.itemsize,
+        Memory(storage.data_ptr(), storage.nbytes()),
     )
+
+
+def span(tables: Sequence[GroupTable]) -> tuple[Memory, list[int]]:
+    """Return memory that all tables lie in, and by how much each one's offsets grow there, in its own numbers.
+
+    Adapters on the device lie in one pool; each one that is read from the host lies in an image of its own. The memory
+    begins with the lowest of them, so that no offset is negative, and what is between them is never read.
+    """
+    memory = tables[0].memory
+    if all(table.memory == memory for table in tables):
+        return memory, [0] * len(tables)
+    begin = min(table.memory.address for table in tables)
+    end = max(table.memory.address + table.memory.num_bytes for table in tables)
+    return Memory(begin, end - begin), [(table.memory.address - begin) // table.element_bytes for table in tables]
 
 
 def _share(thread: int, num_threads: int, total: int, start: int, cost: int) -> tuple[int, int]:
