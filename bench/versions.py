@@ -6,7 +6,7 @@ Every round measures this checkout and the other one, each in a process of its o
 statistic is the ratio of each round (this one over the other), its median, and the range of all rounds. A process
 that imports either version uses only what both have: the `Engine` class, `manylora.bench` and the command line.
 
-* *throughput*: tokens per second of an 82M-parameter Llama in fp32, 32 requests of 128 tokens in and 64 out; the
+* *throughput*: tokens per second of an 82M-parameter Llama in fp32, 32 requests of 128 tokens in and 24 out; the
   base, 8 adapters, and 32 adapters of rank 8 to 64 on all linears.
 * *decision*: microseconds of one scheduling decision at the largest scale of `manylora bench core`.
 * *simulator*: processor seconds of one simulated run.
@@ -39,7 +39,7 @@ with Engine(folder + "/base", tokenizer=str(demo_model_path()), memory_bytes=1 <
     for index in range(32):
         engine.load_adapter(f"a{index}", f"{folder}/a{index}")
     prompts = [[(17 * i + 5 * j) % 8000 + 10 for j in range(128)] for i in range(32)]
-    params = SamplingParams(max_tokens=8 if quick else 64, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=8 if quick else 24, temperature=0.0, ignore_eos=True)
     warm_up = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     found = {}
     for name, count in (("base", 0), ("8 adapters", 8), ("32 adapters", 32)):
