@@ -13,6 +13,7 @@ import msgspec
 from manylora.types import AdapterKey, AdapterVersion, SampledToken, SamplingParams, Tier
 
 __all__ = [
+    "ARRIVING",
     "IN_HOST",
     "ON_DEVICE",
     "AdapterLoad",
@@ -42,6 +43,9 @@ ON_DEVICE = Placement(Tier.DEVICE)
 
 IN_HOST = Placement(Tier.HOST)
 """All weights in the image in host memory, while a copy of it to device pages is in flight."""
+
+ARRIVING = Placement(Tier.DEVICE, 0)
+"""Weights on their way to device pages, in the order of the layers; a step waits for each layer when it comes to it."""
 
 
 class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,10 +114,13 @@ class StepResult:
     Args:
         tokens: A token for every planned sequence with ``is_sampled``, by ``seq_id``.
         device_s: Measured duration in seconds, if any.
+        failed: Reason by ``seq_id`` of the sequences whose adapter's weights could not be brought up or applied in the
+            step. They have no token, and their KV is not valid; the other sequences of the step are not affected.
     """
 
     tokens: dict[int, SampledToken] = field(default_factory=dict)
     device_s: float | None = None
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,11 @@ class Executor(Protocol):
         ...
 
     def load_adapter(self, load: AdapterLoad, now: float) -> Work:
-        """Start a load, in FIFO order per link; a failure is a ``LoadResult`` with ``error``, never an exception."""
+        """Start a load, in FIFO order per link; a failure is a ``LoadResult`` with ``error``, never an exception.
+
+        With ``EngineParts.waits_by_layer``, the load to the device may start while that to the host is in flight, and
+        copies each layer once it has been read.
+        """
         ...
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
@@ -75,6 +79,7 @@ class EngineParts:
         machine: The executor's machine, in words; for reports of measurements.
         is_accelerated: Whether steps run on a device rather than on this process's CPU.
         reads_host: Whether a step can read an adapter's weights from the host tier.
+        waits_by_layer: Whether a step can run on an adapter that is on its way, and wait for each layer.
     """
 
     base: BaseShape
@@ -85,3 +90,4 @@ class EngineParts:
     machine: str = ""
     is_accelerated: bool = False
     reads_host: bool = False
+    waits_by_layer: bool = False
