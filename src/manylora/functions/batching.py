@@ -1,0 +1,89 @@
+"""Batches of requests for isolated functions: full or expired, the most urgent first.
+
+A function cannot share a step with another one, so requests wait a little to share a step with their own kind. A batch
+leaves when it is full, or when its oldest request must start to be answered in time.
+
+Source: ServerlessLoRA, section 4.2, equations 2 to 5. Equation 3 as printed uses N both for the requests that have
+arrived and for the cap, and ignores the time that the oldest one has waited; here N is what has arrived, the cap is the
+largest batch within the objective, and waiting counts from the oldest arrival. With M batches on a device, all times
+are M times as long (equation 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from manylora.errors import ConfigError
+
+__all__ = ["BatchWindow", "FirstTokenTime", "deadline_margin_s", "most_urgent"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenTime:
+    """Time to the first token of a batch that has the device to itself: ``alone_s + each_s * (size - 1)``.
+
+    Args:
+        alone_s: Time for one request, in seconds.
+        each_s: Time that every further one adds.
+    """
+
+    alone_s: float
+    each_s: float
+
+    def __post_init__(self) -> None:
+        if self.alone_s <= 0.0 or self.each_s < 0.0:
+            raise ConfigError(f"Got {self}, expected a positive time for one request and no negative one for others")
+
+    def of(self, size: int, num_batches: int = 1) -> float:
+        """Return the time of a batch of ``size``, one of ``num_batches`` on its device, in seconds."""
+        return num_batches * (self.alone_s + self.each_s * (size - 1))
+
+    def largest_batch(self, objective_s: float, num_batches: int = 1) -> int:
+        """Return the most requests that are answered within ``objective_s``; at least 1, for one must be served."""
+        spare = objective_s / num_batches - self.alone_s
+        if spare < 0.0:
+            return 1
+        return 1 + math.floor(spare / self.each_s) if self.each_s else 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWindow:
+    """The rule of one function: when its waiting requests leave as a batch.
+
+    Args:
+        time: Its times.
+        objective_s: Its objective for the first token, in seconds.
+        cap: Most requests in a batch, whatever the objective allows; the memory for their KV sets it.
+    """
+
+    time: FirstTokenTime
+    objective_s: float
+    cap: int
+
+    def size_limit(self, num_batches: int = 1) -> int:
+        """Return the size at which a batch is full."""
+        return min(self.cap, self.time.largest_batch(self.objective_s, num_batches))
+
+    def leaves_at(self, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+        """Return the time at which ``size`` waiting requests leave, the oldest of which arrived at ``oldest_at``.
+
+        Never earlier than ``now``. With every arrival the time comes nearer, since a larger batch takes longer.
+        """
+        if size >= self.size_limit(num_batches):
+            return now
+        return max(now, oldest_at + self.objective_s - self.time.of(size, num_batches))
+
+
+def deadline_margin_s(window: BatchWindow, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+    """Return the time that is left before a batch must start to be answered within its objective (equation 5)."""
+    return window.objective_s - (now - oldest_at) - window.time.of(size, num_batches)
+
+
+def most_urgent(margins: Iterable[tuple[float, T]]) -> list[T]:
+    """Return what the margins belong to, in order of margin; of equal ones in the order given."""
+    return [one for _, one in sorted(margins, key=lambda pair: pair[0])]
