@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
@@ -12,6 +13,9 @@ from manylora.functions.artefacts import Memory, Placed, PreloadProblem
 from manylora.functions.offload import Held, values_lost
 
 __all__ = ["solve_offload", "solve_preload"]
+
+_Row = tuple[dict[int, float], float]
+"""A constraint: coefficients by variable, and the upper bound of their sum."""
 
 
 def solve_preload(problem: PreloadProblem, *, time_limit_s: float = 60.0) -> frozenset[Placed]:
@@ -32,7 +36,7 @@ def solve_preload(problem: PreloadProblem, *, time_limit_s: float = 60.0) -> fro
     index = {item: number for number, item in enumerate(items)}
     counted = [(one, memory) for one in problem.artefacts for memory in Memory if memory in one.num_bytes]
     first = len(items)
-    rows: list[tuple[dict[int, float], float]] = []  # coefficients, upper bound
+    rows: list[_Row] = []
     for place in problem.places:
         held = [(index[Placed(one.name, place.name)], one) for one in problem.artefacts if problem.can_hold(one, place)]
         rows.append(({i: one.num_bytes[place.memory] / max(1, place.free_bytes) for i, one in held}, 1.0))
@@ -51,6 +55,7 @@ def solve_preload(problem: PreloadProblem, *, time_limit_s: float = 60.0) -> fro
     values = np.zeros(first + len(counted))
     values[first:] = [artefact.value(memory) for artefact, memory in counted]
     solved = _solve(-values, rows, time_limit_s)
+    assert solved is not None
     return frozenset(item for item, i in index.items() if solved[i] > 0.5)
 
 
@@ -62,9 +67,7 @@ def solve_offload(held: Sequence[Held], num_bytes: int, *, host_free_bytes: int)
     """
     index = {one.name: number for number, one in enumerate(held)}
     count = len(held)  # off the device: [0, count); kept in host memory: [count, 2 count)
-    rows: list[tuple[dict[int, float], float]] = [
-        ({i: -float(one.num_bytes) for i, one in enumerate(held)}, -num_bytes)
-    ]
+    rows: list[_Row] = [({i: -float(one.num_bytes) for i, one in enumerate(held)}, -num_bytes)]
     rows.append(({count + i: float(one.host_bytes) for i, one in enumerate(held)}, host_free_bytes))
     costs = np.zeros(2 * count)
     for i, one in enumerate(held):
@@ -83,7 +86,9 @@ def solve_offload(held: Sequence[Held], num_bytes: int, *, host_free_bytes: int)
     return frozenset(name for name, i in index.items() if solved[i] > 0.5), float(costs @ np.round(solved))
 
 
-def _solve(costs, rows, time_limit_s, may_fail=False):  # type: ignore[no-untyped-def]
+def _solve(
+    costs: NDArray[np.float64], rows: Sequence[_Row], time_limit_s: float, *, may_fail: bool = False
+) -> NDArray[np.float64] | None:
     matrix = lil_matrix((len(rows), len(costs)))
     for number, (row, _) in enumerate(rows):
         for column, coefficient in row.items():
@@ -99,4 +104,5 @@ def _solve(costs, rows, time_limit_s, may_fail=False):  # type: ignore[no-untype
         return None
     if result.status != 0:
         raise RuntimeError(f"the solver ended with {result.message!r}")
-    return result.x
+    solution: NDArray[np.float64] = result.x
+    return solution
