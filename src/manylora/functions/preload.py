@@ -4,8 +4,8 @@ An artefact is offered with the ancestors that it lacks, and an artefact with ch
 the offer denser: a backbone is worth loading because of all its functions. After each choice the offers that it changes
 are priced again. The density is value over the share of each place's memory, so that host and device bytes compare.
 
-One large backbone can be worth more than a denser small one in whose way it is. So every one that was left out is tried
-first once, and the choice of most value wins.
+One large backbone can be worth more than a denser small one that takes its room. So every backbone that was left out is
+tried first, in each place, and the choice of most value wins.
 
 Source: ServerlessLoRA, section 4.1, which sorts single artefacts by density once. Sorted like that, a child comes
 before the parent that it needs.
@@ -37,8 +37,9 @@ class Preloader:
         if requests_per_s is not None:
             items.reprice(requests_per_s)
         best = _Choice(items).run()
+        held = {items.artefact[item] for item in best.held}
         for item in items.shared:
-            if item not in best.held:
+            if items.artefact[item] not in held:
                 other = _Choice(items, first=item).run()
                 if other.value > best.value:
                     best = other
