@@ -1,0 +1,11 @@
+"""Lock a process in before it touches a tenant's bytes: no new files, sockets, processes or rights.
+
+Every measure of the kernel is taken that is to be had, and a report names those that were not.
+"""
+
+from manylora.isolation.cgroups import Cgroup
+from manylora.isolation.confine import Confinement, Measure, confine
+from manylora.isolation.landlock import FileRules, landlock_version
+from manylora.isolation.seccomp import restrict_calls
+
+__all__ = ["Cgroup", "Confinement", "FileRules", "Measure", "confine", "landlock_version", "restrict_calls"]

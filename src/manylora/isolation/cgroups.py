@@ -1,0 +1,75 @@
+"""A control group of one function: bounds on memory, processor time and threads, set from outside its process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+__all__ = ["Cgroup"]
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+class Cgroup:
+    """A group below the one of this process, in either version of the interface.
+
+    Args:
+        name: Unique on the machine; letters, digits and ``-``.
+        memory_bytes: Most memory; a process that needs more is ended by the kernel.
+        cpus: Most processors, as 0.5 or 2.
+        num_tasks: Most threads and processes.
+        root: Where the kernel shows groups.
+
+    Raises:
+        OSError: Groups cannot be made here; with the reason.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        memory_bytes: int | None = None,
+        cpus: float | None = None,
+        num_tasks: int | None = None,
+        root: Path = ROOT,
+    ) -> None:
+        self._folders: list[Path] = []
+        is_unified = (root / "cgroup.controllers").exists()
+        wanted: list[tuple[str, dict[str, str]]] = []
+        if memory_bytes is not None:
+            limit = "memory.max" if is_unified else "memory.limit_in_bytes"
+            wanted.append(("memory", {limit: str(memory_bytes)}))
+        if cpus is not None:
+            quota = str(int(cpus * 100_000))
+            files = {"cpu.max": f"{quota} 100000"} if is_unified else {"cpu.cfs_quota_us": quota}
+            wanted.append(("cpu", files))
+        if num_tasks is not None:
+            wanted.append(("pids", {"pids.max": str(num_tasks)}))
+        try:
+            for controller, files in wanted:
+                folder = (root if is_unified else root / controller) / f"manylora-{name}"
+                folder.mkdir(exist_ok=True)
+                if folder not in self._folders:
+                    self._folders.append(folder)
+                for file, text in files.items():
+                    (folder / file).write_text(text)
+        except OSError:
+            self.close()
+            raise
+
+    def add(self, pid: int) -> None:
+        """Put a process into the group.
+
+        Raises:
+            OSError: It has ended.
+        """
+        for folder in self._folders:
+            (folder / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        """Remove the group; its processes have ended."""
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        self._folders.clear()

@@ -1,0 +1,172 @@
+"""Confine this process: everything that it may still do after this is compute, read its folders and answer.
+
+The order matters. Rights that are needed to give up others are given up last::
+
+    descriptors, environment -> (open folders) -> network -> user -> no_new_privs -> limits -> files -> calls
+                                                                                            Landlock  seccomp
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from manylora.errors import ConfigError
+from manylora.isolation.landlock import FileRules
+from manylora.isolation.seccomp import restrict_calls
+from manylora.isolation.system import MACHINE, prctl, unshare
+
+__all__ = ["Confinement", "Measure", "confine"]
+
+_SET_DUMPABLE, _SET_NO_NEW_PRIVS, _CAPBSET_DROP = 4, 38, 24
+_NEW_NETWORK, _NEW_USER, _NEW_IPC = 0x40000000, 0x10000000, 0x08000000
+_LAST_CAPABILITY = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confinement:
+    """The place of a process after ``confine``.
+
+    Args:
+        readable: Folders and files that it may read; no other, and none may be written.
+        uid: User and group to become, if this process is root; ``None`` to stay.
+        keep_fds: Open descriptors that stay; all others are closed.
+        environment: Variables that stay, by name; all others are removed.
+        memory_bytes: Most address space that it may add from here on; ``None`` for no limit of its own.
+        num_files: Most descriptors.
+    """
+
+    readable: Collection[str] = ()
+    uid: int | None = None
+    keep_fds: Collection[int] = (0, 1, 2)
+    environment: Collection[str] = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS")
+    memory_bytes: int | None = None
+    num_files: int = 64
+
+    def __post_init__(self) -> None:
+        if self.uid is not None and self.uid <= 0:
+            raise ConfigError(f"Got uid = {self.uid}, expected one that is not root")
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One measure, and why it is not in force if it is not.
+
+    Args:
+        name: ``network``, ``user``, ``no_new_privs``, ``limits``, ``files``, ``calls``, ``memory``, ``descriptors``.
+        is_on: Whether it is in force.
+        note: The reason if it is not; otherwise what it leaves open, if anything.
+    """
+
+    name: str
+    is_on: bool
+    note: str = ""
+
+
+def confine(to: Confinement) -> tuple[Measure, ...]:
+    """Confine this process for good; return what is in force.
+
+    Call it before the first byte of a tenant is read, and while there is one thread: the kernel restricts files by
+    thread.
+
+    Raises:
+        RuntimeError: There are other threads.
+    """
+    if _num_threads() != 1:
+        raise RuntimeError(f"cannot be confined with {_num_threads()} threads: the others would stay free")
+    measures = [
+        _try("descriptors", lambda: _close_all_but(to.keep_fds)),
+        _try("environment", lambda: _forget_environment(to.environment)),
+    ]
+    rules: list[FileRules] = []
+    prepared = _try("files", lambda: rules.append(FileRules(to.readable)))  # while it may open them
+    measures += [
+        _try("network", _leave_network),
+        _try("user", lambda: _become(to.uid)),
+        _try("memory", _hide_memory),
+        _try("no_new_privs", _no_new_privs),
+        _try("limits", lambda: _limit(to)),
+        _try("files", rules[0].enforce) if rules else prepared,
+        _try("calls", restrict_calls),
+    ]
+    return tuple(measures)
+
+
+def _try(name: str, act: Callable[[], str | None]) -> Measure:
+    try:
+        return Measure(name, True, act() or "")
+    except (OSError, ValueError) as error:
+        return Measure(name, False, str(error))
+
+
+def _num_threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
+
+
+def _close_all_but(kept: Collection[int]) -> None:
+    highest = os.sysconf("SC_OPEN_MAX")
+    with contextlib.suppress(OSError):
+        highest = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    start = 0
+    for fd in (*sorted(kept), highest):
+        if fd > start:
+            os.closerange(start, fd)
+        start = fd + 1
+
+
+def _forget_environment(kept: Collection[str]) -> None:
+    for name in list(os.environ):
+        if name not in kept:
+            del os.environ[name]
+
+
+def _leave_network() -> str:
+    """Enter a network without interfaces, and System V's objects and queues of its own."""
+    try:
+        unshare(_NEW_NETWORK | _NEW_IPC)
+    except PermissionError:
+        unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC)  # a user namespace of its own gives the right to
+        return "through a user namespace"
+    return ""
+
+
+def _become(uid: int | None) -> None:
+    """Drop root for ``uid``, with every capability, for good."""
+    if os.geteuid() != 0:
+        raise OSError("only root can become another user")
+    if uid is None:
+        raise OSError("no user was given, so it stays root")
+    for capability in range(_LAST_CAPABILITY + 1):
+        with contextlib.suppress(OSError):
+            prctl(_CAPBSET_DROP, capability)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _hide_memory() -> None:
+    """Keep processes of the same user from reading this one's memory, and the kernel from dumping it."""
+    prctl(_SET_DUMPABLE, 0)
+
+
+def _no_new_privs() -> None:
+    if not MACHINE:
+        raise OSError("only Linux has it")
+    prctl(_SET_NO_NEW_PRIVS, 1)
+
+
+def _limit(to: Confinement) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (to.num_files, to.num_files))
+    if to.memory_bytes is not None:
+        with open("/proc/self/statm") as file:
+            now = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + to.memory_bytes, now + to.memory_bytes))

@@ -1,0 +1,144 @@
+"""Code of a compromised function: confines itself as told, then tries to get out. Prints results as JSON.
+
+python isolation_attacks.py '{"readable": [...], "uid": 65534, "parent": 1234, "sealed": 5, "secret": "/path"}'
+"""
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from manylora.isolation import Confinement, confine
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(result: int) -> str:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return "done"
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    sealed = told["sealed"]
+    folder = told["readable"][0]
+    measures = confine(
+        Confinement(
+            readable=[*told["readable"], sys.prefix, sys.base_prefix],
+            uid=told["uid"],
+            keep_fds=(0, 1, 2, sealed),
+            memory_bytes=1 << 30,
+        )
+    )
+    parent = told["parent"]
+
+    def write_file() -> str:
+        with open(f"{folder}/written", "w") as file:
+            file.write("x")
+        return "done"
+
+    def read(path: str) -> Callable[[], str]:
+        def attempt() -> str:
+            with open(path, "rb") as file:
+                return file.read(16).hex()
+
+        return attempt
+
+    def write_sealed() -> str:
+        return str(os.pwrite(sealed, b"x", 0))
+
+    def map_sealed_writable() -> str:
+        mmap.mmap(sealed, 4096, access=mmap.ACCESS_WRITE)
+        return "done"
+
+    def make_mapping_writable() -> str:
+        libc.mmap.restype = ctypes.c_void_p
+        address = libc.mmap(None, ctypes.c_size_t(4096), mmap.PROT_READ, mmap.MAP_SHARED, sealed, ctypes.c_long(0))
+        return checked(libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), 3))
+
+    def reopen_sealed() -> str:
+        return str(os.write(os.open(f"/proc/self/fd/{sealed}", os.O_RDWR), b"x"))
+
+    def truncate_sealed() -> str:
+        os.ftruncate(sealed, 0)
+        return "done"
+
+    def new_socket(family: int) -> Callable[[], str]:
+        return lambda: str(socket.socket(family, socket.SOCK_STREAM))
+
+    def fork() -> str:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        return "done"
+
+    def run_program() -> str:
+        os.execv("/bin/true", ["true"])
+
+    def become_root() -> str:
+        os.setuid(0)
+        return "done"
+
+    def use_memory() -> str:
+        return str(len(bytearray(4 << 30)))
+
+    def use_descriptors() -> str:
+        with contextlib.ExitStack() as stack:
+            for _ in range(1000):
+                stack.callback(os.close, os.dup(1))
+        return "done"
+
+    def read_environment() -> str:
+        return os.environ["MANYLORA_API_KEY"]
+
+    attempts: dict[str, Callable[[], str]] = {
+        "write a file in its own folder": write_file,
+        "read a file of the system": read("/etc/passwd"),
+        "read another function's adapter": read(told["secret"]),
+        "read another process's environment": read(f"/proc/{parent}/environ"),
+        "read another process's memory": read(f"/proc/{parent}/mem"),
+        "read its own memory file": read("/proc/self/mem"),
+        "list processes": lambda: str(os.listdir("/proc")),
+        "read keys in its environment": read_environment,
+        "write the backbone": write_sealed,
+        "map the backbone for writing": map_sealed_writable,
+        "make a mapping of the backbone writable": make_mapping_writable,
+        "reopen the backbone and write": reopen_sealed,
+        "truncate the backbone": truncate_sealed,
+        "trace another process": lambda: checked(libc.ptrace(16, parent, 0, 0)),
+        "stop another process": lambda: str(os.kill(parent, signal.SIGSTOP)),
+        "open a network socket": new_socket(socket.AF_INET),
+        "open a local socket": new_socket(socket.AF_UNIX),
+        "start a process": fork,
+        "start a program": run_program,
+        "become root": become_root,
+        "enter a new user namespace": lambda: checked(libc.unshare(0x10000000)),
+        "mount a file system": lambda: checked(libc.mount(b"none", b"/mnt", b"tmpfs", 0, None)),
+        "take a descriptor of another process": lambda: checked(libc.syscall(434, parent, 0)),
+        "take memory without end": use_memory,
+        "take descriptors without end": use_descriptors,
+    }
+    results = {}
+    for name, attempt in attempts.items():
+        try:
+            results[name] = f"REACHED {attempt()}"
+        except (OSError, MemoryError, ValueError, KeyError) as error:
+            results[name] = f"refused: {error!r}"
+    # What it must still be able to do.
+    with open(f"{folder}/adapter_config.json", "rb") as file:
+        allowed = [file.read().decode()]
+    thread = threading.Thread(target=lambda: allowed.append("thread"))
+    thread.start()
+    thread.join()
+    print(json.dumps({"measures": {m.name: [m.is_on, m.note] for m in measures}, "attempts": results, "can": allowed}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""A confined process can read its folder, compute and start threads, and nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manylora.errors import ConfigError
+from manylora.isolation import Confinement, confine
+from manylora.isolation.landlock import landlock_version
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's measures are Linux's")
+
+SCRIPT = Path(__file__).with_name("isolation_attacks.py")
+
+
+def _attack(tmp_path: Path, *, as_root: bool) -> dict[str, dict[str, object]]:
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir(mode=0o755)
+    other.mkdir(mode=0o755)
+    (own / "adapter_config.json").write_text("mine")
+    (other / "adapter_model.safetensors").write_text("theirs")
+    for folder in (tmp_path, *tmp_path.parents):  # pytest's folders are closed to other users
+        if as_root and folder.stat().st_uid == 0 and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    import fcntl
+
+    sealed = os.memfd_create("backbone", os.MFD_ALLOW_SEALING)
+    os.pwrite(sealed, b"weights", 0)
+    os.ftruncate(sealed, 4096)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, seals)
+    told = {
+        "readable": [str(own)],
+        "uid": 65534 if as_root else None,
+        "parent": os.getpid(),
+        "sealed": sealed,
+        "secret": str(other / "adapter_model.safetensors"),
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), json.dumps(told)],
+            pass_fds=[sealed],
+            capture_output=True,
+            timeout=120,
+            env={**os.environ, "MANYLORA_API_KEY": "secret"},
+        )
+        assert os.pread(sealed, 7, 0) == b"weights"
+    finally:
+        os.close(sealed)
+    assert done.returncode == 0, done.stderr.decode()
+    report: dict[str, dict[str, object]] = json.loads(done.stdout)
+    return report
+
+
+@pytest.mark.skipif(landlock_version() < 4, reason="needs a kernel with Landlock 4")
+@pytest.mark.parametrize("as_root", [True, False])
+def test_a_compromised_function_gets_nowhere(tmp_path: Path, as_root: bool) -> None:
+    if as_root and os.geteuid() != 0:
+        pytest.skip("needs root")
+    report = _attack(tmp_path, as_root=as_root)
+    reached = {name: result for name, result in report["attempts"].items() if not str(result).startswith("refused")}
+    is_root_still = os.geteuid() == 0 and not as_root
+    if is_root_still:
+        reached.pop("become root", None)  # it never was another user
+    assert not reached
+    assert report["can"] == ["mine", "thread"]
+    off = {name for name, (is_on, _) in report["measures"].items() if not is_on}
+    assert off <= ({"user"} if not as_root else set()) | {"network"}
+
+
+def test_a_process_with_threads_is_not_confined_by_half() -> None:
+    import threading
+
+    hold = threading.Event()
+    thread = threading.Thread(target=hold.wait)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="threads"):
+            confine(Confinement())
+    finally:
+        hold.set()
+        thread.join()
+
+
+def test_nothing_is_confined_to_root() -> None:
+    with pytest.raises(ConfigError, match="uid"):
+        Confinement(uid=0)
