@@ -21,7 +21,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from publishing import arguments, publish, table
 from rich.progress import Progress
 
 from manylora.adapters.shape import BaseShape
+from manylora.bench.rounds import Others, Ratio, ratio_by_round, reason_to_refuse
 from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -188,7 +189,7 @@ def build_systems(path: Path, num_adapters: int) -> tuple[dict[str, System], lis
 
 def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) -> dict[str, Any]:
     """Run everything; return the figures."""
-    process = psutil.Process()
+    process, others = psutil.Process(), Others()
     rss: list[int] = []
     rng = np.random.default_rng(2)
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
@@ -221,7 +222,8 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) 
         "requests_per_s": load * capacity,
         "rounds": rounds,
         "medians": {name: medians(outcomes) for name, outcomes in rounds.items()},
-        "gap_p99_ratio": {name: ratio(rounds, name) for name in rounds},
+        "gap_p99_over_resident": {name: asdict(over_resident(rounds, name)) for name in rounds},
+        "busy_share": others.share(),
         "pages_held": held,
         "rss_bytes": rss,
     }
@@ -243,17 +245,16 @@ def spread(outcomes: Sequence[Round]) -> str:
     return f"{min(values):.1f} to {max(values):.1f} ms"
 
 
-def ratio(rounds: dict[str, list[Round]], name: str) -> float:
-    """Return P99 between tokens over that of the resident engine: the median over rounds of the ratio in each."""
-    return statistics.median(
-        one[GAP_P99] / other[GAP_P99] for one, other in zip(rounds[name], rounds["resident"], strict=True)
-    )
+def over_resident(rounds: dict[str, list[Round]], name: str) -> Ratio:
+    """Return P99 between tokens over that of the resident engine in the same round."""
+    return ratio_by_round([one[GAP_P99] for one in rounds[name]], [one[GAP_P99] for one in rounds["resident"]])
 
 
 def page(figures: dict[str, Any]) -> str:
     names = list(figures["medians"])
     medians = figures["medians"]
-    rows = [("**P99 between tokens, over resident**", *(f"**{one:.2f}**" for one in figures["gap_p99_ratio"].values()))]
+    ratios = [Ratio(**one) for one in figures["gap_p99_over_resident"].values()]
+    rows = [("**P99 between tokens, over resident**", *(f"**{one}**" for one in ratios))]
     rows += [(title, *(f"{medians[name][title]:.3g}" for name in names)) for title in medians["resident"]]
     rows.insert(4, ("the same, over the rounds", *(spread(figures["rounds"][name]) for name in names)))
     rows.append(("pages held when all is unloaded", *map(str, figures["pages_held"].values())))
@@ -267,7 +268,8 @@ def page(figures: dict[str, Any]) -> str:
         f"{NUM_IN} tokens in and {NUM_OUT} out, each with the next "
         f"adapter, arriving by a Poisson process at {figures['load']:.0%} of what the resident engine can do "
         f"({figures['requests_per_s']:.1f} a second). The three take turns on the same arrivals; medians of "
-        f"{num_rounds} rounds, the ratio that of each round's pair. Core and loop in process, no HTTP.",
+        f"{num_rounds} rounds; the ratio is taken in each round: its median, and a 95 % interval. Core and loop in "
+        "process, no HTTP.",
         "",
         *table(("", *names), rows),
         "",
@@ -285,7 +287,8 @@ def main() -> None:
     options = parser.parse_args()
     num_rounds, num_requests = (1, 48) if options.quick else (options.rounds, 64)
     figures = measure(num_rounds, num_requests, num_adapters=48 if options.quick else 96, load=options.load)
-    publish("churn", figures, page(figures), is_kept=not options.quick)
+    refused = reason_to_refuse(num_rounds, figures["busy_share"])
+    publish("churn", figures, page(figures), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":

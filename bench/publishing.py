@@ -21,10 +21,17 @@ def arguments(doc: str | None, *, quick: str = "", processor_time: bool = False)
     return parser
 
 
-def publish(name: str, figures: object, text: str, *, is_kept: bool = True, is_shown: bool = True) -> None:
-    """Print a result, and write it to the folder of results; a smoke test writes nothing."""
+def publish(
+    name: str, figures: object, text: str, *, is_kept: bool = True, is_shown: bool = True, refused: str | None = None
+) -> None:
+    """Print a result, and write it to the folder of results; a smoke test writes nothing.
+
+    ``refused`` is the reason why a comparison by time is not worth keeping (`manylora.bench.rounds.reason_to_refuse`).
+    """
     if is_shown:
         print(text)
+    if is_kept and refused is not None:
+        raise SystemExit(f"{name}: nothing was written: {refused}")
     if is_kept:
         (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
         (RESULTS / f"{name}.md").write_text(text.rstrip("\n") + "\n")

@@ -12,9 +12,10 @@ An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in
 * *spread*: lengths of the Azure conversation trace (`--traces` says where it lies; gamma distributions fitted to it
   otherwise), scaled to the same means; PEFT answers in static batches of 32.
 
-The systems take turns in one process; medians over the rounds, of the ratio in each round where a ratio is shown. A
-system that is compared with the base runs directly after it: a round takes minutes, and then the machine's speed
-changes by more than an adapter costs. Ours is the whole path: engine core, loop, scheduler, sampler, executor. Adapters
+The systems take turns in one process, and the statistic is that of `manylora.bench.rounds`: the ratio of each round,
+its median, a 95 % interval. A system that is compared with the base runs directly after it: a round takes minutes, and
+then the machine's speed changes by more than an adapter costs. Ours is the whole path: engine core, loop, scheduler,
+sampler, executor. Adapters
 are in host memory and loaded to device pages in the warm-up round. On a machine that has other work too,
 `--processor-time` takes one thread for all systems and counts what it computed, not how long it waited: ratios of that
 hold still.
@@ -24,11 +25,11 @@ Writes `bench/results/throughput.json` and `.md`.
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from cpu_systems import RANKS, VOCAB, Bare, Ours, make_adapters, make_model
 from publishing import arguments, clock_of, publish, table
 
 from manylora.bench.peers import Asked, Peft, Transformers
+from manylora.bench.rounds import Others, Ratio, ratio_by_round, reason_to_refuse
 from manylora.execution.device import describe_machine
 from manylora.workloads.distributions import GammaTokens
 from manylora.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
@@ -67,8 +69,8 @@ RATIOS = {
 
 def main() -> None:
     parser = arguments(__doc__, quick="8 requests, one round", processor_time=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slow-rounds", type=int, default=3, help="of PEFT, transformers and spread lengths")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--slow-rounds", type=int, default=5, help="of PEFT, transformers and spread lengths")
     parser.add_argument("--spread-requests", type=int, default=64)
     parser.add_argument("--traces", type=Path, help="folder of public traces")
     parser.add_argument("--only", help="comma-separated systems; nothing written")
@@ -92,6 +94,7 @@ def main() -> None:
         seconds: dict[str, list[float]] = {name: [] for name in systems}
         beside: dict[str, list[float]] = {name: [] for name in systems}
         outside: list[float] = []
+        others = Others()
 
         def measure(name: str, number: int) -> float:
             began = clock()
@@ -128,6 +131,8 @@ def main() -> None:
                         beside,
                         {name: sum(a.num_out for a in (spread if is_spread(name) else fixed)) for name in seconds},
                         spread_of(spread, options.traces),
+                        busy_share=others.share(),
+                        is_last=number == rounds - 1 and name == list(systems)[-1],
                     )
         ours.close()
 
@@ -155,8 +160,22 @@ def write(
     beside: dict[str, list[float]],
     num_tokens: dict[str, int],
     spread: dict[str, Any],
+    *,
+    busy_share: float,
+    is_last: bool,
 ) -> None:
-    """Write what was measured so far: PEFT takes long, and what is there before it is worth having."""
+    """Write what is worth keeping of all that was measured so far; at the end, say why if nothing was."""
+    ratios = {
+        name: ratio_by_round(seconds[slow][-num:], of[-num:])
+        for name, (slow, quick) in RATIOS.items()
+        for of in [beside[slow] if quick == "base" else seconds.get(quick, [])]
+        # A system that ran in the last rounds only stands beside the others' last rounds.
+        if (num := min(len(seconds.get(slow, [])), len(of)))
+    }
+    least = min((len(one.rounds) for one in ratios.values()), default=0)
+    refused = reason_to_refuse(least, busy_share)
+    if refused is not None and not is_last:
+        return
     report = {
         "machine": {"what": describe_machine(torch.device("cpu")), "python": platform.python_version()},
         **facts,
@@ -167,32 +186,10 @@ def write(
         "seconds": seconds,
         "seconds_of_base_beside": {name: times for name, times in beside.items() if times},
         "tokens_per_s": {name: num_tokens[name] / statistics.median(times) for name, times in seconds.items() if times},
-        # A system that ran in the last rounds only stands beside the others' last rounds.
-        "ratios": {
-            name: statistics.median(
-                a / b
-                for a, b in zip(
-                    reversed(seconds[slow]), reversed(beside[slow] if quick == "base" else seconds[quick]), strict=False
-                )
-            )
-            for name, (slow, quick) in RATIOS.items()
-            if seconds.get(slow) and seconds.get(quick)
-        },
-        "ratios_of_medians": ratios_of_medians(seconds, beside),
-        "load_average": os.getloadavg()[1],
+        "ratios": {name: asdict(one) for name, one in ratios.items()},
+        "busy_share": busy_share,
     }
-    publish("throughput", report, page(report), is_shown=False)
-
-
-def ratios_of_medians(seconds: dict[str, list[float]], beside: dict[str, list[float]]) -> dict[str, float]:
-    """Return the same ratios from the medians of all runs, those of the base that stood beside others included."""
-    everything = {**seconds, "base": seconds.get("base", []) + [took for times in beside.values() for took in times]}
-    middle = {name: statistics.median(times) for name, times in everything.items() if times}
-    return {
-        name: middle[slow] / middle[quick]
-        for name, (slow, quick) in RATIOS.items()
-        if slow in middle and quick in middle
-    }
+    publish("throughput", report, page(report), is_shown=False, refused=refused)
 
 
 def draw_spread(num: int, traces: Path | None, rng: np.random.Generator) -> list[Asked]:
@@ -276,11 +273,9 @@ def page(report: dict[str, Any]) -> str:
         f"{megabytes['wide_attention']:.0f} and {megabytes['narrow_attention']:.0f} MB. *Spread*: {spread['requests']} "
         "requests with lengths "
         f"from {spread['lengths']}, {spread['mean_in']:.0f} in and {spread['mean_out']:.0f} out on average. Generated "
-        "tokens per second, prompts included in the time, medians over the rounds. A ratio is the median over the "
-        "rounds of that of two runs next to each other, and beside it that of the medians of all runs: where a "
-        "machine's speed changes from one run to the next, the second is the steadier. At the end "
-        f"the load average of the machine was {report['load_average']:.1f}: where that is above its cores, it had "
-        "other work, and only the ratios mean something.",
+        "tokens per second, prompts included in the time, medians over the rounds. A ratio is taken in each round, of "
+        "two runs next to each other: its median over the rounds, and a 95 % interval. Other processes took "
+        f"{report['busy_share']:.1%} of the machine's processor time.",
         "",
         *table(
             ("system", "tokens/s", "rounds"),
@@ -288,8 +283,8 @@ def page(report: dict[str, Any]) -> str:
         ),
         "",
         *table(
-            ("ratio", "by round", "of medians"),
-            ((name, f"{one:.2f}", f"{report['ratios_of_medians'][name]:.2f}") for name, one in ratios.items()),
+            ("ratio", "median of rounds (95 %)"),
+            ((name, str(Ratio(**one))) for name, one in ratios.items()),
         ),
         "",
         f"Of a base run, {report['outside_forward']:.1%} is outside the model's forward.",

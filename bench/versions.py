@@ -3,7 +3,8 @@
     python bench/versions.py --other CHECKOUT [--rounds 5] [--only throughput] [--quick]
 
 Every round measures this checkout and the other one, each in a process of its own, in an order that alternates. The
-statistic is the ratio of each round (this one over the other), its median, and the range of all rounds. A process
+statistic is that of `manylora.bench.rounds`: the ratio of each round (this one over the other), its median, a 95 %
+interval. A process
 that imports either version uses only what both have: the `Engine` class, `manylora.bench` and the command line.
 
 * *throughput*: tokens per second of an 82M-parameter Llama in fp32, 32 requests of 128 tokens in and 24 out; the
@@ -27,6 +28,8 @@ import tempfile
 from pathlib import Path
 
 from publishing import arguments, publish, table
+
+from manylora.bench.rounds import Others, ratio_by_round, reason_to_refuse
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -99,6 +102,7 @@ def main() -> None:
     rounds = 1 if options.quick else options.rounds
     trees = {"new": HERE, "old": options.other.resolve()}
     figures: dict[str, dict[str, list[float]]] = {}
+    others = Others()
     with tempfile.TemporaryDirectory() as folder:
         names = options.only or sorted(WORKERS)
         if "throughput" in names:
@@ -111,7 +115,8 @@ def main() -> None:
                         print(f"round {number + 1} of {rounds}: {version} {figure} = {value:.4g}", flush=True)
     versions = {version: _commit(tree) for version, tree in trees.items()}
     text = _page(_table(figures), versions, rounds)
-    publish("versions", {"versions": versions, "figures": figures}, text, is_kept=not options.quick)
+    refused = reason_to_refuse(rounds, others.share())
+    publish("versions", {"versions": versions, "figures": figures}, text, is_kept=not options.quick, refused=refused)
 
 
 def _make_models(folder: Path) -> None:
@@ -139,14 +144,12 @@ def _measure(tree: Path, worker: str, folder: str, quick: bool) -> dict[str, flo
 
 
 def _table(figures: dict[str, dict[str, list[float]]]) -> str:
-    heads = ("figure", "old, median", "new, median", "new over old, median of rounds", "range", "better when")
+    heads = ("figure", "old, median", "new, median", "new over old, median of rounds (95 %)", "better when")
     rows = []
     for figure, found in figures.items():
-        ratios = [new / old for new, old in zip(found["new"], found["old"], strict=True)]
         better = "larger" if figure.startswith(LARGER_IS_BETTER) else "smaller"
         medians = (f"{statistics.median(found[version]):.4g}" for version in ("old", "new"))
-        extent = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        rows.append((figure, *medians, f"{statistics.median(ratios):.3f}", extent, better))
+        rows.append((figure, *medians, ratio_by_round(found["new"], found["old"]), better))
     return "\n".join(table(heads, rows))
 
 

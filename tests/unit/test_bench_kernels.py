@@ -27,5 +27,5 @@ def test_every_kernel_is_timed_beside_the_floor() -> None:
     elements = sum(rank * (one.in_features + one.out_features) for rank in (4, 20, 4) for one in linears)
     assert result.num_bytes == 4 * elements
     assert {cost.kernel for cost in result.costs} == set(TABLELESS)
-    assert all(cost.step_s > 0 and cost.floor_share > 0 for cost in result.costs)
+    assert all(cost.step_s > 0 and cost.floor_share.median > 0 for cost in result.costs)
     assert "reference" in kernel_table(result, "toy").markdown()

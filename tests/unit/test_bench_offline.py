@@ -5,6 +5,7 @@ from __future__ import annotations
 from typer.testing import CliRunner
 
 from manylora.bench.offline import draw_requests, measure_offline
+from manylora.bench.rounds import in_turns
 from manylora.cli.app import app
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.errors import ConfigError
@@ -27,7 +28,7 @@ def test_systems_take_turns_with_the_same_requests() -> None:
             on_round=lambda name, number, took: turns.append((name, number)),
         )
     systems = ["manylora, base", "manylora, adapters", "transformers", "PEFT"]
-    assert turns == [(name, number) for number in (-1, 0, 1) for name in systems]
+    assert turns == [(name, number) for number, name in in_turns(systems, 2)]
     assert result.num_tokens == 12
     assert {name: len(times) for name, times in result.seconds.items()} == dict.fromkeys(systems, 2)
     assert set(result.ratios) == {"manylora, base over transformers", "manylora, adapters over PEFT"}

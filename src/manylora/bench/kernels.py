@@ -16,6 +16,7 @@ import torch
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
+from manylora.bench.rounds import Ratio, in_turns, ratio_by_round
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
 from manylora.execution.lora.parts import GroupParts
 from manylora.execution.storage.page_tensor import PageTensor
@@ -36,13 +37,13 @@ class KernelCost:
         kernel: Its name.
         step_s: Median seconds for all groups of all layers.
         bytes_per_s: Adapter weights read in that time, per second.
-        floor_share: The floor over its time: 1 is as fast as memory allows. Median of the rounds' ratios.
+        floor_share: The floor over its time: 1 is as fast as memory allows.
     """
 
     kernel: str
     step_s: float
     bytes_per_s: float
-    floor_share: float
+    floor_share: Ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +111,10 @@ def measure_kernels(
     systems: dict[str, Callable[[], object]] = {kernel: (lambda kernel=kernel: run(kernel)) for kernel in kernels}  # type: ignore[misc]
     seconds: dict[str, list[float]] = {name: [] for name in ("", *systems)}
     with torch.inference_mode():
-        for number in range(-1, rounds):
-            for name, system in ({"": plain.sum} | systems).items():
-                took = _time(system, place)
-                if number >= 0:
-                    seconds[name].append(took)
+        for number, name in in_turns(list(seconds), rounds):
+            took = _time(systems.get(name, plain.sum), place)
+            if number >= 0:
+                seconds[name].append(took)
     num_bytes = num_elements * storage.flat.element_size()
     return KernelsResult(
         num_adapters=num_adapters,
@@ -126,9 +126,7 @@ def measure_kernels(
                 kernel=kernel,
                 step_s=statistics.median(seconds[kernel]),
                 bytes_per_s=num_bytes / statistics.median(seconds[kernel]),
-                floor_share=statistics.median(
-                    floor / took for floor, took in zip(seconds[""], seconds[kernel], strict=True)
-                ),
+                floor_share=ratio_by_round(seconds[""], seconds[kernel]),
             )
             for kernel in kernels
         ),
@@ -139,7 +137,7 @@ def kernel_table(result: KernelsResult, title: str) -> FigureTable:
     """Return a run as a table, the floor first."""
     rows = [("a plain sum over the bytes", f"{result.floor_s * 1e3:.2f}", f"{_gb(result, result.floor_s):.1f}", "1.00")]
     rows += [
-        (cost.kernel, f"{cost.step_s * 1e3:.2f}", f"{cost.bytes_per_s / 1e9:.1f}", f"{cost.floor_share:.2f}")
+        (cost.kernel, f"{cost.step_s * 1e3:.2f}", f"{cost.bytes_per_s / 1e9:.1f}", f"{cost.floor_share}")
         for cost in sorted(result.costs, key=lambda cost: cost.step_s)
     ]
     columns = ("kernel", "ms a step", "GB/s of weights", "of the floor's speed")

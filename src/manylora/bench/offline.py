@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.bench.peers import Asked, Peft, Transformers
+from manylora.bench.rounds import Ratio, in_turns, ratio_by_round
 from manylora.errors import EngineDead
 from manylora.offline import Engine
 from manylora.types import SamplingParams
@@ -36,14 +37,14 @@ class OfflineResult:
         num_tokens: Tokens they asked for together.
         tokens_per_s: Median over the rounds, by system.
         seconds: Of every round, by system.
-        ratios: Ours over the peer's tokens per second, median of the rounds; empty without peers.
+        ratios: Ours over the peer's tokens per second; empty without peers.
     """
 
     num_requests: int
     num_tokens: int
     tokens_per_s: dict[str, float]
     seconds: dict[str, list[float]]
-    ratios: dict[str, float]
+    ratios: dict[str, Ratio]
 
 
 def draw_requests(num_requests: int, num_in: int, num_out: int, *, vocab_size: int, seed: int) -> list[Asked]:
@@ -92,14 +93,13 @@ def measure_offline(
             mixed = Peft(model, [adapters[name] for name in names], device=device)
             systems[PEER_MIXED] = lambda: mixed.run_mixed(asked)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
-    for number in range(-1, rounds):
-        for name, run in systems.items():
-            began = time.perf_counter()
-            run()
-            took = time.perf_counter() - began
-            on_round(name, number, took)
-            if number >= 0:
-                seconds[name].append(took)
+    for number, name in in_turns(list(systems), rounds):
+        began = time.perf_counter()
+        systems[name]()
+        took = time.perf_counter() - began
+        on_round(name, number, took)
+        if number >= 0:
+            seconds[name].append(took)
     num_tokens = sum(one.num_out for one in asked)
     pairs = [(ours, peer) for ours, peer in ((OURS, PEER), (OURS_MIXED, PEER_MIXED)) if peer in seconds]
     return OfflineResult(
@@ -107,12 +107,7 @@ def measure_offline(
         num_tokens=num_tokens,
         tokens_per_s={name: num_tokens / statistics.median(times) for name, times in seconds.items()},
         seconds=seconds,
-        ratios={
-            f"{ours} over {peer}": statistics.median(
-                theirs / our for our, theirs in zip(seconds[ours], seconds[peer], strict=True)
-            )
-            for ours, peer in pairs
-        },
+        ratios={f"{ours} over {peer}": ratio_by_round(seconds[peer], seconds[ours]) for ours, peer in pairs},
     )
 
 

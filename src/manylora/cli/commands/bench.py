@@ -104,7 +104,7 @@ def bench_offline(
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests a round.")] = 32,
     random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
     random_output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after one that warms up.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after one that warms up.")] = 5,
     against_peers: Annotated[
         bool, typer.Option("--against-peers", help="Compare with transformers and PEFT, in turn.")
     ] = False,
@@ -139,7 +139,7 @@ def bench_offline(
             on_round=lambda name, number, took: note(f"round {number + 1} {name}: {took:.2f} s"),
         )
     rows = [(name, f"{rate:,.1f}") for name, rate in result.tokens_per_s.items()]
-    rows += [(name, f"x {ratio:.2f}") for name, ratio in result.ratios.items()]
+    rows += [(name, f"x {ratio}") for name, ratio in result.ratios.items()]
     title = f"{num_prompts} requests of {random_input_len} tokens in and {random_output_len} out on {place}"
     table = FigureTable(title=title, columns=("", "tokens/s"), rows=tuple(rows))
     out.print(table.rich())
