@@ -46,6 +46,7 @@ def run_case(case: Case) -> Result:
     good = [one for one in counted if one.error is None]
     figures = {
         **_felt(run, case),
+        **_prefill(good),
         **_moved(run, case, versions),
         **_by_rank(good),
         **_by_class(good, versions, config.base),
@@ -81,6 +82,16 @@ def _felt(run: Run, case: Case) -> dict[str, float]:
         for part in ("mean", "p50", "p90", "p99"):
             figures[f"{name}_{part}"] = getattr(found, part) if found is not None else 0.0
     return figures
+
+
+def _prefill(records: Seq[RequestRecord]) -> dict[str, float]:
+    """Times from admission to the first token, and waits for an adapter alone."""
+    times = [
+        one.ttft_s - one.queueing_s + one.adapter_wait_s
+        for one in records
+        if one.ttft_s is not None and one.queueing_s is not None
+    ]
+    return {"prefill_mean": _mean(times), "prefill_p99": float(np.quantile(times, 0.99)) if times else 0.0}
 
 
 def _moved(run: Run, case: Case, versions: dict[str, AdapterVersion]) -> dict[str, float]:
