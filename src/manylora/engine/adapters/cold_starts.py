@@ -233,8 +233,8 @@ class ColdStarts:
                 num_measured=tally.num_measured,
                 expected_s=tally.expected_s,
                 actual_s=tally.actual_s,
-                error_s=tally.error_s,
-                relative_error=tally.relative_error,
+                error_s=tally.error_s / max(1, tally.num_measured),
+                relative_error=tally.relative_error / max(1, tally.num_measured),
                 correction=self._corrections.factor(mode),
             )
             for mode, tally in self._tallies.items()
