@@ -12,7 +12,7 @@ from cold_map_points import CORES, DEVICES, PROMPTS, QUEUED, RANKS, Point
 
 from manylora.catalog.hardware import HARDWARE
 
-COLD = "first token of a cold request, P50, ms"
+COLD = "first token of cold requests"
 SHADED_CORES = 32
 SMALLEST, LARGEST = -100.0, 100.0
 
@@ -32,16 +32,15 @@ def read_live(path: Path) -> list[LivePoint]:
     if not path.is_file():
         return []
     by_steps: dict[float, dict[str, float]] = {}
-    for name, figures in json.loads(path.read_text())["medians"].items():
+    for name, figures in json.loads(path.read_text())["engines"].items():
         way, comma, steps = name.partition(", ")
         if comma and steps.endswith(" steps"):
-            by_steps.setdefault(float(steps.removesuffix(" steps")), {})[way] = figures[COLD]
+            by_steps.setdefault(float(steps.removesuffix(" steps")), {})[way] = figures["ms"][COLD]["P50"]
     points = []
     for steps, times in sorted(by_steps.items()):
-        assist = times.get("assist", times.get("host copy"))
         others = [times[way] for way in ("wait", "layers") if way in times]
-        if assist is not None and others:
-            points.append(LivePoint(steps, 1.0 - assist / min(others)))
+        if "assist" in times and others:
+            points.append(LivePoint(steps, 1.0 - times["assist"] / min(others)))
     return points
 
 

@@ -29,11 +29,11 @@ def test_points_agree_with_closed_forms() -> None:
 
 
 def test_live_points_are_read_from_a_result(tmp_path: Path) -> None:
-    def figures(ms: float) -> dict[str, float]:
-        return {"first token of a cold request, P50, ms": ms}
+    def figures(ms: float) -> dict[str, object]:
+        return {"ms": {"first token of cold requests": {"P50": ms}}}
 
     times = {"all resident": 5.0, "wait, 4 steps": 40.0, "layers, 4 steps": 20.0, "assist, 4 steps": 10.0}
     path = tmp_path / "cold_start.json"
     assert read_live(path) == []
-    path.write_text(json.dumps({"medians": {name: figures(ms) for name, ms in times.items()}}))
+    path.write_text(json.dumps({"engines": {name: figures(ms) for name, ms in times.items()}}))
     assert read_live(path) == [(4.0, 0.5)]

@@ -48,6 +48,7 @@ def run_case(case: Case) -> Result:
         **_felt(run, case),
         **_prefill(good),
         **_moved(run, case, versions),
+        **_cold_starts(run),
         **_by_rank(good),
         **_by_class(good, versions, config.base),
         **_against_alone(good, alone),
@@ -113,6 +114,18 @@ def _moved(run: Run, case: Case, versions: dict[str, AdapterVersion]) -> dict[st
         "adapter_wait_max": float(np.max(waits, initial=0.0)),
         "adapter_wait_mean": float(np.mean(waits)) if len(waits) else 0.0,
     }
+
+
+def _cold_starts(run: Run) -> dict[str, float]:
+    """Share of all requests that started cold, by mode, and the errors of predicted times to first token."""
+    starts = [one for stats in run.stats for one in stats.cold_starts]
+    num_measured = sum(one.num_measured for one in starts)
+    errors = sum(one.relative_error * one.num_measured for one in starts)
+    counts: Counter[str] = Counter()
+    for one in starts:
+        counts[f"cold_{one.mode}"] += one.num_starts
+    shares = {name: count / len(run.records) for name, count in counts.items()}
+    return {**shares, "cold_error": errors / num_measured if num_measured else 0.0}
 
 
 def _by_rank(records: Seq[RequestRecord]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
-from manylora.plan import PlannedSequence
+from manylora.plan import AdapterLoad, PlannedSequence
 from manylora.plugins import is_own, options_for
 from manylora.routing import Dispatcher, Router, RouterContext, make_router
 from manylora.routing.step_model import step_model
@@ -202,6 +202,16 @@ def simulate(
     )
 
 
+class _WithoutLoads:
+    """The cost of steps where adapters are on the device from the start."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.step_time_s = cost.step_time_s
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        return 0.0
+
+
 def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[str, int]) -> Router:
     num_tokens = sum(request.num_output_tokens for request in workload.requests)
     context = RouterContext(
@@ -239,7 +249,7 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
         base=config.base,
         num_pages=config.num_pages + num_resident_pages,
         executor=SimulatedExecutor(
-            config.cost,
+            _WithoutLoads(config.cost) if config.all_resident else config.cost,
             vocab_size=config.base.vocab_size,
             choose=choose,
             scheduler_time_s=config.scheduler_time_s,
@@ -252,6 +262,8 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
         memory=config.memory,
         adapters=config.adapters,
         reads_host=config.reads_host,
+        waits_by_layer=config.waits_by_layer,
+        is_accelerated=config.assist is not None,
         served_name=BASE_NAME,
         seed=config.seed,
         sinks=sinks,
