@@ -51,7 +51,7 @@ COPY_PATHS: dict[str, CopyPath] = {
         # 17.5 % of the time to first token at rank 128), the sharded rate by its figure 5 (68 % at rank 32 on four).
         CopyPath(name="s-lora", link_share=0.35, is_by_page=False, copy_s=10e-6, sharded_bytes_per_s=1.15e9),
         # Assumed: the driver stages pageable memory at a quarter of the link, and each matrix costs a call and an
-        # append on the device. It gives 22 ms for rank 64 on q, k and v of Llama-2-7B; CaraServe: "tens of ms".
+        # append on the device. It gives 22 ms for rank 64 on q, k and v of Llama-2-7B; CaraServe has some tens.
         CopyPath(name="pageable", link_share=0.25, is_by_page=False, copy_s=30e-6),
     )
 }
