@@ -167,7 +167,7 @@ class ColdStarts:
         step, num_others, rank = self._costs.step, len(running), sequence.rank
         num_tokens = sequence.num_to_run
         num_first = max(1, min(num_tokens, self._max_step_tokens - num_others))
-        step_s = step.seconds(num_others + num_first)
+        step_s = max(1e-9, step.seconds(num_others + num_first))
         assisted = sum([other.rank for other in running if other.placement is IN_HOST])
         return Question(
             route=self._cache.route(residency.version.key, now),
