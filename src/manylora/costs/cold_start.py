@@ -14,7 +14,7 @@ the others, and all predictions counted from now:
 * *Assisting* computes the adapter's product of a layer on the CPU while the device computes the layer: each of ``G``
   layers takes ``max(0, t_cpu - t_gpu)`` longer, and two handoffs. The gain over waiting is
   ``W - sum over G layers of max(0, t_cpu - t_gpu) - 2 G handoff``. A step keeps its placement to its end, so ``G`` is
-  the number of layers, once for the prompt and once for each decode until the copy has arrived.
+  the number of layers, once for each step until the copy has arrived.
 * *Layers* stall a step by ``S = max over layers of (arrival - compute)``. Until ``S`` is over, the request may as well
   wait without a step: it starts no later for it, and others lose nothing. So it begins ``S`` from now if it is alone.
   Beside others it can begin only between steps. Beginning at the last step before ``S`` is over saves it
@@ -123,7 +123,7 @@ class Question:
         route: Hops of its adapter.
         num_layers: Layers of the base.
         step_s: Duration of its first step, with all weights on the device.
-        prompt_s: Duration of all steps of its prompt.
+        prompt_s: Duration of all steps of its prompt, each as long as the first.
         beat_s: Duration of a step of the others alone.
         num_others: Sequences that run.
         num_sharing: Requests that wait for this adapter, this one included; all of them gain.
@@ -278,11 +278,14 @@ def _wait(question: Question) -> Expected:
 def _assist(question: Question, assist: AssistCosts) -> Expected:
     num_layers = question.num_layers
     begins_s = _next_step_s(question.route.host_s, question)
-    delay_s = assist.delay_s(question.row_rank, question.step_s, num_layers)
+    copied_s = question.route.device_s(num_layers)
+    step_delay_s = assist.delay_s(question.row_rank, question.step_s, num_layers)
+    num_chunks = round(question.prompt_s / question.step_s)
+    num_assisted = math.ceil((copied_s - begins_s) / (question.step_s + step_delay_s))
+    delay_s = step_delay_s * min(max(1, num_assisted), num_chunks)
     first_token_s = begins_s + question.prompt_s + delay_s
     decode_delay_s = assist.delay_s(question.rank, question.beat_s, num_layers)
-    copying_s = max(0.0, question.route.device_s(num_layers) - first_token_s)
-    num_decodes = math.ceil(copying_s / max(1e-9, question.beat_s + decode_delay_s))
+    num_decodes = math.ceil(max(0.0, copied_s - first_token_s) / max(1e-9, question.beat_s + decode_delay_s))
     return Expected(first_token_s, question.num_others * (delay_s + num_decodes * decode_delay_s), begins_s)
 
 

@@ -55,7 +55,7 @@ class _Choice:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _Sums:
     num_starts: int = 0
     num_measured: int = 0
     expected_s: float = 0.0
@@ -104,7 +104,7 @@ class ColdStarts:
         self._assist = AssistCosts(is_beside=is_accelerated)
         self._corrections = Corrections()
         self._choices: dict[int, _Choice] = {}  # by seq_id, until the first token
-        self._tallies = {one: _Tally() for one in possible}
+        self._sums = {one: _Sums() for one in possible}
 
     @property
     def is_awaiting(self) -> bool:
@@ -167,7 +167,7 @@ class ColdStarts:
         step, num_others, rank = self._costs.step, len(running), sequence.rank
         num_tokens = sequence.num_to_run
         num_first = max(1, min(num_tokens, self._max_step_tokens - num_others))
-        step_s = step.seconds(num_others + num_first)
+        step_s = max(1e-9, step.seconds(num_others + num_first))
         assisted = sum([other.rank for other in running if other.placement is IN_HOST])
         return Question(
             route=self._cache.route(residency.version.key, now),
@@ -192,15 +192,15 @@ class ColdStarts:
 
     def _ended(self, sequence: Sequence, choice: _Choice, now: float) -> None:
         mode, expected_s, actual_s = choice.mode, choice.expected.first_token_s, now - choice.chosen_at
-        tally = self._tallies[mode]
-        tally.num_starts += 1
+        sums = self._sums[mode]
+        sums.num_starts += 1
         if not choice.is_held_up:
             error_s = abs(actual_s - expected_s)
-            tally.num_measured += 1
-            tally.expected_s += expected_s
-            tally.actual_s += actual_s
-            tally.error_s += error_s
-            tally.relative_error += error_s / max(1e-9, actual_s)
+            sums.num_measured += 1
+            sums.expected_s += expected_s
+            sums.actual_s += actual_s
+            sums.error_s += error_s
+            sums.relative_error += error_s / max(1e-9, actual_s)
             if mode is not ColdStart.ASSIST:
                 self._assist.forget()
             self._corrections.observe(
@@ -229,13 +229,13 @@ class ColdStarts:
         return tuple(
             ColdStartStatus(
                 mode=mode.value,
-                num_starts=tally.num_starts,
-                num_measured=tally.num_measured,
-                expected_s=tally.expected_s,
-                actual_s=tally.actual_s,
-                error_s=tally.error_s / max(1, tally.num_measured),
-                relative_error=tally.relative_error / max(1, tally.num_measured),
+                num_starts=sums.num_starts,
+                num_measured=sums.num_measured,
+                expected_s=sums.expected_s,
+                actual_s=sums.actual_s,
+                error_s=sums.error_s / max(1, sums.num_measured),
+                relative_error=sums.relative_error / max(1, sums.num_measured),
                 correction=self._corrections.factor(mode),
             )
-            for mode, tally in self._tallies.items()
+            for mode, sums in self._sums.items()
         )

@@ -5,7 +5,7 @@ weights, or uses a page with two owners, fails at once.
 
 Weights arrive with the completion of a step that waits for them, at the latest, though their load is reported later. A
 load that fails takes down the sequences of steps that run on it. KV that they have written is *spoilt*, also that of
-earlier steps on the same load: whoever reads it fails.
+earlier steps on the same load: a step that reads it fails.
 """
 
 from __future__ import annotations
