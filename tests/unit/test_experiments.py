@@ -141,7 +141,9 @@ def test_what_ships_can_be_run(name, tmp_path):
     labels = {point.label for point in experiment.points}
     for claim in experiment.claims:
         named = [place.partition("@") for place in claim.order] or [(claim.setup, "", claim.point)]
-        assert {setup for setup, _, _ in named} | {claim.versus or named[0][0]} <= set(experiment.setups), claim.text
+        assert {setup for setup, _, _ in named} | {claim.versus or named[0][0], claim.bound or named[0][0]} <= set(
+            experiment.setups
+        ), claim.text
         points = {point for _, _, point in named} | {claim.versus_point or ""}
         assert points - {""} <= labels, claim.text
         assert claim.limit is not None or not (claim.form.startswith("crossing") or claim.relative), claim.text
@@ -236,6 +238,22 @@ def test_crossings_are_where_a_figure_exceeds_the_limit():
     assert ours(claim, a=[2, 8, 9], b=[1, 2, 8]) == pytest.approx(1.5 / 2.5)
     assert ours(claim, a=[1, 2, 3], b=[1, 2, 8]) is None, "never"
     assert ours(claim, a=[5, 6, 7], b=[1, 2, 8]) is None, "from the first point on"
+
+
+def test_an_overhead_is_what_exceeds_the_bound():
+    claim = Claim(
+        text="",
+        figure="y",
+        form="overhead",
+        setup="a",
+        versus="b",
+        bound="c",
+        point="1",
+        published=-0.5,
+        tolerance=0.1,
+    )
+    assert ours(claim, a=[3], b=[6], c=[2]) == pytest.approx(-0.75)
+    assert ours(claim, a=[3], b=[2], c=[2]) is None, "no overhead to halve"
 
 
 def test_a_relative_load_is_a_share_of_where_the_other_crosses():

@@ -11,6 +11,7 @@ from sim_profiles import make_profile
 from manylora.clock import VirtualClock
 from manylora.config import EngineConfig, ModelConfig, SchedulerConfig
 from manylora.costs.roofline import RooflineCost
+from manylora.costs.workers import CpuWorkers
 from manylora.errors import ConfigError
 from manylora.plan import AdapterLoad
 from manylora.sim.build import build_simulated_parts
@@ -52,6 +53,19 @@ def test_steps_read_the_host_where_a_profile_or_a_setup_says_so(tmp_path: Path) 
         assert make_config(Setup(profile=path, reads_host=False)).reads_host is False
         engine = EngineConfig(model=ModelConfig(model="none"), simulate=path)
         assert build_simulated_parts(engine, VirtualClock()).reads_host is reads_host
+
+
+def test_a_setup_names_cpu_workers() -> None:
+    table = {"hardware": "a10", "model": "llama-2-7b", "workers": {"cores": 24, "prompts_only": True}}
+    config = make_config(TableReader({}).read(Setup, table, "setup"), targets=("q_proj",))
+    assert config.reads_host and config.assist is not None
+    assert config.assist.workers == CpuWorkers(cores=24, prompts_only=True)
+    assert make_config(Setup(waits_by_layer=True)).waits_by_layer
+    assert make_config(Setup()).assist is None
+    with pytest.raises(ConfigError, match="cores = 0"):
+        CpuWorkers(cores=0)
+    with pytest.raises(ConfigError, match="workers beside a model and hardware"):
+        Setup(profile="cpu.json", workers=CpuWorkers())
 
 
 def test_a_config_json_is_a_model(tmp_path: Path) -> None:

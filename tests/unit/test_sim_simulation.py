@@ -12,12 +12,14 @@ from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
 from manylora.costs.roofline import RooflineCost
+from manylora.costs.workers import CpuWorkers
 from manylora.errors import AdapterError, ConfigError
 from manylora.routing.step_model import step_model
 from manylora.scheduling import POLICIES
 from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.run.prompts import PromptMaker
 from manylora.sim.run.simulation import Run, SimulationConfig, simulate
+from manylora.sim.setup import Setup, make_config
 from manylora.types import Tier
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
@@ -259,3 +261,37 @@ def test_where_steps_read_the_host_no_first_token_waits_for_a_copy():
     waits = [alone(one, cost=cost, reads_host=reads_host).records[0] for reads_host in (False, True)]
     assert waits[0].ttft_s > 0.5 and waits[0].adapter_wait_s > 0.5
     assert waits[1].ttft_s == pytest.approx(0.01) and waits[1].adapter_wait_s == 0
+
+
+def test_with_all_adapters_resident_no_request_waits_for_one():
+    asked = workload()
+    run = simulate(asked, config(num_pages=60, all_resident=True))
+    assert all(record.was_resident in (None, True) and record.adapter_wait_s == 0.0 for record in run.records)
+    assert run.stats[0].num_evictions == 0
+    # The adapters take no pages from the pool.
+    small = simulate(asked, config(num_pages=20, all_resident=True, max_tokens=40))
+    assert all(record.error is None for record in small.records)
+
+
+def test_requests_start_sooner_in_every_mode_than_by_waiting_for_a_slow_link():
+    asked = workload(num_requests=60, rate=4.0)
+    setup = Setup(
+        model="llama-2-7b",
+        hardware="a10",
+        link_share=0.02,
+        waits_by_layer=True,
+        workers=CpuWorkers(cores=16),
+    )
+    first_tokens, steps = {}, {}
+    for mode in ("wait", "assist", "layers", "auto"):
+        adapters = AdapterConfig(cold_start=mode, eviction="none", look_ahead=0)
+        run = simulate(asked, make_config(replace(setup, adapters=adapters)))
+        assert [one.num_output_tokens for one in run.records] == [one.num_output_tokens for one in asked.requests]
+        assert all(one.error is None for one in run.records)
+        first_tokens[mode] = sum(one.ttft_s or 0.0 for one in run.records)
+        steps[mode] = max(gap for one in run.records for gap in one.gaps_s)
+        starts = {one.mode: one.num_starts for one in run.stats[0].cold_starts}
+        assert mode == "auto" or starts[mode] == sum(starts.values()) > 30
+    assert first_tokens["assist"] < first_tokens["layers"] < first_tokens["wait"]
+    assert first_tokens["auto"] < first_tokens["wait"]
+    assert steps["layers"] > 1.5 * steps["wait"], "sequences beside a cold one wait with it"

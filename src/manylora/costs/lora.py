@@ -24,9 +24,18 @@ from dataclasses import dataclass
 from manylora.catalog.dims import ModelDims
 from manylora.costs.features import StepFeatures
 
-__all__ = ["LORA_KERNELS", "S_LORA_FLOPS_SHARE", "AdapterTargets", "DeviceRates", "LoraKernel", "adapter_targets"]
+__all__ = [
+    "GROUPS",
+    "LORA_KERNELS",
+    "S_LORA_FLOPS_SHARE",
+    "AdapterTargets",
+    "DeviceRates",
+    "LoraKernel",
+    "adapter_targets",
+]
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Modules with one input, by last name."""
 
 S_LORA_FLOPS_SHARE = 0.0113
 """Part of the *peak* that S-LoRA's prompt kernel reaches. Set by Chameleon's figure 2 alone: at rank 128 an adapter's

@@ -94,6 +94,7 @@ class RooflineCost:
         )
         self._copies = find_copy_path(copies, lora_kernel)
         self._lora = LORA_KERNELS[lora_kernel]
+        self.targets = targets
         self._targets = adapter_targets(dims, targets)
         self._token_s = 2 * dims.active_weights / rates.flops_per_s
         self._shared_s = dims.shared_weights * dims.layer_element_bytes / rates.bytes_per_s

@@ -13,8 +13,9 @@ from collections import deque
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
+from manylora.plan import ARRIVING
 from manylora.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
-from manylora.types import FinishReason, Output, SampledToken
+from manylora.types import AdapterKey, FinishReason, Output, SampledToken
 
 __all__ = ["Answers"]
 
@@ -88,6 +89,16 @@ class Answers:
                 )
             )
 
+    def fail_adapter(self, key: AdapterKey, error: str, now: float) -> None:
+        """End the sequences that wait for an adapter that failed to load, or run on its weights as they arrive."""
+        for sequence in list(self._sequences.values()):
+            if sequence.adapter != key:
+                continue
+            if sequence.status is SequenceStatus.WAITING or sequence.placement is ARRIVING:
+                sequence.failed(error)
+                if not sequence.num_in_flight:
+                    self.finish(sequence, FinishReason.ERROR, now)
+
     def finish(
         self,
         sequence: Sequence,
@@ -95,7 +106,6 @@ class Answers:
         now: float,
         *,
         token: SampledToken | None = None,
-        error: str | None = None,
     ) -> None:
         """End a sequence: release its memory, at the latest when no step in flight uses it, and report it."""
         if sequence.status is SequenceStatus.RUNNING:
@@ -121,7 +131,7 @@ class Answers:
                 stop_token=token.token_id if token and reason is FinishReason.STOP else None,
                 num_cached_tokens=sequence.num_cached,
                 adapter=sequence.adapter,
-                error=error,
+                error=sequence.error if reason is FinishReason.ERROR else None,
             )
         )
         self._emit(

@@ -15,6 +15,7 @@ adapters by name, ``memory/cache.py`` owns every page.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -26,6 +27,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, Scheduler
 from manylora.costs.online import OnlineCosts
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.catalog import AdapterCatalog
+from manylora.engine.adapters.cold_starts import ColdStarts, possible_modes
 from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.answers import Answers
 from manylora.engine.integrity import check_integrity
@@ -64,9 +66,11 @@ class EngineCore:
         sinks: Receive every event, in order.
         predictor: Predicts answer lengths; by default the one that ``scheduler`` names.
         reads_host: Whether the executor can read an adapter's weights from the host tier.
+        waits_by_layer: Whether it can run a step on an adapter that is on its way.
+        is_accelerated: Whether steps run on a device beside the CPU.
 
     Raises:
-        ConfigError: No policy or predictor has the given name.
+        ConfigError: No policy or predictor has the given name, or the executor cannot do the cold starts asked for.
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class EngineCore:
         sinks: Seq[EventSink] = (),
         predictor: LengthPredictor | None = None,
         reads_host: bool = False,
+        waits_by_layer: bool = False,
+        is_accelerated: bool = False,
     ) -> None:
         self.base = base
         self.served_name = served_name
@@ -140,6 +146,16 @@ class EngineCore:
                 prompt_s=costs.prompt_s,
             ),
         )
+        self._cold_starts = ColdStarts(
+            mode=adapters.cold_start,
+            possible=possible_modes(reads_host=reads_host, waits_by_layer=waits_by_layer),
+            cache=self._cache,
+            costs=self._costs,
+            is_accelerated=is_accelerated,
+            num_layers=base.num_layers,
+            max_step_tokens=scheduler.max_num_batched_tokens,
+            emit=self._emit,
+        )
         self._running = RunningSet(
             page_cache=self.page_cache,
             cache=self._cache,
@@ -147,7 +163,7 @@ class EngineCore:
             scheduler=scheduler,
             memory=memory,
             costs=costs,
-            reads_host=reads_host,
+            cold_starts=self._cold_starts,
             counters=self._counters,
             on_hit=self._on_adapter_hit,
             emit=self._emit,
@@ -204,6 +220,8 @@ class EngineCore:
             seed=config.seed,
             sinks=sinks,
             reads_host=parts.reads_host,
+            waits_by_layer=parts.waits_by_layer,
+            is_accelerated=parts.is_accelerated,
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -295,45 +313,52 @@ class EngineCore:
             Exception: The device failed in a step; the engine is lost.
         """
         for key, error in self._cache.poll(now):
-            self._fail_waiting(key, error, now)
+            self._answers.fail_adapter(key, error, now)
         while (completed := self._steps.take_completed(now)) is not None:
             self._process(*completed, now)
             self._steps.begin_next(now)
         return self._answers.take()
 
     def _process(self, step: Step, result: StepResult, now: float) -> None:
-        """Append each sequence's token of a step, then end the finished sequences."""
+        """Append each sequence's token of a step, then end the finished sequences.
+
+        A sequence that failed in the step, or in the one before it, has no token.
+        """
         prefix_caching, tokens, answer = self._memory.prefix_caching, result.tokens, self._answers.token
+        for sequence in step.sequences if result.failed else ():
+            if (reason := result.failed.get(sequence.seq_id)) is not None:
+                sequence.failed(reason)
         served: list[Sequence] = []
+        is_warm = not step.is_cold
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if not part.is_sampled:
                 sequence.took_chunk()
-            elif sequence.took_token(tokens[part.seq_id].token_id, now):
+            elif (token := tokens.get(part.seq_id)) is None:
+                sequence.took_nothing()
+            elif sequence.took_token(token.token_id, now):
                 served.append(sequence)
-            if prefix_caching and sequence.status is not SequenceStatus.FINISHED:
+            if not prefix_caching or sequence.status is SequenceStatus.FINISHED:
+                continue
+            if is_warm or sequence.has_sound_kv:
                 sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, self.page_cache.prefix)
         self._counters.generated_tokens += len(served)
+        if self._cold_starts.is_awaiting:
+            self._cold_starts.took_token(served, now)
         if served and self._sinks:
             self._emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in served])))
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if sequence.status is SequenceStatus.FINISHED:
                 self._running.stop(sequence, now)  # it ended while this step ran
-            elif sequence.is_cancelled:
-                self._answers.finish(sequence, FinishReason.CANCELLED, now)
+            elif sequence.ending is not None:
+                self._answers.finish(sequence, sequence.ending, now)
             elif part.is_sampled:
                 answer(sequence, tokens[part.seq_id], now)
         self._counters.steps += 1
         took_s = now - step.began_at
-        self._costs.step.observe(step.num_tokens, took_s)
-        self._running.took(step.load, took_s)
+        if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s):
+            self._costs.step.observe(step.num_tokens, took_s)
+            self._running.took(step.load, took_s)
         self._emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
-
-    def _fail_waiting(self, key: str, error: str, now: float) -> None:
-        """End the sequences that wait for an adapter that failed to load."""
-        for sequence in list(self._sequences.values()):
-            if sequence.adapter == key and sequence.status is SequenceStatus.WAITING:
-                message = f"adapter {sequence.name!r}: {error}"
-                self._answers.finish(sequence, FinishReason.ERROR, now, error=message)
 
     # -- one turn: launch --------------------------------------------------------------------------------------------
 
@@ -360,14 +385,15 @@ class EngineCore:
             released=self._answers.take_released(),
         )
         work = self._executor.launch(plan, now)
-        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, work, now), now)
+        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, work, now, draft.is_cold), now)
         if self._sinks:
             num_adapters = len({sequence.adapter for sequence in sequences} - {None})
             self._emit(StepLaunched(now, plan.step_id, len(sequences), num_tokens, num_adapters))
 
     def next_event_at(self) -> float:
         """Return the next time at which work completes or a step is to be planned; infinite if unknown."""
-        return min(self._steps.next_event_at(), self._cache.next_event_at())
+        admits_at = self._running.admits_at if self._sequences and not self._steps else math.inf
+        return min(self._steps.next_event_at(), self._cache.next_event_at(), admits_at)
 
     # -- its state ---------------------------------------------------------------------------------------------------
 
@@ -380,6 +406,7 @@ class EngineCore:
             registry=self._registry,
             cache=self._cache,
             prefetcher=self._prefetcher,
+            cold_starts=self._cold_starts,
             counters=self._counters,
         )
 

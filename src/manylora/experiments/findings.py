@@ -122,6 +122,9 @@ class Findings:
             other = self._value(claim.versus or claim.setup, claim.versus_point or claim.point, claim.figure, seed)
         if claim.form == "value" or own is None or not other:
             return own
+        if claim.form == "overhead":
+            least = self._value(claim.bound or claim.setup, claim.point, claim.figure, seed)
+            return (own - least) / (other - least) - 1.0 if other > least else None
         return own / other - 1.0 if claim.form == "change" else own / other
 
     def _value(self, setup: str, point: str, figure: str, seed: int) -> float:
@@ -164,9 +167,9 @@ def _share(low: float, high: float, at: float) -> float:
 def _judge(claim: Claim, ours: Interval) -> Verdict:
     if abs(ours.middle - claim.published) <= claim.tolerance:
         return Verdict.AGREES
-    if claim.form not in ("change", "ratio", "crossing-ratio"):
+    if claim.form not in ("change", "overhead", "ratio", "crossing-ratio"):
         return Verdict.DIFFERS
-    nothing = 0.0 if claim.form == "change" else 1.0
+    nothing = 0.0 if claim.form in ("change", "overhead") else 1.0
     is_clear = abs(ours.middle - nothing) >= LEAST and not (isfinite(ours.low) and ours.low <= nothing <= ours.high)
     if is_clear and (ours.middle - nothing) * (claim.published - nothing) > 0:
         return Verdict.DIRECTION

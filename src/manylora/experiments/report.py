@@ -42,7 +42,7 @@ def format_value(value: float, claim: Claim) -> str:
     if claim.form == "order":
         return "in order" if value == 1.0 else f"{value:.0%} of pairs in order"
     if claim.unit == "%":
-        return f"{value:+.1%}" if claim.form == "change" else f"{value:.1%}"
+        return f"{value:+.1%}" if claim.form in ("change", "overhead") else f"{value:.1%}"
     if claim.unit == "ms":
         return f"{1e3 * value:.3g} ms"
     return f"{value:.3g} {claim.unit}".replace(" x", "x").strip()

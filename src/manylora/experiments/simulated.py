@@ -46,7 +46,9 @@ def run_case(case: Case) -> Result:
     good = [one for one in counted if one.error is None]
     figures = {
         **_felt(run, case),
+        **_prefill(good),
         **_moved(run, case, versions),
+        **_cold_starts(run),
         **_by_rank(good),
         **_by_class(good, versions, config.base),
         **_against_alone(good, alone),
@@ -83,6 +85,16 @@ def _felt(run: Run, case: Case) -> dict[str, float]:
     return figures
 
 
+def _prefill(records: Seq[RequestRecord]) -> dict[str, float]:
+    """Times from admission to the first token, and waits for an adapter alone."""
+    times = [
+        one.ttft_s - one.queueing_s + one.adapter_wait_s
+        for one in records
+        if one.ttft_s is not None and one.queueing_s is not None
+    ]
+    return {"prefill_mean": _mean(times), "prefill_p99": float(np.quantile(times, 0.99)) if times else 0.0}
+
+
 def _moved(run: Run, case: Case, versions: dict[str, AdapterVersion]) -> dict[str, float]:
     """Copies over the link, and the time that requests waited for them."""
     loads = [timeline.loads[Tier.DEVICE] for timeline in run.timelines]
@@ -102,6 +114,18 @@ def _moved(run: Run, case: Case, versions: dict[str, AdapterVersion]) -> dict[st
         "adapter_wait_max": float(np.max(waits, initial=0.0)),
         "adapter_wait_mean": float(np.mean(waits)) if len(waits) else 0.0,
     }
+
+
+def _cold_starts(run: Run) -> dict[str, float]:
+    """Share of all requests that started cold, by mode, and the errors of predicted times to first token."""
+    starts = [one for stats in run.stats for one in stats.cold_starts]
+    num_measured = sum(one.num_measured for one in starts)
+    errors = sum(one.relative_error * one.num_measured for one in starts)
+    counts: Counter[str] = Counter()
+    for one in starts:
+        counts[f"cold_{one.mode}"] += one.num_starts
+    shares = {name: count / len(run.records) for name, count in counts.items()}
+    return {**shares, "cold_error": errors / num_measured if num_measured else 0.0}
 
 
 def _by_rank(records: Seq[RequestRecord]) -> dict[str, float]:

@@ -82,6 +82,7 @@ class Claim:
             * ``value``: the figure itself;
             * ``change``: relative to another setup, less 1;
             * ``ratio``: relative to another setup;
+            * ``overhead``: as ``change``, of what both exceed a third setup by, the ``bound``;
             * ``crossing``: where on the axis the figure first exceeds ``limit``;
             * ``crossing-ratio``: that, relative to another setup;
             * ``order``: setups in rising order of the figure; published is 1, ours the share of pairs in order.
@@ -90,6 +91,7 @@ class Claim:
         relative: See ``point``; the figures are interpolated between points.
         versus: Relative to whom.
         versus_point: Relative to which point, where that is another one.
+        bound: The setup of no overhead; see ``form``.
         limit: See ``form``.
         order: Setups in the published order, each at ``point`` unless it is written ``setup@label``.
         published: The published number.
@@ -99,12 +101,13 @@ class Claim:
 
     text: str
     figure: str
-    form: Literal["value", "change", "ratio", "crossing", "crossing-ratio", "order"] = "value"
+    form: Literal["value", "change", "ratio", "overhead", "crossing", "crossing-ratio", "order"] = "value"
     setup: str = ""
     point: str = ""
     relative: float | None = None
     versus: str | None = None
     versus_point: str | None = None
+    bound: str | None = None
     limit: float | None = None
     order: tuple[str, ...] = ()
     published: float

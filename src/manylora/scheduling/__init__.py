@@ -20,6 +20,7 @@ from manylora.scheduling.sequence import Sequence, SequenceStatus
 from manylora.scheduling.step_composition import (
     ChunkedSLoraSteps,
     MixedSteps,
+    SeparatePromptSteps,
     SLoraSteps,
     StepComposition,
     WholePromptSteps,
@@ -67,6 +68,7 @@ STEP_COMPOSITIONS: dict[str, Callable[[], StepComposition]] = {
     "s-lora": SLoraSteps,
     "s-lora-chunked": ChunkedSLoraSteps,
     "s-lora-each-step": partial(SLoraSteps, steps_between_admissions=0),
+    "separate-prompts": SeparatePromptSteps,
     "whole-prompts": WholePromptSteps,
 }
 

@@ -9,14 +9,22 @@ published baselines do, so that their figures can be compared on this engine. ``
 
     mixed            | decodes | chunk | chunk |      prompts cut to the step
     whole-prompts    | decodes | prompt ........ |    the last prompt may overshoot the budget
-    s-lora           | decodes |  or  | prompts ... |  prompts in steps of their own
+    separate-prompts | decodes |  or  | prompts ... |  prompts in steps of their own
+    s-lora           as separate-prompts, and the step waits for the adapters of the sequences that it admits
 """
 
 from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-__all__ = ["ChunkedSLoraSteps", "MixedSteps", "SLoraSteps", "StepComposition", "WholePromptSteps"]
+__all__ = [
+    "ChunkedSLoraSteps",
+    "MixedSteps",
+    "SLoraSteps",
+    "SeparatePromptSteps",
+    "StepComposition",
+    "WholePromptSteps",
+]
 
 T = TypeVar("T")
 
@@ -103,7 +111,15 @@ class WholePromptSteps(MixedSteps):
         return num_tokens
 
 
-class SLoraSteps(WholePromptSteps):
+class SeparatePromptSteps(WholePromptSteps):
+    """Whole prompts in steps of their own, admitted at every step, while loads hold nothing back, as in CaraServe."""
+
+    def beside_prompts(self, decodes: list[T]) -> list[T]:
+        """Return none: decoding waits while prompts run."""
+        return []
+
+
+class SLoraSteps(SeparatePromptSteps):
     """Whole prompts in steps of their own, and a fixed number of decode steps between two admissions, as in S-LoRA.
 
     A step waits for the adapters of the sequences it was about to admit, and nothing runs meanwhile. The wait ends:
@@ -117,10 +133,6 @@ class SLoraSteps(WholePromptSteps):
         self._gap = steps_between_admissions
         self._num_since_admission = steps_between_admissions
         self._is_held_back = False
-
-    def beside_prompts(self, decodes: list[T]) -> list[T]:
-        """Return none: decoding waits while prompts run."""
-        return []
 
     def may_admit(self) -> bool:
         """Admit after the gap, and again after each load that an admission waits for."""

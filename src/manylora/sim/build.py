@@ -104,9 +104,11 @@ def build_simulated_parts(
             choose=make_token_source(base),
             interference=target.interference,
             speed=target.speed,
+            num_layers=base.num_layers,
         ),
         reader=SimulatedReader(base),
         close=lambda: None,
         machine=f"simulated: {target.machine}",
         reads_host=target.reads_host,
+        waits_by_layer=target.waits_by_layer,
     )

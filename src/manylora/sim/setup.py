@@ -12,6 +12,9 @@
 
     [setup.adapters]
     eviction = "price"
+
+    [setup.workers]               # CPU cores that compute cold adapters beside an accelerator
+    cores = 16
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from manylora.costs.fitted import FittedCost
 from manylora.costs.model import CostModel
 from manylora.costs.profile import CostProfile, read_profile
 from manylora.costs.roofline import RooflineCost, memory_for_pool
+from manylora.costs.workers import AssistCost, CpuWorkers
 from manylora.errors import ConfigError
 from manylora.options import check_options, option
 from manylora.sim.run.simulation import SimulationConfig
@@ -86,8 +90,15 @@ class Setup:
     )
     reads_host: bool | None = option(
         None,
-        help="Let a request run from the host copy of its adapter while that is copied to the device, at no cost "
-        "of its own, as on a CPU. By default as the profile says, and off without one.",
+        help="Let a request run from the host copy of its adapter while that is copied to the device: at the cost of "
+        "`workers`, or without them at no cost of its own, as on a CPU. By default as the profile says, and on with "
+        "`workers`.",
+    )
+    waits_by_layer: bool = option(
+        False, help="Let a request run on an adapter that is on its way, and wait for each layer."
+    )
+    all_resident: bool = option(
+        False, help="Keep every adapter on the device from the start, in memory of its own: the bound on cold starts."
     )
     utilization: float = option(0.9, above=0, at_most=1, help="Share of a device's memory that the engine may take.")
     host_s: float = option(
@@ -108,9 +119,12 @@ class Setup:
     )
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    workers: CpuWorkers | None = None
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.workers is not None and self.profile is not None:
+            raise ConfigError("Got workers and profile, expected workers beside a model and hardware by name")
 
 
 def read_dims(model: str) -> ModelDims:
@@ -163,11 +177,20 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         scheduler_time_s=setup.scheduler_time_s,
         interference=cost.interference if isinstance(cost, FittedCost) else {},
         speed=cost.speed if isinstance(cost, FittedCost) else None,
-        reads_host=profile is not None and profile.reads_host if setup.reads_host is None else setup.reads_host,
+        reads_host=_reads_host(setup, profile),
+        waits_by_layer=setup.waits_by_layer,
+        assist=AssistCost(cost, setup.workers) if setup.workers and isinstance(cost, RooflineCost) else None,
+        all_resident=setup.all_resident,
         max_tokens=setup.max_tokens,
         exact_caps=setup.exact_caps,
         seed=seed,
     )
+
+
+def _reads_host(setup: Setup, profile: CostProfile | None) -> bool:
+    if setup.reads_host is not None:
+        return setup.reads_host
+    return profile.reads_host if profile is not None else setup.workers is not None
 
 
 def _measured(profile: CostProfile, seed: int) -> tuple[BaseShape, CostModel, int]:

@@ -38,6 +38,7 @@ class SimulatedTarget:
         cost: Times of its steps and loads.
         machine: The hardware, for status pages.
         reads_host: Whether its steps can read adapters from host memory.
+        waits_by_layer: Whether its steps can run on an adapter that is on its way.
         interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
         speed: Speed of the machine over time; constant when ``None``.
     """
@@ -47,6 +48,7 @@ class SimulatedTarget:
     cost: CostModel
     machine: str
     reads_host: bool = False
+    waits_by_layer: bool = False
     interference: Mapping[Tier, float] = field(default_factory=dict)
     speed: MachineSpeed | None = None
 
@@ -82,6 +84,7 @@ def find_target(name: str, config: EngineConfig) -> SimulatedTarget:
         cost=made.cost,
         machine=machine,
         reads_host=made.reads_host,
+        waits_by_layer=made.waits_by_layer,
         interference=made.interference,
         speed=made.speed(0) if made.speed is not None else None,
     )

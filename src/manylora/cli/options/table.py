@@ -9,6 +9,7 @@ from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.costs.workers import CpuWorkers
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
 from manylora.sim.scenario import Scenario
@@ -32,6 +33,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Engine", EngineConfig, ""),
     ("Server", ServerConfig, ""),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
+    ("CPU workers of a simulation", CpuWorkers, "In scenarios and experiments: `[setup.workers]`."),
     ("Scenario", Scenario, "At the top of a scenario; the flags are those of `simulate`."),
 )
 

@@ -1,7 +1,8 @@
 """The simulated executor: work completes by a cost model, and tokens are synthetic.
 
 On the virtual clock it makes the engine a simulator; on the wall clock, a server without a model. Loads share one link
-per tier, first in, first out, and run beside steps, which they may slow down.
+per tier, first in, first out, and run beside steps, which they may slow down. A step with cold sequences takes
+longer, for all its sequences (``cold_steps.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from zlib import crc32
 
 from manylora.costs.model import CostModel
 from manylora.costs.speed import MachineSpeed
+from manylora.costs.workers import AssistCost
 from manylora.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
+from manylora.sim.run.cold_steps import ColdSteps, LoadTimeline, cold_sequences
 from manylora.types import AdapterKey, SampledToken, Tier
 
 __all__ = ["SimulatedExecutor", "SimulatedWork", "synthetic_token"]
@@ -57,6 +60,8 @@ class SimulatedExecutor:
         interference: Slow-down of a step by a load beside it, by the load's tier: seconds of delay per second of the
             load, below 1; none for missing tiers.
         speed: Speed of the machine over time; constant when ``None``.
+        num_layers: Layers of the model, in whose order adapters arrive.
+        assist: Prices the CPU workers that compute adapters from host memory; ``None`` where steps read it in place.
     """
 
     def __init__(
@@ -69,33 +74,46 @@ class SimulatedExecutor:
         scheduler_time_s: float = 0.0,
         interference: Mapping[Tier, float] | None = None,
         speed: MachineSpeed | None = None,
+        num_layers: int = 1,
+        assist: AssistCost | None = None,
     ) -> None:
         self._cost = cost
+        self._num_layers = num_layers
+        self._cold_steps = ColdSteps(cost, num_layers, assist)
         self._interference = {tier: one for tier, one in (interference or {}).items() if one}
         self._speed = speed
         self._steps: list[SimulatedWork] = []  # the last two, for loads to slow down
         self._scheduler_time_s = scheduler_time_s
         self._choose = choose or (lambda part: synthetic_token(part, vocab_size, avoid))
         self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
+        self._timelines: dict[Tier, dict[AdapterKey, LoadTimeline]] = {Tier.HOST: {}, Tier.DEVICE: {}}
 
     def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
         """Start a step."""
         tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
         begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
-        step_s = self._cost.step_time_s(plan)
-        if self._speed is not None:
-            step_s *= self._speed.factor(begins_at)
-        ready_at = begins_at + step_s
+        factor = 1.0 if self._speed is None else self._speed.factor(begins_at)
+        # A sequence is cold only while its adapter is on its way to the device.
+        is_copying = now < self._link_free_at[Tier.DEVICE]
+        if is_copying and (cold := cold_sequences(plan)):
+            ready_at = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
+        else:
+            ready_at = begins_at + self._cost.step_time_s(plan) * factor
         for tier in self._interference:
             ready_at = self._delayed(ready_at, tier, begins_at, self._link_free_at[tier])
         self._steps = [*self._steps[-1:], SimulatedWork(ready_at, StepResult(tokens=tokens), begins_at)]
         return self._steps[-1]
 
     def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
-        """Start a load behind those already on its link."""
-        tier = load.tier
+        """Start a load behind those on its link. A copy follows the read of its adapter if that is in flight."""
+        tier, key = load.tier, load.version.key
         begins_at = max(now, self._link_free_at[tier])
-        self._link_free_at[tier] = ready_at = begins_at + self._cost.load_time_s(load)
+        below = self._timelines[Tier.HOST].get(key) if tier is Tier.DEVICE else None
+        if below is not None and below.ends_at <= now:
+            below = None
+        timeline = LoadTimeline(begins_at, self._cost.load_time_s(load), self._num_layers, below)
+        self._timelines[tier][key] = timeline
+        self._link_free_at[tier] = ready_at = timeline.ends_at
         if tier in self._interference:
             self._delay_steps(tier, begins_at, ready_at)
         return SimulatedWork(ready_at, LoadResult(), begins_at)
@@ -116,4 +134,5 @@ class SimulatedExecutor:
         return step_ends_at + interference * max(0.0, together_s)
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Do nothing: no weights are held."""
+        """Forget the times at which its layers arrived in ``tier``."""
+        self._timelines[tier].pop(key, None)

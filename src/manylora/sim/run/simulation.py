@@ -26,13 +26,14 @@ from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.model import CostModel
 from manylora.costs.speed import MachineSpeed
+from manylora.costs.workers import AssistCost
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import Arrivals
 from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
-from manylora.plan import PlannedSequence
+from manylora.plan import AdapterLoad, PlannedSequence
 from manylora.plugins import is_own, options_for
 from manylora.routing import Dispatcher, Router, RouterContext, make_router
 from manylora.routing.step_model import step_model
@@ -67,7 +68,10 @@ class SimulationConfig:
         router: Name in ``routing.ROUTERS``, or a plug-in.
         scheduler_time_s: Time to decide a step.
         interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
-        reads_host: Whether steps can read an adapter's weights from host memory, as on a CPU.
+        reads_host: Whether steps can read an adapter's weights from host memory: by ``assist``, else in place.
+        waits_by_layer: Whether steps can run on an adapter that is on its way, and wait for each layer.
+        assist: Prices CPU workers beside an accelerator.
+        all_resident: Keep every adapter on the device from the start, in pages beside ``num_pages``.
         speed: Makes the speed over time of the replica with this number; constant when ``None``.
         max_tokens: Cap of every request; as many as fit when ``None``.
         exact_caps: Set each request's cap to the length of its answer, as benchmark clients do; for engines that
@@ -88,6 +92,9 @@ class SimulationConfig:
     scheduler_time_s: float = 0.0
     interference: Mapping[Tier, float] = field(default_factory=dict)
     reads_host: bool = False
+    waits_by_layer: bool = False
+    assist: AssistCost | None = None
+    all_resident: bool = False
     speed: Callable[[int], MachineSpeed | None] | None = None
     max_tokens: int | None = None
     exact_caps: bool = False
@@ -195,6 +202,16 @@ def simulate(
     )
 
 
+class _WithoutLoads:
+    """The cost of steps where adapters are on the device from the start."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.step_time_s = cost.step_time_s
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        return 0.0
+
+
 def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[str, int]) -> Router:
     num_tokens = sum(request.num_output_tokens for request in workload.requests)
     context = RouterContext(
@@ -226,28 +243,36 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
     elif config.scheduler.predictor == "noisy":
         options = options_for("predictor", "noisy", PREDICTORS, config.scheduler.predictor_options)
         predictor = NoisyPredictor(options.accuracy, config.seed, truth)
+    versions = adapter_versions(workload.adapters, config.base)
+    num_resident_pages = sum(version.num_pages for version in versions.values()) if config.all_resident else 0
     core = EngineCore(
         base=config.base,
-        num_pages=config.num_pages,
+        num_pages=config.num_pages + num_resident_pages,
         executor=SimulatedExecutor(
-            config.cost,
+            _WithoutLoads(config.cost) if config.all_resident else config.cost,
             vocab_size=config.base.vocab_size,
             choose=choose,
             scheduler_time_s=config.scheduler_time_s,
             interference=config.interference,
             speed=config.speed(replica) if config.speed is not None else None,
+            num_layers=config.base.num_layers,
+            assist=config.assist,
         ),
         scheduler=config.scheduler,
         memory=config.memory,
         adapters=config.adapters,
         reads_host=config.reads_host,
+        waits_by_layer=config.waits_by_layer,
+        is_accelerated=config.assist is not None,
         served_name=BASE_NAME,
         seed=config.seed,
         sinks=sinks,
         predictor=predictor,
     )
-    for name, version in adapter_versions(workload.adapters, config.base).items():
+    for name, version in versions.items():
         core.adapters.register(name, version, 0.0)
+        if config.all_resident:
+            core.adapters.pin(name, True, 0.0)
     return core
 
 
