@@ -27,7 +27,10 @@ __all__ = [
 ]
 
 AdapterKey = NewType("AdapterKey", str)
-"""Content hash of an adapter's weights and effective configuration; identifies a version."""
+"""Identifies a version: the content hash of an adapter's weights and effective configuration, or a provisional key.
+
+A provisional key stands for weights that were not read yet (``adapters/stamp.py``).
+"""
 
 
 class Tier(Enum):
@@ -185,7 +188,7 @@ class AdapterVersion:
     """Identity and sizes of LoRA weights, for the scheduler.
 
     Args:
-        key: Content hash.
+        key: Content hash, or a provisional key.
         source: Directory from which it is read, and read again.
         rank: Largest rank over its modules.
         total_rank: Sum of the ranks of its modules: the work of an unpadded kernel.
@@ -195,6 +198,7 @@ class AdapterVersion:
         weight_bytes: Its weights at device precision, without padding.
         host_bytes: Size of its host copy.
         disk_bytes: Size of its weight file.
+        dtype: Type of its packed weights; ``None`` for a version without weights (simulated).
     """
 
     key: AdapterKey
@@ -207,3 +211,4 @@ class AdapterVersion:
     weight_bytes: int
     host_bytes: int
     disk_bytes: int
+    dtype: str | None = None

@@ -21,10 +21,11 @@ from manylora.adapters.read import read_adapter
 from manylora.errors import AdapterError, AdapterNotFound
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.reader import HostReader
-from manylora.execution.storage.reader_process import ReaderProcess
+from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
 
 BASE = tiny_base()
 LIMIT = 1 << 26
+SETTINGS = ReaderSettings(base=BASE, max_bytes=LIMIT, dtype="auto")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,9 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReaderProcess]:
     (folder / "pickle.py").write_text("raise ImportError('the wrong pickle')")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        helper = ReaderProcess(BASE, max_bytes=LIMIT, dtype="auto")
+        helper = ReaderProcess()
+        helper.start()
+        helper.configure(SETTINGS)
         yield helper
     helper.close()
 
@@ -42,7 +45,7 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReaderProcess]:
 def test_it_packs_what_we_would_pack(helper: ReaderProcess, tmp_path: Path) -> None:
     for rank in (3, 3, 8):
         folder = write_good_adapter(tmp_path / f"a{rank}", BASE, rank=rank, seed=rank)
-        found = helper.read("mine", str(folder))
+        found = helper.read("mine", str(folder)).packed
         expected = read_adapter("mine", folder, BASE, max_bytes=LIMIT, dtype="auto")
         assert found.version == expected.version and found.layout == expected.layout
         np.testing.assert_array_equal(found.image, expected.image)
@@ -60,7 +63,7 @@ def test_it_refuses_by_the_same_name(helper: ReaderProcess, tmp_path: Path) -> N
 
 @pytest.fixture
 def reader() -> Iterator[HostReader]:
-    reader = HostReader(BASE, HostTier(is_pinned=False), max_bytes=LIMIT, dtype="auto")
+    reader = HostReader(SETTINGS, HostTier(is_pinned=False))
     yield reader
     reader.close()
     assert all(process._process is None for process in reader._processes)
@@ -129,7 +132,7 @@ def test_the_process_starts_without_torch() -> None:
 
 def test_other_weights_in_its_place_are_not_taken(tmp_path: Path) -> None:
     folder = write_good_adapter(tmp_path / "a", BASE, seed=0)
-    reader = HostReader(BASE, HostTier(is_pinned=False), max_bytes=LIMIT)
+    reader = HostReader(SETTINGS, HostTier(is_pinned=False))
     try:
         version = reader.read("mine", str(folder))
         write_good_adapter(folder, BASE, seed=1)

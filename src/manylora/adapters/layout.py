@@ -283,4 +283,5 @@ def make_version(
         weight_bytes=layout.weight_bytes,
         host_bytes=layout.num_pages * page.num_bytes,
         disk_bytes=layout.weight_bytes if disk_bytes is None else disk_bytes,
+        dtype=layout.dtype,
     )

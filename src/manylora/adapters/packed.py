@@ -34,11 +34,14 @@ class PackedAdapter:
         version: Identity and sizes.
         layout: Place of each matrix in the image.
         image: ``[num_pages, elements per page]``, float32, float16, or uint16 with the bits of bfloat16. Padding is 0.
+        chosen_dtype: The type that its weights call for; the image has another if it was registered before they were
+            read.
     """
 
     version: AdapterVersion
     layout: AdapterLayout
     image: NDArray[Any]
+    chosen_dtype: str
 
 
 def own_memory(num_bytes: int) -> mmap.mmap:

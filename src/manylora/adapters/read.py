@@ -11,6 +11,8 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from manylora.adapters.bin_file import read_bin
 from manylora.adapters.config import read_config
 from manylora.adapters.layout import make_version
@@ -23,7 +25,7 @@ from manylora.adapters.tensors import StoredTensor, read_safetensors
 from manylora.errors import AdapterError, AdapterNotFound
 from manylora.types import AdapterKey
 
-__all__ = ["WEIGHT_FILES", "check_directory", "read_adapter", "read_tensors"]
+__all__ = ["WEIGHT_FILES", "check_directory", "find_weights", "read_adapter", "read_tensors"]
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """In PEFT's order: the first that exists is read. If it is damaged, the adapter is refused."""
@@ -36,6 +38,7 @@ def read_adapter(
     *,
     max_bytes: int,
     dtype: str | None = None,
+    packed_as: str | None = None,
     allocate: Allocate = own_memory,
 ) -> PackedAdapter:
     """Read and check a PEFT directory, and pack its weights for a base. Blocks on the disk; safe from any thread.
@@ -47,6 +50,8 @@ def read_adapter(
         max_bytes: Largest weight file.
         dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``precision``), the page's own when
             ``None``.
+        packed_as: Type of the image where the version was registered with one before its weights were read; the
+            type that ``dtype`` chooses when ``None``.
         allocate: Returns the memory for the image.
 
     Raises:
@@ -58,12 +63,14 @@ def read_adapter(
     settings = method.parse(name, config)
     tensors, disk_bytes = read_tensors(name, directory, max_bytes)
     weights = settings.match(tensors, base)
+    _check_finite(name, weights)
     ranks = {w.module.name: w.rank for w in weights}
-    layout = method.lay_out(ranks, base, choose_dtype(weights, dtype or base.page.dtype))
+    chosen = choose_dtype(weights, dtype or base.page.dtype)
+    layout = method.lay_out(ranks, base, packed_as or chosen)
     image = pack(name, weights, layout, base.page, allocate)
     key = _content_key(weights, base)
     version = make_version(layout, base.page, key=key, source=str(directory), disk_bytes=disk_bytes)
-    return PackedAdapter(version, layout, image)
+    return PackedAdapter(version, layout, image, chosen)
 
 
 def check_directory(name: str, path: str | Path) -> Path:
@@ -78,21 +85,36 @@ def check_directory(name: str, path: str | Path) -> Path:
     return directory
 
 
+def find_weights(name: str, directory: Path) -> Path:
+    """Return the weight file of a directory, or raise ``AdapterError`` if it has none."""
+    for file in WEIGHT_FILES:
+        if os.path.lexists(directory / file):
+            return directory / file
+    raise AdapterError(name, f"has no weight file ({' or '.join(WEIGHT_FILES)})")
+
+
 def read_tensors(name: str, directory: Path, max_bytes: int) -> tuple[dict[str, StoredTensor], int]:
     """Return the tensors of a directory's weight file by key, and the file's size in bytes.
 
     Raises:
         AdapterError: The file is missing, damaged, or larger than ``max_bytes``.
     """
-    present = [directory / file for file in WEIGHT_FILES if os.path.lexists(directory / file)]
-    if not present:
-        raise AdapterError(name, f"has no weight file ({' or '.join(WEIGHT_FILES)})")
-    file = present[0]
+    file = find_weights(name, directory)
     tensors = (read_bin if file.suffix == ".bin" else read_safetensors)(name, file, max_bytes)
     try:
         return tensors, file.stat().st_size
     except OSError as error:
         raise AdapterError(name, f"{file.name} went away while it was read") from error
+
+
+def _check_finite(name: str, weights: Sequence[ModuleWeights]) -> None:
+    """Raise ``AdapterError`` if any weight is no finite number."""
+    for w in weights:
+        for part, tensor in (("lora_A", w.a), ("lora_B", w.b), ("the column scale", w.column_scale)):
+            if tensor is not None and not np.isfinite(tensor.as_float32()).all():
+                raise AdapterError(
+                    name, f"{part} of module {w.module.name!r} holds numbers that are not finite (NaN or infinity)"
+                )
 
 
 def _content_key(weights: Sequence[ModuleWeights], base: BaseShape) -> AdapterKey:

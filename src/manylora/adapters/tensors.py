@@ -19,7 +19,7 @@ from safetensors import SafetensorError, deserialize
 
 from manylora.errors import AdapterError
 
-__all__ = ["FLOAT_DTYPES", "StoredTensor", "open_regular", "read_safetensors"]
+__all__ = ["FLOAT_DTYPES", "MAX_HEADER_BYTES", "StoredTensor", "open_regular", "read_safetensors"]
 
 FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -40,7 +40,7 @@ class StoredTensor:
     Args:
         dtype: safetensors' name of the type. An unsupported one (``I8``) is refused where the tensor's name is known.
         shape: Sizes.
-        data: Bytes, little-endian and row-major, ``[num_bytes]`` uint8.
+        data: Bytes, little-endian and row-major, ``[num_bytes]`` uint8; empty where only the header was read.
     """
 
     dtype: str

@@ -24,6 +24,7 @@ from manylora.adapters.residency import TierState
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts
+from manylora.engine.adapters.background import BackgroundReads
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.catalog import AdapterCatalog
 from manylora.engine.adapters.prefetch import Prefetcher
@@ -123,6 +124,7 @@ class EngineCore:
             num_pages=num_pages,
             pages_needed=self._limits.num_pages_needed,
             in_flight=lambda: list(self._sequences.values()),
+            on_unread=lambda version: None if self._background is None else self._background.add(version),
         )
         predictor = predictor or make_predictor(scheduler, seed)
         costs = OnlineCosts()
@@ -159,6 +161,7 @@ class EngineCore:
             config=adapters,
             block_size=memory.block_size,
         )
+        self._background = BackgroundReads(self._cache) if adapters.background_reads else None
         self._steps = StepsInFlight(self._costs, plans_ahead=bool(scheduler.plan_ahead))
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
         self._answers = Answers(
@@ -193,13 +196,16 @@ class EngineCore:
         scheduler = config.scheduler
         if scheduler.plan_ahead is None:
             scheduler = replace(scheduler, plan_ahead=parts.is_accelerated)
+        adapters = config.adapters
+        if adapters.host_bytes is None:
+            adapters = replace(adapters, host_bytes=parts.host_bytes)
         return cls(
             base=parts.base,
             num_pages=parts.num_pages,
             executor=executor or parts.executor,
             scheduler=scheduler,
             memory=config.memory,
-            adapters=config.adapters,
+            adapters=adapters,
             served_name=served_name,
             seed=config.seed,
             sinks=sinks,
@@ -256,7 +262,7 @@ class EngineCore:
         self._next_seq_id += 1
         self._sequences[request.request_id] = sequence
         if named:
-            named.num_requests += 1
+            self._registry.note_request(named)
             self._counters.adapter_requests += 1
             self._cache.ask(named.version.key, now)
             self._prefetcher.asked(named.version.key, now)
@@ -338,10 +344,12 @@ class EngineCore:
     # -- one turn: launch --------------------------------------------------------------------------------------------
 
     def launch(self, now: float) -> None:
-        """Start the next step, and prefetches."""
+        """Start the next step, prefetches and background reads."""
         if self._steps.may_plan(now):
             self._launch_step(now)
         self._prefetcher.launch(now)
+        if self._background is not None and self._background.has_work:
+            self._background.launch(now, is_busy=bool(self._sequences))
 
     def _launch_step(self, now: float) -> None:
         """Plan and start the next step, behind the one in flight if there is one, if any sequence can run."""
@@ -379,6 +387,7 @@ class EngineCore:
             allocator=self.page_cache.allocator,
             registry=self._registry,
             cache=self._cache,
+            sequences=self._sequences.values(),
             prefetcher=self._prefetcher,
             counters=self._counters,
         )

@@ -6,16 +6,20 @@ that hold the interpreter lock. It maps the finished image and keeps it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import LifoQueue
+from typing import TypeVar
 
-from manylora.adapters.packed import PackedAdapter
-from manylora.adapters.shape import BaseShape
+from manylora.adapters.stamp import is_provisional, provisional_key
 from manylora.errors import AdapterError
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
-from manylora.execution.storage.reader_process import ReaderProcess
-from manylora.types import AdapterVersion
+from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
+from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = ["HostReader"]
+
+T = TypeVar("T")
 
 NUM_READERS = 2
 """Most processes: as many as the threads that register adapters, or that re-read them."""
@@ -24,15 +28,22 @@ NUM_READERS = 2
 class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
-    ``max_bytes`` is the largest weight file accepted, ``dtype`` as in ``read_adapter``.
+    Args:
+        settings: Settings of the reader processes.
+        store: The host tier.
+        first: The first process, which may be starting already.
     """
 
-    def __init__(self, base: BaseShape, store: HostTier, *, max_bytes: int, dtype: str | None = None) -> None:
+    def __init__(self, settings: ReaderSettings, store: HostTier, first: ReaderProcess | None = None) -> None:
         self._store = store
-        self._processes = [ReaderProcess(base, max_bytes=max_bytes, dtype=dtype) for _ in range(NUM_READERS)]
+        self._processes = [first or ReaderProcess(), *(ReaderProcess() for _ in range(NUM_READERS - 1))]
+        self._contents: dict[
+            AdapterKey, AdapterKey
+        ] = {}  # content hashes of versions with a provisional key, once read
         # Last in, first out: the second process starts only when two adapters are read at once.
         self._free: LifoQueue[ReaderProcess] = LifoQueue()
         for process in reversed(self._processes):
+            process.configure(settings)
             self._free.put(process)
 
     def read(self, name: str, path: str) -> AdapterVersion:
@@ -41,33 +52,47 @@ class HostReader:
         Raises:
             AdapterError: It cannot be served on this base.
         """
-        packed = self._read(name, path)
+        packed = self._by_process(lambda process: process.read(name, path)).packed
         self._store.put(packed)
         return packed.version
 
+    def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+        """Check adapters by name and path without their weights, which stay on disk until ``read_again``."""
+        return self._by_process(lambda process: process.check(adapters))
+
     def read_again(self, version: AdapterVersion) -> HostAdapter:
-        """Bring a known version back into the host tier and return it.
+        """Bring a registered version into the host tier and return it.
 
         Raises:
             AdapterError: Its directory is gone or broken, or holds other weights now.
         """
-        packed = self._read(version.source, version.source)
-        if packed.version.key != version.key:
+        found = self._by_process(lambda process: process.read(version.source, version.source, version.dtype))
+        content = found.packed.version.key
+        if not is_provisional(version.key):
+            registered, now = version.key, content
+        elif version.key in self._contents:
+            registered, now = self._contents[version.key], content
+        else:
+            registered, now = version.key, provisional_key(found.stamp)
+        if now != registered:
             raise AdapterError(
                 version.source,
-                f"its files changed since it was registered (version {version.key[:12]} then, "
-                f"{packed.version.key[:12]} now); register it again",
+                f"its files changed since it was registered (version {registered[:12]} then, {now[:12]} now); "
+                "register it again",
             )
-        return self._store.put(packed)
+        if is_provisional(version.key):
+            self._contents[version.key] = content
+        return self._store.put(replace(found.packed, version=version))
 
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.close()
 
-    def _read(self, name: str, path: str) -> PackedAdapter:
+    def _by_process(self, work: Callable[[ReaderProcess], T]) -> T:
+        """Return the result of work for a process that is free, or becomes so."""
         process = self._free.get()
         try:
-            return process.read(name, path)
+            return work(process)
         finally:
             self._free.put(process)

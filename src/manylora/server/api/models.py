@@ -112,7 +112,7 @@ async def metrics(request: Request) -> Response:
     """``GET /metrics``: Prometheus text."""
     context = context_of(request)
     try:
-        stats, statuses = await context.fleet.snapshot()
+        stats, statuses = await context.fleet.snapshot(only_in_use=True)
     except ManyloraError:  # no engine serves: metrics of the API process alone
         text = context.metrics.render(context.fleet, None, ())
     else:
