@@ -11,8 +11,8 @@ the hundred share one weight file by hard links, so that they need little disk.
   by the engine's log;
 * *memory*: resident memory of the API's process and of the engine's, and their growth per adapter;
 * *requests per second*: of the hundred adapters, with background reads off, so that the numbers of adapters compare;
-* *decision*: time that the core takes for a turn, without a model (`manylora.bench.core`'s executor), with as many
-  versions registered;
+* *decision*: time of a scheduling decision with as many versions registered, without a model, as
+  `bench/results/decision.md` measures it;
 * `/metrics` and `/v1/models`: median times, and the bytes of `/metrics`.
 
 Writes `results/registration.json` and `.md`, with the cost of an adapter by part: header, listing and command line,
@@ -46,7 +46,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from manylora.adapters.header import HeaderReader
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import stamp_files
-from manylora.bench.core import core_with
+from manylora.bench.core import Scale, measure_decision
 from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.cli.options.values import collect_adapters
 from manylora.clock import WallClock
@@ -128,7 +128,9 @@ class Served:
     @property
     def registered_s(self) -> float:
         """Seconds from the command to register adapters to its end, in the engine."""
-        return max(float(took) for line in self._log for took in re.findall(r"adapters_registered .*took_s=([\d.]+)", line))
+        return max(
+            float(took) for line in self._log for took in re.findall(r"adapters_registered .*took_s=([\d.]+)", line)
+        )
 
     def memory(self) -> dict[str, int]:
         """Return the resident bytes of the API's process and of the engine's."""
@@ -182,9 +184,9 @@ async def ask(url: str, seconds: float) -> dict[str, float]:
 
 
 def decision_us(count: int, turns: int) -> float:
-    """Return the microseconds of a turn of the core with so many versions registered."""
-    core = core_with(num_adapters=count, num_requests=NUM_CONNECTIONS, num_used=min(count, NUM_USED))
-    return 1e6 * core.seconds_per_turn(turns)
+    """Return the microseconds of a decision of the core with so many versions registered."""
+    scale = Scale(running=64, waiting=200, adapters=count, goal_us=0.0, used=NUM_USED)
+    return measure_decision("fifo", "price", scale, num_steps=turns).launch_us
 
 
 def parts_us(base: BaseShape, folder: Path, count: int) -> dict[str, float]:
@@ -265,7 +267,12 @@ def report(runs: Sequence[dict[str, Any]]) -> str:
         ["`/metrics`, KiB", *(f"{one['/metrics bytes'] / KIB:.0f}" for one in cold)],
     ]
     lines = ["# Registered adapters", "", f"{describe_machine(torch.device('cpu'))}.", "", *table(heads, rows)]
-    lines += ["", "Of one more adapter:", "", *table(["", ""], [[k, f"{v:,.1f}"] for k, v in cost_of_one(runs).items()])]
+    lines += [
+        "",
+        "Of one more adapter:",
+        "",
+        *table(["", ""], [[k, f"{v:,.1f}"] for k, v in cost_of_one(runs).items()]),
+    ]
     return "\n".join(lines)
 
 
