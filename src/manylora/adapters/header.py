@@ -193,7 +193,7 @@ def _entry(name: str, key: str, entry: Any) -> tuple[str, tuple[int, ...], tuple
     """Return type, shape and range of a tensor in a header."""
     try:
         dtype, shape, offsets = entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"])
-        is_valid = dtype in _BITS and len(entry) == 3 and len(offsets) == 2
+        is_valid = dtype in _BITS and len(offsets) == 2
         is_valid = is_valid and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets))
     except (KeyError, TypeError):
         is_valid = False
