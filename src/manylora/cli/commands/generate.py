@@ -81,7 +81,7 @@ def generate(
     from manylora import Engine  # imports torch
 
     options = chosen.all()
-    if options["cache_dir"] is not None:
+    if options.get("cache_dir") is not None:
         options["cache_dir"] = parse_cache_dir(options["cache_dir"])
     jobs = [(prompt, name) for prompt in prompts for name in names]
     with Engine(
