@@ -195,6 +195,9 @@ class AdapterVersion:
         weight_bytes: Its weights at device precision, without padding.
         host_bytes: Size of its host copy.
         disk_bytes: Size of its weight file.
+        dtype: Type of its packed weights; ``None`` for a version without weights (simulated).
+        layer_digests: Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty
+            where they are not known. ``key`` is the hash over them.
     """
 
     key: AdapterKey
@@ -207,3 +210,5 @@ class AdapterVersion:
     weight_bytes: int
     host_bytes: int
     disk_bytes: int
+    dtype: str | None = None
+    layer_digests: bytes = b""

@@ -292,7 +292,13 @@ def _sizes(
 
 
 def make_version(
-    layout: AdapterLayout, page: PageShape, *, key: str, source: str, disk_bytes: int | None = None
+    layout: AdapterLayout,
+    page: PageShape,
+    *,
+    key: str,
+    source: str,
+    disk_bytes: int | None = None,
+    layer_digests: bytes = b"",
 ) -> AdapterVersion:
     """Return the version of an adapter with this layout, read or simulated, with its sizes in every tier.
 
@@ -302,6 +308,7 @@ def make_version(
         key: Its identity.
         source: The directory it came from, or its name without one.
         disk_bytes: Size of its weight file; the size of its weights when ``None``.
+        layer_digests: As in ``AdapterVersion``.
     """
     modules = [part for group in layout.groups.values() for part in group.modules]
     return AdapterVersion(
@@ -315,4 +322,6 @@ def make_version(
         weight_bytes=layout.weight_bytes,
         host_bytes=layout.num_pages * page.num_bytes,
         disk_bytes=layout.weight_bytes if disk_bytes is None else disk_bytes,
+        dtype=layout.dtype,
+        layer_digests=layer_digests,
     )
