@@ -48,7 +48,7 @@ def test_layers_come_one_by_one_and_make_the_same_image(tmp_path: Path) -> None:
     image, full = read_again(known)
     np.testing.assert_array_equal(image, known.image)
     assert all(x <= y for x, y in pairwise(full)) and full[-1] == known.version.num_pages
-    assert len(full) == BASE.num_layers + 3 and len(set(full)) > BASE.num_layers
+    assert len(full) == BASE.num_layers + 2 and len(set(full)) > BASE.num_layers
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -74,7 +74,7 @@ def test_a_pickled_file_is_read_whole_and_checked_layer_by_layer(tmp_path: Path)
     torch.save({k: torch.from_numpy(v) for k, v in tensors.items()}, tmp_path / "a" / "adapter_model.bin")
     image, full = read_again(known)
     np.testing.assert_array_equal(image, known.image)
-    assert len(full) == BASE.num_layers + 3
+    assert len(full) == BASE.num_layers + 2
 
 
 def test_a_layer_that_changed_fails_where_it_is_and_the_layers_before_it_were_right(tmp_path: Path) -> None:

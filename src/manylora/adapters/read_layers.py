@@ -103,14 +103,15 @@ class LayerReader:
             coming = ahead.submit(self._fetch, self._layers[0])
             for number, (groups, num_full) in enumerate(self.layout.layers()):
                 weights = coming.result()
-                if number + 1 < len(self._layers):
+                is_last = number + 1 == len(self._layers)
+                if not is_last:
                     coming = ahead.submit(self._fetch, self._layers[number + 1])
                 digests.append(digest_layer(weights))
                 if self._digests and digests[-1] != self._digests[number]:
                     raise self._changed()
                 check_finite(self._name, weights)
                 pack_groups(self._name, image, groups, weights, self.layout.dtype)
-                if self._digests:
+                if self._digests and not is_last:
                     yield num_full
         if content_key(self._base, digests) != self._version.key:
             raise self._changed()

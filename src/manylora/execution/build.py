@@ -157,6 +157,7 @@ def build_parts(
         machine=describe_machine(device),
         is_accelerated=device.type != "cpu",
         reads_host=executor.reads_host,
+        waits_by_layer=True,
     )
 
 

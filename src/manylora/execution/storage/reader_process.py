@@ -5,6 +5,8 @@
     here      (name, path)  ----->  reader   read, check, pack into a memory file
               version, arguments of its layout, descriptor of the file  <-----
               map the file: the image is in host memory, without a copy
+    here      a version that was registered  ----->  reader   as above, and the image fills layer by layer
+              layout, descriptor, then a number of full pages after each layer  <-----
 
 The process starts with the first adapter and ends when the pipe closes. It runs at a lower priority, since loading may
 take longer but tokens may not. If a file kills it (by memory use or a crash), that adapter is refused by name, and the
@@ -18,11 +20,12 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +34,7 @@ from manylora import errors
 from manylora.adapters.layout import AdapterLayout, lay_out
 from manylora.adapters.packed import PackedAdapter, image_of
 from manylora.adapters.read import read_adapter
+from manylora.adapters.read_layers import LayerReader
 from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
@@ -54,6 +58,12 @@ class _Packed:
 
     version: AdapterVersion
     layout: _LayoutArguments
+
+
+class _Pages(NamedTuple):
+    """A further answer: so many of the image's pages are full."""
+
+    num_full: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +100,47 @@ class ReaderProcess:
                 if isinstance(answer, _Packed):
                     return self._receive(answer, _map(recv_handle(pipe)))
             except (OSError, EOFError) as error:
-                logger.warning("reader_process_lost adapter=%s error=%r", name, error)
-                self._stop()
-                raise AdapterError(
-                    name, "the process that reads adapters died while it read this one; its files may be broken"
-                ) from error
+                raise self._lost(name, error) from error
         assert isinstance(answer, _Refused)
-        kind: type[AdapterError] = getattr(errors, answer.error)
-        raise kind(answer.adapter, answer.reason)
+        raise _error(answer)
+
+    def read_layers(
+        self, version: AdapterVersion, begin: Callable[[PackedAdapter], None], advance: Callable[[int], None]
+    ) -> None:
+        """Read a version that was registered, layer by layer.
+
+        Args:
+            version: The version.
+            begin: Takes the adapter while its image is still empty; called once, first.
+            advance: Takes the number of pages that are full, counted from the first; in the end of all pages.
+
+        Raises:
+            AdapterError: It is another version now, it cannot be read, or the process died while it read it.
+        """
+        with self._lock:
+            try:
+                pipe = self._running()
+                pipe.send(version)
+                answer = pipe.recv()
+                if isinstance(answer, _Packed):
+                    begin(self._receive(answer, _map(recv_handle(pipe))))
+                    answer = _Pages(0)
+                while isinstance(answer, _Pages) and answer.num_full < version.num_pages:
+                    answer = pipe.recv()
+                    if isinstance(answer, _Pages):
+                        advance(answer.num_full)
+            except (OSError, EOFError) as error:
+                raise self._lost(version.source, error) from error
+            except BaseException:
+                self._stop()  # further answers are on their way
+                raise
+        if isinstance(answer, _Refused):
+            raise _error(answer)
 
     def close(self) -> None:
-        """End the process; the next read would start another."""
+        """End the process, and with it a read in progress; the next read would start another."""
+        if (process := self._process) is not None:
+            process.kill()
         with self._lock:
             self._stop()
 
@@ -110,6 +150,14 @@ class ReaderProcess:
             logger.warning("reader_process_restarted exit_code=%d", self._process.returncode)
             self._stop()
         return self._pipe or self._start()
+
+    def _lost(self, name: str, error: Exception) -> AdapterError:
+        """Stop a process that does not answer, and return the error for the adapter that it read."""
+        logger.warning("reader_process_lost adapter=%s error=%r", name, error)
+        self._stop()
+        return AdapterError(
+            name, "the process that reads adapters died while it read this one; its files may be broken"
+        )
 
     def _start(self) -> Connection:
         import subprocess  # here, since the reader process does not need it and starts sooner without
@@ -147,22 +195,50 @@ def serve(pipe: Connection) -> None:
     base, max_bytes, dtype = pipe.recv()
     while True:
         try:
-            name, path = pipe.recv()
+            asked = pipe.recv()
         except EOFError:
             return
+        if isinstance(asked, AdapterVersion):
+            _read_layers(pipe, asked, base, max_bytes)
+            continue
+        name, path = asked
         memory = _MemoryFile()
         try:
             packed = read_adapter(name, path, base, max_bytes=max_bytes, dtype=dtype, allocate=memory.allocate)
         except AdapterError as error:
             pipe.send(_Refused(type(error).__name__, error.adapter, error.reason))
         else:
-            parts = [part for group in packed.layout.groups.values() for part in group.modules]
-            ranks = tuple((part.module.name, part.rank) for part in parts)
-            column_scaled = tuple(part.module.name for part in parts if part.column_scale)
-            pipe.send(_Packed(packed.version, (ranks, packed.layout.dtype, column_scaled)))
-            send_handle(pipe, memory.descriptor, os.getppid())
+            _send(pipe, packed.version, packed.layout, memory)
         finally:
             memory.close()
+
+
+def _read_layers(pipe: Connection, version: AdapterVersion, base: BaseShape, max_bytes: int) -> None:
+    """Read a registered version; send its layout and empty image, then the full pages after each layer."""
+    memory = _MemoryFile()
+    try:
+        with LayerReader(version, base, max_bytes=max_bytes) as reader:
+            image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
+            _send(pipe, version, reader.layout, memory)
+            for num_full in reader.pack(image):
+                pipe.send(_Pages(num_full))
+    except AdapterError as error:
+        pipe.send(_Refused(type(error).__name__, error.adapter, error.reason))
+    finally:
+        memory.close()
+
+
+def _send(pipe: Connection, version: AdapterVersion, layout: AdapterLayout, memory: _MemoryFile) -> None:
+    parts = [part for group in layout.groups.values() for part in group.modules]
+    ranks = tuple((part.module.name, part.rank) for part in parts)
+    column_scaled = tuple(part.module.name for part in parts if part.column_scale)
+    pipe.send(_Packed(version, (ranks, layout.dtype, column_scaled)))
+    send_handle(pipe, memory.descriptor, os.getppid())
+
+
+def _error(refused: _Refused) -> AdapterError:
+    kind: type[AdapterError] = getattr(errors, refused.error)
+    return kind(refused.adapter, refused.reason)
 
 
 class _MemoryFile:
