@@ -199,6 +199,8 @@ class AdapterVersion:
         host_bytes: Size of its host copy.
         disk_bytes: Size of its weight file.
         dtype: Type of its packed weights; ``None`` for a version without weights (simulated).
+        layer_digests: Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty
+            where they are not known. ``key`` is the hash over them.
     """
 
     key: AdapterKey
@@ -212,3 +214,4 @@ class AdapterVersion:
     host_bytes: int
     disk_bytes: int
     dtype: str | None = None
+    layer_digests: bytes = b""

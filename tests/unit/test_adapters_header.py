@@ -18,9 +18,12 @@ from safetensors.torch import save_file
 
 from manylora.adapters import header as header_module
 from manylora.adapters.hash_cache import KnownContent
-from manylora.adapters.header import HeaderReader, parse_header
+from manylora.adapters.header import HeaderReader
+from manylora.adapters.packed import image_of, own_memory
 from manylora.adapters.read import read_adapter
+from manylora.adapters.read_layers import LayerReader
 from manylora.adapters.stamp import is_provisional, provisional_key, stamp_files
+from manylora.adapters.weight_source import parse_header
 from manylora.errors import AdapterError
 
 BASE = tiny_base()
@@ -56,10 +59,15 @@ def test_the_version_is_that_of_the_weights_but_for_its_key(dtype: torch.dtype, 
     version = reader(dtype="auto").read("mine", directory)
     stamp, _ = stamp_files("mine", directory, BASE, "auto")
     assert version.key == provisional_key(stamp) and is_provisional(version.key)
-    packed = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype="auto", packed_as=version.dtype)
-    assert not is_provisional(packed.version.key)
-    assert version == replace(packed.version, key=version.key)
-    assert version.dtype == "float32" or version.dtype == packed.chosen_dtype, "16 bits only where they are exact"
+    chosen = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype="auto").version
+    assert not is_provisional(chosen.key)
+    packed = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype=version.dtype).version
+    assert version == replace(packed, key=version.key, layer_digests=b"")
+    assert version.dtype in ("float32", chosen.dtype), "16 bits only where they are exact"
+    with LayerReader(version, BASE, max_bytes=LIMIT, asked_dtype="auto") as layers:
+        image = image_of(own_memory(version.host_bytes), layers.layout, BASE.page)
+        assert list(layers.pack(image)) == [version.num_pages], "no page before all is known"
+    assert layers.first_content == (chosen.key, chosen.dtype, chosen.layer_digests)
 
 
 def test_known_content_gives_the_version_that_reading_gives(tmp_path: Path) -> None:
@@ -67,9 +75,11 @@ def test_known_content_gives_the_version_that_reading_gives(tmp_path: Path) -> N
     exact = {key: np.round(value * 8) / 8 for key, value in adapter_tensors(BASE).items()}
     save_file({key: torch.from_numpy(value) for key, value in exact.items()}, directory / "adapter_model.safetensors")
     read = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype="auto")
-    assert read.chosen_dtype == "bfloat16", "stored wider than its numbers are"
-    known = {stamp_files("mine", directory, BASE, "auto")[0]: KnownContent(read.version.key, read.chosen_dtype)}
-    assert reader(dtype="auto", known=known.get).read("mine", directory) == read.version
+    version = read.version
+    assert version.dtype == "bfloat16", "stored wider than its numbers are"
+    content = KnownContent(version.key, version.dtype, version.layer_digests)
+    known = {stamp_files("mine", directory, BASE, "auto")[0]: content}
+    assert reader(dtype="auto", known=known.get).read("mine", directory) == version
 
 
 def test_every_change_of_the_files_changes_the_key(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ OLD_S = 60.0
 
 
 def content(index: int, dtype: str = "bfloat16") -> KnownContent:
-    return KnownContent(AdapterKey(f"{index:040x}"), dtype)
+    return KnownContent(AdapterKey(f"{index:040x}"), dtype, bytes([index % 256]) * 40)
 
 
 def fill(path: Path, indices: range) -> None:

@@ -49,7 +49,7 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReaderProcess]:
 def test_it_packs_what_we_would_pack(helper: ReaderProcess, tmp_path: Path) -> None:
     for rank in (3, 3, 8):
         folder = write_good_adapter(tmp_path / f"a{rank}", BASE, rank=rank, seed=rank)
-        found = helper.read("mine", str(folder)).packed
+        found = helper.read("mine", str(folder))
         expected = read_adapter("mine", folder, BASE, max_bytes=LIMIT, dtype="auto")
         assert found.version == expected.version and found.layout == expected.layout
         np.testing.assert_array_equal(found.image, expected.image)
@@ -157,7 +157,7 @@ def test_headers_of_many_are_checked_in_one_message(reader: HostReader, tmp_path
             assert version.source == str(folder) and version.rank == 4 + folders.index(folder) % 2
             kept = reader.read_again(version)
             assert kept is reader._store.get(version.key), "under the key that it was registered with"
-            expected = read_adapter("x", folder, BASE, max_bytes=LIMIT, packed_as=version.dtype)
+            expected = read_adapter("x", folder, BASE, max_bytes=LIMIT, dtype=version.dtype)
             np.testing.assert_array_equal(kept.image.numpy(), expected.image)
 
 
@@ -191,7 +191,7 @@ def test_the_next_engine_knows_the_content(tmp_path: Path, monkeypatch: pytest.M
         here.send(replace(SETTINGS, hashes=str(tmp_path / "hashes")))
         contents = []
         for name, path in asked:
-            here.send(reader_process._Read(name, path, None))
+            here.send((name, path))
             contents.append(here.recv().version.key)
             os.close(recv_handle(here))
         here.close()

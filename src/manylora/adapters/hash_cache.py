@@ -1,9 +1,10 @@
 """Content hashes of adapters that were read before, in a file, so that the next start need not read their weights.
 
-The file has a line per read: the stamp of the files (``stamp``), the content hash, the chosen type of the weights, and
-a checksum. Lines are only appended, each in one write, so that several processes may share the file. A line that is
-torn or damaged is passed over. When the file has grown to twice its entries, a start replaces it by one with the newest
-entries; a line that another process appends in that moment is lost, and its adapter is read once more.
+The file has a line per read: the stamp of the files (``stamp``), the content hash, the chosen type of the weights, the
+digests of the layers, and a checksum. Lines are only appended, each in one write, so that several processes may share
+the file. A line that is torn or damaged is passed over. When the file has grown to twice its entries, a start replaces
+it by one with the newest entries; a line that another process appends in that moment is lost, and its adapter is read
+once more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
+from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,10 +32,11 @@ SETTLED_S = 2.0
 
 
 class KnownContent(NamedTuple):
-    """The content hash of an adapter, and the type that its weights call for."""
+    """The content hash of an adapter, the type that its weights call for, and the digests of its layers."""
 
     key: AdapterKey
     dtype: str
+    layer_digests: bytes = b""
 
 
 class HashCache:
@@ -109,7 +112,12 @@ class HashCache:
 
 
 def _line(stamp: str, content: KnownContent) -> bytes:
-    body = f"{stamp} {content.key} {content.dtype}".encode()
+    body = b"%b %b %b %b" % (
+        stamp.encode(),
+        content.key.encode(),
+        content.dtype.encode(),
+        b64encode(content.layer_digests),
+    )
     return b"%b %08x\n" % (body, zlib.crc32(body))
 
 
@@ -117,7 +125,7 @@ def _parse(line: bytes) -> tuple[str, KnownContent] | None:
     """Return the entry in a line, ``None`` if it is damaged."""
     body, _, checksum = line.rpartition(b" ")
     parts = body.split(b" ")
-    if len(parts) != 3 or checksum != b"%08x" % zlib.crc32(body):
+    if len(parts) != 4 or checksum != b"%08x" % zlib.crc32(body):
         return None
-    stamp, key, dtype = (part.decode("ascii", "replace") for part in parts)
-    return (stamp, KnownContent(AdapterKey(key), dtype)) if dtype in ELEMENT_BYTES else None
+    stamp, key, dtype = (part.decode("ascii", "replace") for part in parts[:3])
+    return (stamp, KnownContent(AdapterKey(key), dtype, b64decode(parts[3]))) if dtype in ELEMENT_BYTES else None

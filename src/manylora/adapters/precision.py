@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.packed import scaled_b
 
-__all__ = ["ADAPTER_DTYPES", "choose_dtype", "choose_dtype_unread"]
+__all__ = ["ADAPTER_DTYPES", "choose_dtype", "choose_dtype_unread", "exact_dtypes"]
 
 ADAPTER_DTYPES = ("auto", "float32", "bfloat16", "float16")
 """The values of the option."""
@@ -25,19 +25,20 @@ ADAPTER_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def choose_dtype(weights: Sequence[ModuleWeights], asked: str) -> str:
     """Return the dtype for an adapter; ``asked`` is one of ``ADAPTER_DTYPES``, and all but ``auto`` are returned."""
-    if asked != "auto":
-        return asked
-    return next(
-        (
-            dtype
-            for dtype, is_exact in _IS_EXACT.items()
-            # B first: its scale makes it inexact more often than A.
-            if all(is_exact(scaled_b(w)) for w in weights)
-            and all(is_exact(w.a.as_float32()) for w in weights)
-            and all(is_exact(w.column_scale.as_float32()) for w in weights if w.column_scale is not None)
-        ),
-        "float32",
-    )
+    return asked if asked != "auto" else exact_dtypes(weights)[0]
+
+
+def exact_dtypes(weights: Sequence[ModuleWeights]) -> list[str]:
+    """Return the dtypes that hold every one of some weights exactly, the narrowest first; the last is float32."""
+    narrow = [
+        dtype
+        for dtype, is_exact in _IS_EXACT.items()
+        # B first: its scale makes it inexact more often than A.
+        if all(is_exact(scaled_b(w)) for w in weights)
+        and all(is_exact(w.a.as_float32()) for w in weights)
+        and all(is_exact(w.column_scale.as_float32()) for w in weights if w.column_scale is not None)
+    ]
+    return [*narrow, "float32"]
 
 
 def choose_dtype_unread(weights: Sequence[ModuleWeights], asked: str) -> str:
@@ -49,8 +50,7 @@ def choose_dtype_unread(weights: Sequence[ModuleWeights], asked: str) -> str:
     """
     if asked != "auto":
         return asked
-    tensors = [tensor for w in weights for tensor in (w.a, w.b, w.column_scale) if tensor is not None]
-    stored = {tensor.dtype for tensor in tensors}
+    stored = {tensor.dtype for w in weights for tensor in w.tensors}
     if all(abs(math.frexp(w.scale)[0]) == 0.5 for w in weights):
         if stored == {"BF16"}:
             return "bfloat16"

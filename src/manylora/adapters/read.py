@@ -5,9 +5,7 @@ Every fault of an adapter is found here, before a request can wait for its name.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 
 from manylora.adapters.bin_file import read_bin
 from manylora.adapters.config import read_config
+from manylora.adapters.content import by_layer, content_key, digest_layer
 from manylora.adapters.layout import make_version
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.methods import find_method
@@ -23,9 +22,8 @@ from manylora.adapters.precision import choose_dtype
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import StoredTensor, read_safetensors
 from manylora.errors import AdapterError, AdapterNotFound
-from manylora.types import AdapterKey
 
-__all__ = ["WEIGHT_FILES", "check_directory", "find_weights", "read_adapter", "read_tensors"]
+__all__ = ["WEIGHT_FILES", "check_directory", "check_finite", "find_weights", "read_adapter", "read_tensors"]
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """In PEFT's order: the first that exists is read. If it is damaged, the adapter is refused."""
@@ -38,7 +36,6 @@ def read_adapter(
     *,
     max_bytes: int,
     dtype: str | None = None,
-    packed_as: str | None = None,
     allocate: Allocate = own_memory,
 ) -> PackedAdapter:
     """Read and check a PEFT directory, and pack its weights for a base. Blocks on the disk; safe from any thread.
@@ -50,8 +47,6 @@ def read_adapter(
         max_bytes: Largest weight file.
         dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``precision``), the page's own when
             ``None``.
-        packed_as: Type of the image where the version was registered with one before its weights were read; the
-            type that ``dtype`` chooses when ``None``.
         allocate: Returns the memory for the image.
 
     Raises:
@@ -63,14 +58,20 @@ def read_adapter(
     settings = method.parse(name, config)
     tensors, disk_bytes = read_tensors(name, directory, max_bytes)
     weights = settings.match(tensors, base)
-    _check_finite(name, weights)
+    check_finite(name, weights)
     ranks = {w.module.name: w.rank for w in weights}
-    chosen = choose_dtype(weights, dtype or base.page.dtype)
-    layout = method.lay_out(ranks, base, packed_as or chosen)
+    layout = method.lay_out(ranks, base, choose_dtype(weights, dtype or base.page.dtype))
     image = pack(name, weights, layout, base.page, allocate)
-    key = _content_key(weights, base)
-    version = make_version(layout, base.page, key=key, source=str(directory), disk_bytes=disk_bytes)
-    return PackedAdapter(version, layout, image, chosen)
+    digests = [digest_layer(layer) for layer in by_layer(weights)]
+    version = make_version(
+        layout,
+        base.page,
+        key=content_key(base, digests),
+        source=str(directory),
+        disk_bytes=disk_bytes,
+        layer_digests=b"".join(digests),
+    )
+    return PackedAdapter(version, layout, image)
 
 
 def check_directory(name: str, path: str | Path) -> Path:
@@ -107,34 +108,11 @@ def read_tensors(name: str, directory: Path, max_bytes: int) -> tuple[dict[str, 
         raise AdapterError(name, f"{file.name} went away while it was read") from error
 
 
-def _check_finite(name: str, weights: Sequence[ModuleWeights]) -> None:
+def check_finite(name: str, weights: Sequence[ModuleWeights]) -> None:
     """Raise ``AdapterError`` if any weight is no finite number."""
     for w in weights:
-        for part, tensor in (("lora_A", w.a), ("lora_B", w.b), ("the column scale", w.column_scale)):
-            if tensor is not None and not np.isfinite(tensor.as_float32()).all():
+        for part, tensor in zip(("lora_A", "lora_B", "the column scale"), w.tensors, strict=False):
+            if not np.isfinite(tensor.as_float32()).all():
                 raise AdapterError(
                     name, f"{part} of module {w.module.name!r} holds numbers that are not finite (NaN or infinity)"
                 )
-
-
-def _content_key(weights: Sequence[ModuleWeights], base: BaseShape) -> AdapterKey:
-    """Hash the inputs of an adapter's arithmetic: the base, and each module's rank, scale and stored weights.
-
-    File metadata, key order, training settings and file names are left out: two uploads of the same weights are one
-    version. Every part is preceded by its length, so that different lists of parts never hash alike.
-    """
-    digest = hashlib.blake2b(digest_size=20)
-
-    def add(part: bytes | memoryview) -> None:
-        digest.update(struct.pack("<Q", len(part)))
-        digest.update(part)
-
-    add(base.fingerprint.encode())
-    for w in sorted(weights, key=lambda w: w.module.name):
-        add(w.module.name.encode())
-        add(struct.pack("<Qd", w.rank, w.scale))
-        # Unambiguous: a third tensor is always the column scale.
-        for tensor in (w.a, w.b) if w.column_scale is None else (w.a, w.b, w.column_scale):
-            add(tensor.dtype.encode())
-            add(tensor.data.data)
-    return AdapterKey(digest.hexdigest())

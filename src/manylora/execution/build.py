@@ -184,6 +184,7 @@ def _build(
         is_accelerated=device.type != "cpu",
         reads_host=executor.reads_host,
         host_bytes=_host_bytes(),
+        waits_by_layer=True,
     )
 
 

@@ -16,7 +16,7 @@ flight, and only as long before its end as planning may take.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import overload
 
 import msgspec
@@ -65,15 +65,24 @@ class _Continued(Sequence[int]):
         return self._tokens[index if index >= 0 else index + self._length + 1]
 
 
-def fill_in(plan: StepPlan, tokens: Mapping[int, SampledToken]) -> StepPlan:
-    """Return the plan with the tokens that it awaits of the step before, given by ``seq_id``.
+def fill_in(plan: StepPlan, tokens: Mapping[int, SampledToken], failed: Container[int] = ()) -> StepPlan:
+    """Return the plan with the tokens that it awaits of the step before.
+
+    Args:
+        plan: The plan.
+        tokens: Tokens of the step before, by ``seq_id``.
+        failed: Sequences that failed in the step before. They are left out, and need no token and no failure of this
+            step: the core has ended them by then. No sequence may be left.
 
     Raises:
         KeyError: A token that the plan awaits is missing.
     """
-    if not any(part.awaits_token for part in plan.sequences):
+    sequences = plan.sequences
+    if failed:
+        sequences = tuple([part for part in sequences if part.seq_id not in failed])
+    elif not any(part.awaits_token for part in sequences):
         return plan
-    filled = tuple([_fill_in(part, tokens) if part.awaits_token else part for part in plan.sequences])
+    filled = tuple([_fill_in(part, tokens) if part.awaits_token else part for part in sequences])
     return StepPlan(step_id=plan.step_id, sequences=filled, released=plan.released)
 
 

@@ -6,20 +6,18 @@ that hold the interpreter lock. It maps the finished image and keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import LifoQueue
-from typing import TypeVar
 
-from manylora.adapters.stamp import is_provisional, provisional_key
+from manylora.adapters.packed import PackedAdapter
 from manylora.errors import AdapterError
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
 from manylora.types import AdapterKey, AdapterVersion
 
-__all__ = ["HostReader"]
-
-T = TypeVar("T")
+__all__ = ["HostReader", "reason_of"]
 
 NUM_READERS = 2
 """Most processes: as many as the threads that register adapters, or that re-read them."""
@@ -37,9 +35,7 @@ class HostReader:
     def __init__(self, settings: ReaderSettings, store: HostTier, first: ReaderProcess | None = None) -> None:
         self._store = store
         self._processes = [first or ReaderProcess(), *(ReaderProcess() for _ in range(NUM_READERS - 1))]
-        self._contents: dict[
-            AdapterKey, AdapterKey
-        ] = {}  # content hashes of versions with a provisional key, once read
+        self._first_digests: dict[AdapterKey, bytes] = {}  # of versions with a provisional key, once they were read
         # Last in, first out: the second process starts only when two adapters are read at once.
         self._free: LifoQueue[ReaderProcess] = LifoQueue()
         for process in reversed(self._processes):
@@ -52,47 +48,66 @@ class HostReader:
         Raises:
             AdapterError: It cannot be served on this base.
         """
-        packed = self._by_process(lambda process: process.read(name, path)).packed
+        with self._free_process() as process:
+            packed = process.read(name, path)
         self._store.put(packed)
         return packed.version
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Check adapters by name and path without their weights, which stay on disk until ``read_again``."""
-        return self._by_process(lambda process: process.check(adapters))
+        with self._free_process() as process:
+            return process.check(adapters)
 
-    def read_again(self, version: AdapterVersion) -> HostAdapter:
-        """Bring a registered version into the host tier and return it.
+    def read_again(
+        self, version: AdapterVersion, begun: Callable[[HostAdapter], None] = lambda adapter: None
+    ) -> HostAdapter:
+        """Bring a registered version into the host tier, layer by layer, and return it when it is complete.
+
+        ``begun`` is called with the adapter before its first page is there, or with one that is complete already.
 
         Raises:
             AdapterError: Its directory is gone or broken, or holds other weights now.
         """
-        found = self._by_process(lambda process: process.read(version.source, version.source, version.dtype))
-        content = found.packed.version.key
-        if not is_provisional(version.key):
-            registered, now = version.key, content
-        elif version.key in self._contents:
-            registered, now = self._contents[version.key], content
-        else:
-            registered, now = version.key, provisional_key(found.stamp)
-        if now != registered:
-            raise AdapterError(
-                version.source,
-                f"its files changed since it was registered (version {registered[:12]} then, {now[:12]} now); "
-                "register it again",
-            )
-        if is_provisional(version.key):
-            self._contents[version.key] = content
-        return self._store.put(replace(found.packed, version=version))
+        adapter: HostAdapter | None = None
+        if version.key in self._first_digests:
+            version = replace(version, layer_digests=self._first_digests[version.key])
+
+        def begin(packed: PackedAdapter) -> None:
+            nonlocal adapter
+            adapter = self._store.begin(packed)
+            begun(adapter)
+
+        def advance(num_pages: int) -> None:
+            assert adapter is not None, "an adapter begins before its pages come"
+            if not adapter.arrival.is_complete:
+                adapter.advance(num_pages)
+
+        try:
+            with self._free_process() as process:
+                digests = process.read_layers(version, begin, advance)
+        except BaseException as error:
+            if adapter is not None:
+                self._store.fail(version.key, adapter, reason_of(error))
+            raise
+        assert adapter is not None
+        if digests:
+            self._first_digests[version.key] = digests
+        return adapter
 
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.close()
 
-    def _by_process(self, work: Callable[[ReaderProcess], T]) -> T:
-        """Return the result of work for a process that is free, or becomes so."""
+    @contextmanager
+    def _free_process(self) -> Iterator[ReaderProcess]:
         process = self._free.get()
         try:
-            return work(process)
+            yield process
         finally:
             self._free.put(process)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error in words, without the name of the adapter."""
+    return error.reason if isinstance(error, AdapterError) else str(error) or type(error).__name__

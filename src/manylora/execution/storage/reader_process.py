@@ -2,12 +2,13 @@
 
 ::
 
-    here      read (name, path)  ----->  reader   read, check, pack into a memory file
+    here      (name, path)  ----->  reader   read, check, pack into a memory file
               version, arguments of its layout, descriptor of the file  <-----
               map the file: the image is in host memory, without a copy
-
-    here      check [(name, path), ...]  ----->  reader   configurations and headers alone
-              for each the number of its shape and its key, or a refusal; the shapes  <-----
+    here      a version that was registered  ----->  reader   as above, and the image fills layer by layer
+              layout, descriptor, then a number of full pages after each layer  <-----
+    here      [(name, path), ...]  ----->  reader   check configurations and headers alone
+              for each the number of its shape, its key and digests, or a refusal; the shapes  <-----
 
 The process starts with the first adapter, or earlier (``start``), and ends when the pipe closes. It runs at a lower
 priority, since loading may take longer but tokens may not. If a file kills it (by memory use or a crash), that adapter
@@ -22,13 +23,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,15 +40,16 @@ from manylora.adapters.header import HeaderReader
 from manylora.adapters.layout import AdapterLayout, lay_out
 from manylora.adapters.packed import PackedAdapter, image_of
 from manylora.adapters.read import check_directory, read_adapter
+from manylora.adapters.read_layers import LayerReader
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.stamp import stamp_files
+from manylora.adapters.stamp import provisional_key, stamp_files
 from manylora.errors import AdapterError
 from manylora.types import AdapterKey, AdapterVersion
 
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["ReadAdapter", "ReaderProcess", "ReaderSettings", "main", "serve"]
+__all__ = ["ReaderProcess", "ReaderSettings", "main", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,34 +77,28 @@ class ReaderSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAdapter:
-    """An adapter that was read, and the stamp of its files."""
-
-    packed: PackedAdapter
-    stamp: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Read an adapter, and pack it as a type if it was registered with one."""
-
-    name: str
-    path: str
-    packed_as: str | None
-
-
-_Check: TypeAlias = list[tuple[str, str]]
-"""Check adapters by header: names and paths."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Packed:
     """The answer without the image, which follows as a descriptor."""
 
     version: AdapterVersion
     layout: _LayoutArguments
-    chosen_dtype: str
-    stamp: str
+
+
+class _Pages(NamedTuple):
+    """A further answer: so many of the image's pages are full.
+
+    The last has the digests of the layers, if the version was read for the first time.
+    """
+
+    num_full: int
+    layer_digests: bytes = b""
+
+
+class _Checked(NamedTuple):
+    """The versions that differ in more than their content; for each adapter the number of its one, key and digests."""
+
+    shapes: list[AdapterVersion]
+    adapters: list[tuple[int, AdapterKey, bytes] | _Refused]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +108,6 @@ class _Refused:
     error: str
     adapter: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """The versions that differ in more than key and source, and for each adapter its one and its key."""
-
-    shapes: list[AdapterVersion]
-    adapters: list[tuple[int, AdapterKey] | _Refused]
 
 
 class ReaderProcess:
@@ -146,24 +134,6 @@ class ReaderProcess:
         assert self._settings is None
         self._settings = settings
 
-    def read(self, name: str, path: str, packed_as: str | None = None) -> ReadAdapter:
-        """Return the adapter in ``path``, packed as of ``read_adapter``.
-
-        Raises:
-            AdapterError: It cannot be served on this base, its files changed meanwhile, or the process died.
-        """
-        with self._lock:
-            try:
-                pipe = self._running()
-                pipe.send(_Read(name, path, packed_as))
-                answer = pipe.recv()
-                if isinstance(answer, _Packed):
-                    return self._receive(answer, _map(recv_handle(pipe)))
-            except (OSError, EOFError) as error:
-                raise self._lost(name, error) from error
-        assert isinstance(answer, _Refused)
-        raise _error(answer)
-
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Return the version of each adapter by name and path, from its header alone, or the reason against it."""
         with self._lock:
@@ -176,15 +146,73 @@ class ReaderProcess:
         if isinstance(answer, AdapterError):  # each by itself, so that the one at fault is refused alone
             return [answer] if len(adapters) == 1 else [one for each in adapters for one in self.check([each])]
         assert isinstance(answer, _Checked)
-        return [
-            _error(found)
-            if isinstance(found, _Refused)
-            else replace(answer.shapes[found[0]], key=found[1], source=path)
-            for (_, path), found in zip(adapters, answer.adapters, strict=True)
-        ]
+
+        def version(path: str, found: tuple[int, AdapterKey, bytes] | _Refused) -> AdapterVersion | AdapterError:
+            if isinstance(found, _Refused):
+                return _error(found)
+            shape, key, digests = found
+            return replace(answer.shapes[shape], key=key, source=path, layer_digests=digests)
+
+        return [version(path, found) for (_, path), found in zip(adapters, answer.adapters, strict=True)]
+
+    def read(self, name: str, path: str) -> PackedAdapter:
+        """Return the adapter in ``path``.
+
+        Raises:
+            AdapterError: It cannot be served on this base, or the process died while it read it.
+        """
+        with self._lock:
+            try:
+                pipe = self._running()
+                pipe.send((name, path))
+                answer = pipe.recv()
+                if isinstance(answer, _Packed):
+                    return self._receive(answer, _map(recv_handle(pipe)))
+            except (OSError, EOFError) as error:
+                raise self._lost(name, error) from error
+        assert isinstance(answer, _Refused)
+        raise _error(answer)
+
+    def read_layers(
+        self, version: AdapterVersion, begin: Callable[[PackedAdapter], None], advance: Callable[[int], None]
+    ) -> bytes:
+        """Read a version that was registered, layer by layer; return its digests if it is read for the first time.
+
+        Args:
+            version: The version.
+            begin: Takes the adapter while its image is still empty; called once, first.
+            advance: Takes the number of pages that are full, counted from the first; in the end of all pages.
+
+        Raises:
+            AdapterError: It is another version now, it cannot be read, or the process died while it read it.
+        """
+        digests = b""
+        with self._lock:
+            try:
+                pipe = self._running()
+                pipe.send(version)
+                answer = pipe.recv()
+                if isinstance(answer, _Packed):
+                    begin(self._receive(answer, _map(recv_handle(pipe))))
+                    answer = _Pages(0)
+                while isinstance(answer, _Pages) and answer.num_full < version.num_pages:
+                    answer = pipe.recv()
+                    if isinstance(answer, _Pages):
+                        digests = answer.layer_digests
+                        advance(answer.num_full)
+            except (OSError, EOFError) as error:
+                raise self._lost(version.source, error) from error
+            except BaseException:
+                self._stop()  # further answers are on their way
+                raise
+        if isinstance(answer, _Refused):
+            raise _error(answer)
+        return digests
 
     def close(self) -> None:
-        """End the process; the next read would start another."""
+        """End the process, and with it a read in progress; the next read would start another."""
+        if (process := self._process) is not None:
+            process.kill()
         with self._lock:
             self._stop()
 
@@ -229,11 +257,10 @@ class ReaderProcess:
             self._process.wait()
             self._process = None
 
-    def _receive(self, packed: _Packed, memory: NDArray[np.uint8]) -> ReadAdapter:
+    def _receive(self, packed: _Packed, memory: NDArray[np.uint8]) -> PackedAdapter:
         assert self._settings is not None
         layout = self._lay_out(packed.layout)
-        image = image_of(memory, layout, self._settings.base.page)
-        return ReadAdapter(PackedAdapter(packed.version, layout, image, packed.chosen_dtype), packed.stamp)
+        return PackedAdapter(packed.version, layout, image_of(memory, layout, self._settings.base.page))
 
     def _lay_out_again(self, arguments: _LayoutArguments) -> AdapterLayout:
         """Repeat the process's layout, a pure function; adapters of one shape share the result."""
@@ -246,70 +273,108 @@ def serve(pipe: Connection) -> None:
     """Read and check adapters on request until the pipe closes."""
     try:
         settings: ReaderSettings = pipe.recv()
-        hashes = None if settings.hashes is None else HashCache(Path(settings.hashes))
-        headers = HeaderReader(
-            settings.base,
-            max_bytes=settings.max_bytes,
-            dtype=settings.dtype,
-            known=(lambda stamp: None) if hashes is None else hashes.get,
-        )
+        served = _Served(pipe, settings)
         while True:
             asked = pipe.recv()
-            if isinstance(asked, _Read):
-                _read(pipe, asked, settings, hashes)
+            if isinstance(asked, AdapterVersion):
+                served.read_layers(asked)
+            elif isinstance(asked, list):
+                served.check(asked)
             else:
-                pipe.send(_check(asked, headers))
+                served.read(*asked)
     except EOFError:
         return
 
 
-def _read(pipe: Connection, asked: _Read, settings: ReaderSettings, hashes: HashCache | None) -> None:
-    """Read and pack an adapter, and send it or the reason against it."""
-    memory = _MemoryFile()
-    base, dtype = settings.base, settings.dtype or settings.base.page.dtype
-    try:
-        directory = check_directory(asked.name, asked.path)
-        stamp, changed_at = stamp_files(asked.name, directory, base, dtype)
-        packed = read_adapter(
-            asked.name,
-            directory,
-            base,
+class _Served:
+    """The reading side of a pipe."""
+
+    def __init__(self, pipe: Connection, settings: ReaderSettings) -> None:
+        self._pipe = pipe
+        self._settings = settings
+        self._dtype = settings.dtype or settings.base.page.dtype
+        self._hashes = None if settings.hashes is None else HashCache(Path(settings.hashes))
+        self._headers = HeaderReader(
+            settings.base,
             max_bytes=settings.max_bytes,
-            dtype=dtype,
-            packed_as=asked.packed_as,
-            allocate=memory.allocate,
+            dtype=settings.dtype,
+            known=(lambda stamp: None) if self._hashes is None else self._hashes.get,
         )
-        if stamp_files(asked.name, directory, base, dtype)[0] != stamp:
-            raise AdapterError(asked.name, "its files changed while they were read; register it again")
-    except AdapterError as error:
-        pipe.send(_refused(error))
-    else:
-        if hashes is not None:
-            content = KnownContent(packed.version.key, packed.chosen_dtype)
-            hashes.put(stamp, content, age_s=time.time() - changed_at)
-        parts = [part for group in packed.layout.groups.values() for part in group.modules]
-        ranks = tuple((part.module.name, part.rank) for part in parts)
-        column_scaled = tuple(part.module.name for part in parts if part.column_scale)
-        arguments = ranks, packed.layout.dtype, column_scaled
-        pipe.send(_Packed(packed.version, arguments, packed.chosen_dtype, stamp))
-        send_handle(pipe, memory.descriptor, os.getppid())
-    finally:
-        memory.close()
 
-
-def _check(adapters: _Check, headers: HeaderReader) -> _Checked:
-    """Check adapters by header; those of one shape share most of the answer."""
-    numbers: dict[AdapterVersion, int] = {}
-    found: list[tuple[int, AdapterKey] | _Refused] = []
-    for name, path in adapters:
+    def read(self, name: str, path: str) -> None:
+        """Read an adapter that is new, and send it or the reason against it."""
+        memory = _MemoryFile()
+        base = self._settings.base
         try:
-            version = headers.read(name, path)
+            directory = check_directory(name, path)
+            stamp, changed_at = stamp_files(name, directory, base, self._dtype)
+            packed = read_adapter(
+                name,
+                directory,
+                base,
+                max_bytes=self._settings.max_bytes,
+                dtype=self._dtype,
+                allocate=memory.allocate,
+            )
+            if stamp_files(name, directory, base, self._dtype)[0] != stamp:
+                raise AdapterError(name, "its files changed while they were read; register it again")
         except AdapterError as error:
-            found.append(_refused(error))
+            self._pipe.send(_refused(error))
         else:
-            shape = replace(version, key=AdapterKey(""), source="")
-            found.append((numbers.setdefault(shape, len(numbers)), version.key))
-    return _Checked(list(numbers), found)
+            version = packed.version
+            assert version.dtype is not None
+            self._keep(stamp, KnownContent(version.key, version.dtype, version.layer_digests), changed_at)
+            _send(self._pipe, version, packed.layout, memory)
+        finally:
+            memory.close()
+
+    def read_layers(self, version: AdapterVersion) -> None:
+        """Read a registered version; send its layout and empty image, then the full pages after each layer."""
+        memory = _MemoryFile()
+        base, name, directory = self._settings.base, version.source, Path(version.source)
+        try:
+            with LayerReader(
+                version, base, max_bytes=self._settings.max_bytes, asked_dtype=self._settings.dtype
+            ) as reader:
+                image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
+                _send(self._pipe, version, reader.layout, memory)
+                for num_full in reader.pack(image):
+                    first = reader.first_content
+                    if first is not None:
+                        stamp, changed_at = stamp_files(name, directory, base, self._dtype)
+                        if provisional_key(stamp) == version.key:
+                            self._keep(stamp, first, changed_at)
+                    self._pipe.send(_Pages(num_full, b"" if first is None else first.layer_digests))
+        except AdapterError as error:
+            self._pipe.send(_refused(error))
+        finally:
+            memory.close()
+
+    def check(self, adapters: Sequence[tuple[str, str]]) -> None:
+        """Check adapters by header and send their versions; those of one shape share most of the answer."""
+        numbers: dict[AdapterVersion, int] = {}
+        found: list[tuple[int, AdapterKey, bytes] | _Refused] = []
+        for name, path in adapters:
+            try:
+                version = self._headers.read(name, path)
+            except AdapterError as error:
+                found.append(_refused(error))
+            else:
+                shape = replace(version, key=AdapterKey(""), source="", layer_digests=b"")
+                found.append((numbers.setdefault(shape, len(numbers)), version.key, version.layer_digests))
+        self._pipe.send(_Checked(list(numbers), found))
+
+    def _keep(self, stamp: str, content: KnownContent, changed_at: float) -> None:
+        if self._hashes is not None:
+            self._hashes.put(stamp, content, age_s=time.time() - changed_at)
+
+
+def _send(pipe: Connection, version: AdapterVersion, layout: AdapterLayout, memory: _MemoryFile) -> None:
+    parts = [part for group in layout.groups.values() for part in group.modules]
+    ranks = tuple((part.module.name, part.rank) for part in parts)
+    column_scaled = tuple(part.module.name for part in parts if part.column_scale)
+    pipe.send(_Packed(version, (ranks, layout.dtype, column_scaled)))
+    send_handle(pipe, memory.descriptor, os.getppid())
 
 
 def _refused(error: AdapterError) -> _Refused:
