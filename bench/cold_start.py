@@ -1,35 +1,44 @@
-"""Time to first token when every second request is cold, over links as slow as other machines': wait, or run at once?
+"""Time to first token when every measured request is cold: wait, assist, layers, the choice between them, all resident.
 
     python bench/cold_start.py [--quick]
 
-The engine's real core and loop on the wall clock, with the torch executor on the CPU; no HTTP. Half of the requests go
-to adapters that are pinned to the device (*warm*), the others each to an adapter that is not there (*cold*): idle
-adapters are dropped at once, and cold requests go round many. Engines of one model take turns on the same arrivals:
+The engine's real core and loop on the wall clock, with the torch executor on the CPU; no HTTP. Requests arrive by a
+Poisson process. Every second one goes to an adapter that is not on the device (*cold*): idle adapters are dropped at
+once, and cold requests go round many. The others go to pinned adapters: they are the *warm neighbours*, whose tokens
+must not come later for it. Engines of one model take turns on the same arrivals, in an order that rotates:
 
 * *all resident*: the pool holds every adapter, and all are on the device before the first request;
-* *wait*: a cold request waits for the copy to the device, which is asynchronous and delays no other request;
-* *host copy*: a cold request runs from the host copy until the copy to the device has ended.
+* *wait*, *assist*, *layers*: the mode of that name (`--cold-start`), for every cold request;
+* *auto*: the mode that the model predicts to be best, request by request.
 
-The link is paced: a copy lasts for so many steps of a decoding batch, measured first. Half a step is the ratio of an
-A10 with Llama-2-7B and rank 64 on the attention's modules (134 MB at 12 GB/s, beside 13.5 GB of weights at 600 GB/s);
-four steps are that of a link which others share, or of larger adapters. Ratios are of the engines in the same round,
-medians over rounds. Writes `results/cold_start.json` and `.md`.
+A mode that the executor cannot do is left out, with a line that says so.
+
+The link is paced, so that a copy lasts for a stated number of steps of a decoding batch, measured first:
+
+    bytes per second = bytes of an adapter / (steps x seconds of a step)
+
+An A10 with Llama-2-7B and rank 64 has half a step: 4 projections of 32 layers x 2 x 64 x 4096 weights x 2 bytes are
+134 MB, which take 11 ms at 12 GB/s (pageable memory, or two engines on a PCIe 4 link); a step reads 13.5 GB of weights
+at 600 GB/s in 22 ms. Four steps are eight times that: all linears, and a link that others share.
+
+Statistics, chosen before any run: per engine the P50 and P99 over the requests (or gaps) of all rounds together; as a
+ratio, the engine's P99 over the resident engine's, of all rounds together, with the lowest and highest ratio of one
+round beside it. Goals: *auto* within 1.10 at the P99 of the first token of cold requests, and within 1.05 at the P99
+between tokens of warm ones. Writes `results/cold_start.json` and `.md`.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from churn import medians, percentile_ms, rotated
-from manylora.execution.machine import describe_machine
+from churn import percentile_ms, rotated
 from publishing import arguments, publish, table
 from rich.progress import Progress
 
@@ -37,11 +46,13 @@ from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.demo import demo_model_path
+from manylora.engine.adapters.cold_starts import possible_modes
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
+from manylora.execution.device import describe_machine
 from manylora.measure import Recorder
-from manylora.types import AdapterVersion, Request, SamplingParams
+from manylora.types import AdapterVersion, ColdStart, Request, SamplingParams
 
 RANK = 64
 NUM_WARM, NUM_COLD = 4, 32
@@ -49,17 +60,39 @@ NUM_SEATS = 16
 NUM_IN, NUM_OUT = 24, 32
 COPY_STEPS = (0.5, 4.0)
 RESIDENT = "all resident"
-STEP, SECONDS = "a step, P50, ms", "seconds"
-Round = dict[str, float]
-"""The figures of one engine in one round, by the title that they are shown under."""
+MODES = (*(mode.value for mode in ColdStart), "auto")
+COLD_TTFT, WARM_TTFT = "first token of cold requests", "first token of warm requests"
+WARM_GAPS, ALL_GAPS = "between tokens of warm requests", "between tokens of all requests"
+
+
+@dataclass
+class Round:
+    """The figures of one engine in one round; times in seconds."""
+
+    samples: dict[str, list[float]]
+    seconds: float
+    step_s: float
+    num_copies: int
+
+
+@dataclass
+class Outcome:
+    """One engine over all rounds."""
+
+    rounds: list[Round] = field(default_factory=list)
+    cold_starts: list[dict[str, Any]] = field(default_factory=list)
+
+    def pooled(self, title: str) -> list[float]:
+        """Return the samples of all rounds."""
+        return [sample for one in self.rounds for sample in one.samples[title]]
 
 
 class System:
     """One engine, kept from round to round."""
 
-    def __init__(self, config: EngineConfig, folders: Sequence[Path], *, reads_host: bool) -> None:
+    def __init__(self, config: EngineConfig, folders: Sequence[Path]) -> None:
         self._clock = WallClock()
-        self._parts = replace(build_parts(config, self._clock), reads_host=reads_host)
+        self._parts = build_parts(config, self._clock)
         self._recorder = Recorder()
         self._core = EngineCore.from_parts(self._parts, config, sinks=[lambda event: self._recorder(event)])
         self.close = self._parts.close
@@ -73,7 +106,6 @@ class System:
         """Bring adapters to the device, to stay."""
         for name in names:
             self._core.adapters.pin(name, True, self._clock.now())
-            self._core.adapters.warm(name, self._clock.now())
         self._settle()
 
     def run(self, requests: Sequence[tuple[float, Request]]) -> Round:
@@ -86,19 +118,21 @@ class System:
         assert [one.num_output_tokens for one in recorder.records] == [NUM_OUT] * len(requests), "a request fell short"
         warm = [one for one in recorder.records if one.adapter.startswith("warm")]
         cold = [one for one in recorder.records if not one.adapter.startswith("warm")]
-        ttfts = {kind: [one.ttft_s or 0.0 for one in of] for kind, of in (("cold", cold), ("warm", warm))}
-        gaps = [gap for one in warm for gap in one.gaps_s]
-        return {
-            "first token of a cold request, P50, ms": percentile_ms(ttfts["cold"], 50),
-            "first token of a cold request, P99, ms": percentile_ms(ttfts["cold"], 99),
-            "first token of a warm request, P99, ms": percentile_ms(ttfts["warm"], 99),
-            "between tokens of warm requests, P50, ms": percentile_ms(gaps, 50),
-            "between tokens of warm requests, P99, ms": percentile_ms(gaps, 99),
-            STEP: percentile_ms(recorder.timeline.steps.took_s, 50),
-            "waiting for the adapter alone, mean, ms": 1e3 * statistics.mean(one.adapter_wait_s for one in cold),
-            "copies to the device": self._core.stats().num_loads - num_loads,
-            SECONDS: self._clock.now() - start,
-        }
+        return Round(
+            samples={
+                COLD_TTFT: [one.ttft_s or 0.0 for one in cold],
+                WARM_TTFT: [one.ttft_s or 0.0 for one in warm],
+                WARM_GAPS: [gap for one in warm for gap in one.gaps_s],
+                ALL_GAPS: [gap for one in recorder.records for gap in one.gaps_s],
+            },
+            seconds=self._clock.now() - start,
+            step_s=float(np.median(recorder.timeline.steps.took_s)),
+            num_copies=self._core.stats().num_loads - num_loads,
+        )
+
+    def cold_starts(self) -> list[dict[str, Any]]:
+        """Return the counters of cold starts by mode."""
+        return [asdict(one) for one in self._core.stats().cold_starts]
 
     def _settle(self) -> None:
         while self._core.has_pending_work:
@@ -124,6 +158,10 @@ def make_requests(count: int, vocab_size: int, label: str) -> list[Request]:
     ]
 
 
+def engine_name(mode: str, steps: float) -> str:
+    return f"{mode}, {steps:g} steps"
+
+
 def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
     """Run everything; return the figures."""
     rng = np.random.default_rng(2)
@@ -137,40 +175,48 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as path, Progress(transient=True) as progress:
         probe = build_parts(config, WallClock())
         base = probe.base
+        possible = possible_modes(reads_host=probe.reads_host, waits_by_layer=probe.waits_by_layer)
+        modes = [mode for mode in MODES if mode == "auto" or ColdStart(mode) in possible]
+        left_out = [mode for mode in MODES if mode not in modes]
         folders = [write_synthetic_adapter(Path(path) / name, base, RANK, rng) for name in names]
         version = probe.reader.read(names[0], str(folders[0]))
         probe.close()
+        for mode in left_out:
+            progress.console.print(f"left out: {mode}, which this executor cannot do")
         kv_pages = NUM_SEATS * -(-(NUM_IN + NUM_OUT) // base.page.block_size)
         memory = replace(config.memory, num_pages=kv_pages + version.num_pages * len(names))
         config = replace(config, memory=memory)
 
-        systems = {RESIDENT: System(config, folders, reads_host=False)}
-        systems[RESIDENT].pin(names)
+        resident = System(config, folders)
+        systems = {RESIDENT: resident}
+        resident.pin(names)
         at_once = [(0.0, request) for request in make_requests(num_requests, base.vocab_size, "all")]
-        first, second = systems[RESIDENT].run(at_once), systems[RESIDENT].run(at_once)
-        capacity = num_requests / min(first[SECONDS], second[SECONDS])
+        capacity = num_requests / min(resident.run(at_once).seconds for _ in range(2))
         times = np.cumsum(rng.exponential(1 / (load * capacity), num_requests)).tolist()
-        spread = list(zip(times, make_requests(num_requests, base.vocab_size, "probe"), strict=True))
-        step_s = systems[RESIDENT].run(spread)[STEP] / 1e3
+        step_s = resident.run(list(zip(times, make_requests(num_requests, base.vocab_size, "p"), strict=True))).step_s
         for steps in COPY_STEPS:
-            bandwidth = round(version.host_bytes / (steps * step_s))
-            adapters = AdapterConfig(link_bytes_per_s=bandwidth, eviction="none")
-            for kind, reads_host in (("wait", False), ("host copy", True)):
-                name = f"{kind}, {steps:g} steps"
-                systems[name] = System(replace(config, adapters=adapters), folders, reads_host=reads_host)
-                systems[name].pin(warm)
+            for mode in modes:
+                adapters = AdapterConfig(
+                    link_bytes_per_s=round(version.host_bytes / (steps * step_s)),
+                    eviction="none",
+                    look_ahead=0,  # else a request that waits for a seat is not cold any more
+                    cold_start=mode,
+                )
+                systems[engine_name(mode, steps)] = system = System(replace(config, adapters=adapters), folders)
+                system.pin(warm)
 
         task = progress.add_task("rounds", total=len(systems) * (num_rounds + 1))
-        rounds: dict[str, list[Round]] = {name: [] for name in systems}
+        outcomes = {name: Outcome() for name in systems}
         for number in range(-1, num_rounds):  # one round to warm up
             times = np.cumsum(rng.exponential(1 / (load * capacity), num_requests)).tolist()
             for name in rotated(list(systems), number):
                 requests = make_requests(num_requests, base.vocab_size, f"{name}-{number}")
-                outcome = systems[name].run(list(zip(times, requests, strict=True)))
+                found = systems[name].run(list(zip(times, requests, strict=True)))
                 if number >= 0:
-                    rounds[name].append(outcome)
+                    outcomes[name].rounds.append(found)
                 progress.advance(task)
-        for system in systems.values():
+        for name, system in systems.items():
+            outcomes[name].cold_starts = system.cold_starts()
             system.close()
     return {
         "machine": describe_machine(torch.device("cpu")),
@@ -179,62 +225,92 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
         "adapter_bytes": version.host_bytes,
         "step_s": step_s,
         "requests": num_requests,
+        "num_rounds": num_rounds,
         "load": load,
         "requests_per_s": load * capacity,
-        "rounds": rounds,
-        "medians": {name: medians(outcomes) for name, outcomes in rounds.items()},
-        "over_resident": {name: ratios(outcomes, rounds[RESIDENT]) for name, outcomes in rounds.items()},
+        "left_out": left_out,
+        "engines": {name: figures_of(one, outcomes[RESIDENT]) for name, one in outcomes.items()},
     }
 
 
-def ratios(outcomes: Sequence[Round], resident: Sequence[Round]) -> dict[str, tuple[float, float, float]]:
-    """Return lowest, median and highest ratio to the resident engine over the rounds, of every time."""
-    found = {}
-    for title in outcomes[0]:
-        if title.endswith("ms") and not title.startswith("waiting"):
-            each = [one[title] / other[title] for one, other in zip(outcomes, resident, strict=True)]
-            found[title] = min(each), statistics.median(each), max(each)
-    return found
-
-
-def share(found: tuple[float, float, float]) -> str:
-    lowest, median, highest = found
-    return f"{median:.2f} ({lowest:.2f} to {highest:.2f})"
+def figures_of(outcome: Outcome, resident: Outcome) -> dict[str, Any]:
+    """Return percentiles over all rounds, ratios to the resident engine, and the counters of cold starts."""
+    percentiles, ratios = {}, {}
+    for title in resident.rounds[0].samples:
+        ours, theirs = outcome.pooled(title), resident.pooled(title)
+        percentiles[title] = {f"P{rank}": percentile_ms(ours, rank) for rank in (50, 99)}
+        by_round = [
+            percentile_ms(one.samples[title], 99) / percentile_ms(other.samples[title], 99)
+            for one, other in zip(outcome.rounds, resident.rounds, strict=True)
+        ]
+        ratios[title] = percentile_ms(ours, 99) / percentile_ms(theirs, 99), min(by_round), max(by_round)
+    return {
+        "ms": percentiles,
+        "p99_over_resident": ratios,
+        "cold_starts": outcome.cold_starts,
+        "copies": sum(one.num_copies for one in outcome.rounds),
+        "seconds": sum(one.seconds for one in outcome.rounds),
+        "rounds": [asdict(one) for one in outcome.rounds],
+    }
 
 
 def page(figures: dict[str, Any]) -> str:
-    names = list(figures["medians"])
-    over = figures["over_resident"]
-    medians = figures["medians"]
-    rows = [(title, *(f"{medians[name][title]:.3g}" for name in names)) for title in medians[RESIDENT]]
-    shares = [(title, *(share(over[name][title]) for name in names[1:])) for title in over[RESIDENT]]
+    """Return the report."""
+    engines = figures["engines"]
+
+    def row(name: str) -> tuple[str, ...]:
+        ms, over = engines[name]["ms"], engines[name]["p99_over_resident"]
+        cells = [f"{ms[title][rank]:.3g}" for title in (COLD_TTFT, WARM_GAPS, ALL_GAPS) for rank in ("P50", "P99")]
+        ratios = [f"{over[title][0]:.2f} ({over[title][1]:.2f} to {over[title][2]:.2f})" for title in over]
+        return (name, *cells, ratios[list(over).index(COLD_TTFT)], ratios[list(over).index(WARM_GAPS)])
+
+    heads = ("", *(f"{what} {rank}" for what in ("first token", "gap, warm", "gap, all") for rank in ("P50", "P99")))
+    chosen = [
+        (name, *(starts(one) for one in engine["cold_starts"]))
+        for name, engine in engines.items()
+        if name.startswith("auto")
+    ]
+    modes = [one["mode"] for one in next(engine["cold_starts"] for name, engine in engines.items() if "auto" in name)]
+    left_out = "".join(f" The mode `{mode}` is left out: this executor cannot do it." for mode in figures["left_out"])
     lines = [
-        "# Cold starts: waiting for the copy, or running from the host copy",
+        "# Cold starts: wait, assist, layers, and the choice between them",
         "",
-        f"`{figures['command']}` on {figures['machine']}, which was shared: load average "
-        f"{figures['load_average'][0]:.1f} at the end. The demo model; adapters of rank {RANK} on all linears, "
-        f"{figures['adapter_bytes'] / 2**20:.1f} MiB each; {figures['requests']} requests a round of {NUM_IN} tokens "
-        f"in and {NUM_OUT} out, half of them cold, arriving by a Poisson process at {figures['load']:.0%} of what the "
-        f"resident engine can do ({figures['requests_per_s']:.1f} a second). A copy is paced to last "
+        f"`{figures['command']}` on {figures['machine']}; load average {figures['load_average'][0]:.1f} at the end. "
+        f"The demo model; adapters of rank {RANK} on all linears, {figures['adapter_bytes'] / 2**20:.1f} MiB each; "
+        f"{figures['requests']} requests a round of {NUM_IN} tokens in and {NUM_OUT} out, half of them cold, arriving "
+        f"by a Poisson process at {figures['load']:.0%} of what the resident engine can do "
+        f"({figures['requests_per_s']:.1f} a second). A copy is paced to last "
         f"{' or '.join(f'{steps:g}' for steps in COPY_STEPS)} steps of {1e3 * figures['step_s']:.1f} ms. All engines "
-        f"take turns on the same arrivals; medians of {len(figures['rounds'][RESIDENT])} rounds. Core and loop in "
-        "process, no HTTP.",
+        f"take turns on the same arrivals, {figures['num_rounds']} rounds. Core and loop in process, no HTTP."
+        f"{left_out}",
         "",
-        *table(("", *names), rows),
+        "Percentiles in ms over the requests and gaps of all rounds; first tokens are those of cold requests. The last "
+        "two columns: P99 over that of the resident engine, and the range of that ratio over the rounds.",
         "",
-        "Over the resident engine in the same round: median, and range over the rounds.",
+        *table((*heads, "first token, over resident", "gap of warm, over resident"), map(row, engines)),
         "",
-        *table(("", *names[1:]), shares),
+        "What `auto` chose: requests, with the mean of their times to first token in ms, and of the predictions.",
+        "",
+        *table(("", *modes), chosen),
     ]
     return "\n".join(lines)
 
 
+def starts(one: dict[str, Any]) -> str:
+    """Return one mode's counters as a cell."""
+    num_measured = one["num_measured"]
+    if not num_measured:
+        return str(one["num_starts"])
+    actual, expected = (1e3 * one[key] / num_measured for key in ("actual_s", "expected_s"))
+    return f"{one['num_starts']} ({actual:.3g}, predicted {expected:.3g})"
+
+
 def main() -> None:
     parser = arguments(__doc__, quick="few requests, one round")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the resident engine can do")
     options = parser.parse_args()
-    num_rounds, num_requests = (1, 16) if options.quick else (options.rounds, 64)
+    num_rounds, num_requests = (1, 24) if options.quick else (options.rounds, 240)
     figures = measure(num_rounds, num_requests, options.load)
     publish("cold_start", figures, page(figures), is_kept=not options.quick)
 

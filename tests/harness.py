@@ -185,6 +185,7 @@ def make_rig(
     prefix_caching: bool = True,
     adapters: AdapterConfig | None = None,
     reads_host: bool = False,
+    waits_by_layer: bool = False,
     executor: Callable[[FakeExecutor], Executor] = lambda fake: fake,
     **scheduler: object,
 ) -> Rig:
@@ -201,5 +202,6 @@ def make_rig(
         served_name="base",
         sinks=[events.append],
         reads_host=reads_host,
+        waits_by_layer=waits_by_layer,
     )
     return Rig(core, fake, events)

@@ -195,6 +195,12 @@ class AdapterConfig:
         help="Slow copies from host memory to the device down to so many bytes a second, as 500MiB, to measure cold "
         "starts on one machine as they are on another. By default they are as fast as they can be.",
     )
+    cold_start: str = _adapters(
+        "auto",
+        choices=("auto", "wait", "assist", "layers"),
+        help="Start of a request whose adapter is not on the device: wait for it, assist from its copy in host memory, "
+        "or run on its layers as they arrive; auto chooses for each request, by predicted time to first token.",
+    )
     look_ahead: int = _adapters(
         10,
         unit="requests",

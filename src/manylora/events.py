@@ -5,16 +5,18 @@ The core calls its sinks with each event, in order, on the loop's thread. Times 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from manylora.types import AdapterKey, FinishReason, Tier
+from manylora.types import AdapterKey, ColdStart, FinishReason, Tier
 
 __all__ = [
     "AdapterAwaited",
     "AdapterEvicted",
     "AdapterLoadStarted",
     "AdapterLoaded",
+    "ColdStartChosen",
+    "ColdStartEnded",
     "Event",
     "EventSink",
     "PrefixEvicted",
@@ -126,6 +128,35 @@ class AdapterAwaited(Event):
 
     request_id: str
     adapter: AdapterKey
+
+
+@dataclass(frozen=True, slots=True)
+class ColdStartChosen(Event):
+    """A mode was chosen for a request whose adapter is not on the device; again when its adapter moved meanwhile.
+
+    ``expected_s`` has the predicted time from now to the first token for every mode, possible or not. Not emitted
+    where the executor can only wait.
+    """
+
+    request_id: str
+    adapter: AdapterKey
+    mode: ColdStart
+    expected_s: Mapping[ColdStart, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ColdStartEnded(Event):
+    """A cold request has its first token, ``actual_s`` seconds after its mode was chosen.
+
+    ``is_measured`` is false if it waited for anything but its adapter, so that nothing is learnt from it.
+    """
+
+    request_id: str
+    adapter: AdapterKey
+    mode: ColdStart
+    expected_s: float
+    actual_s: float
+    is_measured: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from manylora.errors import RequestError
 __all__ = [
     "AdapterKey",
     "AdapterVersion",
+    "ColdStart",
     "FinishReason",
     "Output",
     "Request",
@@ -39,6 +40,17 @@ class Tier(Enum):
     DISK = "disk"
     HOST = "host"
     DEVICE = "device"
+
+
+class ColdStart(Enum):
+    """How a request starts whose adapter is not on the device."""
+
+    WAIT = "wait"
+    """It is admitted when all weights are on the device."""
+    ASSIST = "assist"
+    """It is computed from the image in host memory while that is copied to the device."""
+    LAYERS = "layers"
+    """It runs while the weights arrive; each step waits at each layer until that layer is there."""
 
 
 class FinishReason(Enum):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from manylora.engine.status import EngineStats
 from manylora.errors import CapacityError, ManyloraError
 from manylora.events import AdapterAwaited, Event
 from manylora.memory import EVICTION_POLICIES
-from manylora.plan import IN_HOST, PlannedSequence
+from manylora.plan import ARRIVING, IN_HOST, Placement, PlannedSequence
 from manylora.scheduling import POLICIES, ChameleonPolicy
 from manylora.scheduling.policies.chameleon import queue_plan
 from manylora.sim.run.executor import synthetic_token
@@ -43,7 +44,17 @@ DISCIPLINES: list[dict[str, object]] = [
     {"plan_ahead": True, "step_composition": "s-lora-each-step"},
 ]
 """How steps are made: mostly as by default."""
-NUM_SOAKS = 20
+COLD_STARTS = [
+    {},
+    {"reads_host": True},
+    {"waits_by_layer": True},
+    {"reads_host": True, "waits_by_layer": True},
+    {"reads_host": True, "mode": "assist"},
+    {"waits_by_layer": True, "mode": "layers"},
+    {"reads_host": True, "waits_by_layer": True, "mode": "layers"},
+]
+"""What the executor can do with an adapter that is not on the device, and the mode if it is given."""
+NUM_SOAKS = 21
 STOPS = tuple(range(0, VOCAB_SIZE, 6))
 """Tokens that end some of the answers."""
 NAMES = [f"a{i}" for i in range(6)]
@@ -71,7 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
         prefetch=st.sampled_from(PREFETCHES),
         discipline=st.sampled_from(DISCIPLINES),
-        reads_host=st.booleans(),
+        cold=st.sampled_from(COLD_STARTS),
     )
     def start(
         self,
@@ -86,7 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
         eviction,
         prefetch,
         discipline,
-        reads_host,
+        cold,
     ) -> None:
         self.rig = make_rig(
             policy=policy,
@@ -98,13 +109,18 @@ class EngineMachine(RuleBasedStateMachine):
             max_loras=max_loras,
             prefix_caching=prefix_caching,
             max_model_len=40,
-            reads_host=reads_host,
+            reads_host=cold.get("reads_host", False),
+            waits_by_layer=cold.get("waits_by_layer", False),
             adapters=AdapterConfig(
-                max_cpu_loras=max_cpu_loras, eviction=eviction, look_ahead=prefetch[0], forecast=prefetch[1]
+                max_cpu_loras=max_cpu_loras,
+                eviction=eviction,
+                look_ahead=prefetch[0],
+                forecast=prefetch[1],
+                cold_start=cold.get("mode", "auto"),
             ),
             **discipline,
         )
-        if reads_host:
+        if cold.get("mode") == "assist":
             self.rig.core._sinks += (self.check_wait,)
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
@@ -115,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.register(name, 1 + index % 5, False)
 
     def check_wait(self, event: Event) -> None:
-        """Where steps read the host, no request waits for a copy of what is there."""
+        """Where every request runs from the host, none waits for a copy of what is there."""
         if isinstance(event, AdapterAwaited):
             assert self.rig.core._cache.residency(event.adapter).host is not TierState.RESIDENT
 
@@ -189,10 +205,14 @@ class EngineMachine(RuleBasedStateMachine):
     def turn(self) -> None:
         self.rig.turn()
 
-    @rule()
-    def complete_step(self) -> None:
-        if self.rig.executor.plan is not None:
-            self.rig.executor.complete_step()
+    @rule(loses=st.integers(0, 9))
+    def complete_step(self, loses) -> None:
+        plan = self.rig.executor.plan
+        if plan is not None:
+            arriving = {part.adapter for part in plan.sequences if part.placement is ARRIVING}
+            lost = arriving if loses == 0 else set()
+            self.broken |= lost
+            self.rig.executor.complete_step(lost)
 
     @precondition(lambda self: self.rig.executor.loads)
     @rule(data=st.data(), fails=st.integers(0, 9))
@@ -279,11 +299,20 @@ def test_soak_under_pressure() -> None:
     assert sum(one.num_evictions for one in stats) > 10 * NUM_SOAKS
     assert sum(one.num_cached_tokens for one in stats) > 100 * NUM_SOAKS
     assert sum(num_pairs for _, num_pairs, _ in soaks) > 2 * NUM_SOAKS
-    assert all((num_in_host > 0) == (seed % 2 == 0) for seed, (_, _, num_in_host) in enumerate(soaks))
+    chosen = sum(
+        (one for seed, (_, _, one) in enumerate(soaks) if "mode" not in COLD_STARTS[seed % len(COLD_STARTS)]), Counter()
+    )
+    assert chosen[IN_HOST] > NUM_SOAKS and chosen[ARRIVING] > 0
+    for seed, (_, _, placements) in enumerate(soaks):
+        cold = COLD_STARTS[seed % len(COLD_STARTS)]
+        if "mode" in cold:
+            assert placements[IN_HOST if cold["mode"] == "assist" else ARRIVING] > 0
+        assert not placements[IN_HOST] or cold.get("reads_host")
+        assert not placements[ARRIVING] or cold.get("waits_by_layer")
 
 
-def soak(seed: int) -> tuple[EngineStats, int, int]:
-    """Return the engine's counters, how often a turn left two steps in flight, and one that reads the host."""
+def soak(seed: int) -> tuple[EngineStats, int, Counter[Placement]]:
+    """Return the engine's counters, how often a turn left two steps in flight, and from where their rows read."""
     rng = random.Random(seed)
     machine = EngineMachine()
     machine.start(
@@ -298,9 +327,9 @@ def soak(seed: int) -> tuple[EngineStats, int, int]:
         eviction=sorted(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
         prefetch=PREFETCHES[seed % len(PREFETCHES)],
         discipline=DISCIPLINES[seed // 4 % len(DISCIPLINES)],
-        reads_host=seed % 2 == 0,
+        cold=COLD_STARTS[seed % len(COLD_STARTS)],
     )
-    num_pairs = num_in_host = 0
+    num_pairs, placements = 0, Counter[Placement]()
     for _ in range(400):
         action = rng.random()
         if action < 0.35:
@@ -311,6 +340,8 @@ def soak(seed: int) -> tuple[EngineStats, int, int]:
             machine.rig.turn()
         elif action < 0.85 and machine.rig.executor.loads:
             machine.rig.executor.complete_load(rng.randrange(len(machine.rig.executor.loads)))
+        elif action < 0.86:
+            machine.complete_step(0)
         elif action < 0.9 and machine.accepted:
             request_id = rng.choice(sorted(machine.accepted))
             if machine.rig.core.cancel(request_id, machine.rig.now):
@@ -327,8 +358,8 @@ def soak(seed: int) -> tuple[EngineStats, int, int]:
             machine.rig.turn()  # in the middle of a step
         num_pairs += machine.rig.executor.num_steps == 2
         plan = machine.rig.executor.plan
-        num_in_host += plan is not None and any(part.placement is IN_HOST for part in plan.sequences)
+        placements.update(part.placement for part in (plan.sequences if plan else ()))
         machine.adds_up()
     stats = machine.rig.core.stats()
     machine.teardown()
-    return stats, num_pairs, num_in_host
+    return stats, num_pairs, placements

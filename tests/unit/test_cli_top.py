@@ -20,7 +20,7 @@ from manylora.cli.app import main
 from manylora.cli.commands import top as command
 from manylora.cli.views.status_source import Away, StatusSource
 from manylora.cli.views.top_view import Rates, frame, rates_between
-from manylora.engine.status import EngineStats
+from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.errors import ConfigError
 from manylora.scheduling import QueueStatus
 from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, StatusReport
@@ -120,6 +120,25 @@ def test_counters_become_rates_between_two_reports_of_one_engine() -> None:
         after,
     ):
         assert rates_between(other, after) is None
+
+
+def test_cold_starts_by_mode_with_their_predictions() -> None:
+    def status(mode: str, num_starts: int, num_measured: int) -> ColdStartStatus:
+        return ColdStartStatus(
+            mode=mode,
+            num_starts=num_starts,
+            num_measured=num_measured,
+            expected_s=0.010 * num_measured,
+            actual_s=0.012 * num_measured,
+            error_s=0.002,
+            relative_error=0.2,
+            correction=1.0,
+        )
+
+    modes = (status("wait", 1, 0), status("assist", 1234, 1000))
+    shown = show(report(engine=stats(cold_starts=modes)))
+    assert "cold starts wait 1 assist 1,234 (12.0 ms, expected 10.0 ms)" in shown
+    assert not any("cold starts" in line for line in show(report(engine=stats(cold_starts=(status("wait", 0, 0),)))))
 
 
 def test_latencies_in_their_units() -> None:

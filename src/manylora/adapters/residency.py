@@ -3,10 +3,12 @@
 ::
 
     host     ABSENT --read--> LOADING --done--> RESIDENT --dropped--> ABSENT
-    device   ABSENT --copy--> LOADING --done--> RESIDENT --dropped--> ABSENT        (a copy needs the host RESIDENT)
+    device   ABSENT --copy--> LOADING --done--> RESIDENT --dropped--> ABSENT
+                                 +-----failed---> FAILED --unused-----> ABSENT      (only where a step ran on it)
 
-The disk tier is the source and is never dropped. Sequences are counted: *running* ones hold the device copy, *waiting*
-ones ask the cache to spare it.
+The disk tier is the source and is never dropped. A copy needs an image in the host tier, or one that is being read: it
+then follows the read, layer by layer. Sequences are counted: *running* ones hold the device copy, *waiting* ones ask
+the cache to spare it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ class TierState(Enum):
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
+    FAILED = "failed"
+    """The load failed, and a step in flight still uses its pages; on the device only."""
 
 
 @dataclass(slots=True)
@@ -55,8 +59,8 @@ class Residency:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load is in flight to any tier."""
-        return TierState.LOADING in (self.host, self.device)
+        """Whether a load is in flight to any tier, or a failed one has not released its pages."""
+        return self.host is TierState.LOADING or self.device in (TierState.LOADING, TierState.FAILED)
 
     @property
     def is_referenced(self) -> bool:
@@ -84,14 +88,20 @@ class Residency:
     def begin(self, tier: Tier) -> None:
         """Record the start of a load to ``tier``."""
         assert self._get(tier) is TierState.ABSENT
-        assert tier is not Tier.DEVICE or self.host is TierState.RESIDENT, "copies start from the host"
+        assert tier is not Tier.DEVICE or self.host is not TierState.ABSENT, "copies start from the host"
         self.num_loads += 1
         self._set(tier, TierState.LOADING)
 
-    def end(self, tier: Tier, *, ok: bool) -> None:
-        """Record the end of a load to ``tier``."""
+    def end(self, tier: Tier, *, ok: bool, is_used: bool = False) -> None:
+        """Record the end of a load to ``tier``; ``is_used`` if sequences run on the weights as they arrive."""
         assert self._get(tier) is TierState.LOADING
-        self._set(tier, TierState.RESIDENT if ok else TierState.ABSENT)
+        assert not is_used or (tier is Tier.DEVICE and self.num_running)
+        self._set(tier, TierState.RESIDENT if ok else TierState.FAILED if is_used else TierState.ABSENT)
+
+    def cleared(self) -> None:
+        """Record that the pages of a failed load were released."""
+        assert self.device is TierState.FAILED and not self.num_running
+        self.device = TierState.ABSENT
 
     def drop(self, tier: Tier) -> None:
         """Record that the copy in ``tier`` was dropped."""

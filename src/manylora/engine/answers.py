@@ -13,8 +13,9 @@ from collections import deque
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
+from manylora.plan import ARRIVING
 from manylora.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
-from manylora.types import FinishReason, Output, SampledToken
+from manylora.types import AdapterKey, FinishReason, Output, SampledToken
 
 __all__ = ["Answers"]
 
@@ -87,6 +88,16 @@ class Answers:
                     adapter=sequence.adapter,
                 )
             )
+
+    def fail_adapter(self, key: AdapterKey, error: str, now: float) -> None:
+        """End the sequences that wait for an adapter that failed to load, or run on its weights as they arrive."""
+        for sequence in list(self._sequences.values()):
+            if sequence.adapter != key:
+                continue
+            if sequence.status is SequenceStatus.WAITING or sequence.placement is ARRIVING:
+                sequence.failed(error)
+                if not sequence.num_in_flight:
+                    self.finish(sequence, FinishReason.ERROR, now, error=sequence.error)
 
     def finish(
         self,

@@ -15,6 +15,7 @@ adapters by name, ``memory/cache.py`` owns every page.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -24,9 +25,9 @@ from manylora.adapters.residency import TierState
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts
-from manylora.engine.adapters.background import BackgroundReads
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.catalog import AdapterCatalog
+from manylora.engine.adapters.cold_starts import ColdStarts, possible_modes
 from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.answers import Answers
 from manylora.engine.integrity import check_integrity
@@ -65,9 +66,11 @@ class EngineCore:
         sinks: Receive every event, in order.
         predictor: Predicts answer lengths; by default the one that ``scheduler`` names.
         reads_host: Whether the executor can read an adapter's weights from the host tier.
+        waits_by_layer: Whether it can run a step on an adapter that is on its way.
+        is_accelerated: Whether steps run on a device beside the CPU.
 
     Raises:
-        ConfigError: No policy or predictor has the given name.
+        ConfigError: No policy or predictor has the given name, or the executor cannot do the cold starts asked for.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class EngineCore:
         sinks: Seq[EventSink] = (),
         predictor: LengthPredictor | None = None,
         reads_host: bool = False,
+        waits_by_layer: bool = False,
+        is_accelerated: bool = False,
     ) -> None:
         self.base = base
         self.served_name = served_name
@@ -124,7 +129,7 @@ class EngineCore:
             num_pages=num_pages,
             pages_needed=self._limits.num_pages_needed,
             in_flight=lambda: list(self._sequences.values()),
-            on_unread=lambda version: None if self._background is None else self._background.add(version),
+            on_unread=lambda version: self._prefetcher.add_unread(version),
         )
         predictor = predictor or make_predictor(scheduler, seed)
         costs = OnlineCosts()
@@ -142,6 +147,16 @@ class EngineCore:
                 prompt_s=costs.prompt_s,
             ),
         )
+        self._cold_starts = ColdStarts(
+            mode=adapters.cold_start,
+            possible=possible_modes(reads_host=reads_host, waits_by_layer=waits_by_layer),
+            cache=self._cache,
+            costs=self._costs,
+            is_accelerated=is_accelerated,
+            num_layers=base.num_layers,
+            max_step_tokens=scheduler.max_num_batched_tokens,
+            emit=self._emit,
+        )
         self._running = RunningSet(
             page_cache=self.page_cache,
             cache=self._cache,
@@ -149,7 +164,7 @@ class EngineCore:
             scheduler=scheduler,
             memory=memory,
             costs=costs,
-            reads_host=reads_host,
+            cold_starts=self._cold_starts,
             counters=self._counters,
             on_hit=self._on_adapter_hit,
             emit=self._emit,
@@ -161,7 +176,6 @@ class EngineCore:
             config=adapters,
             block_size=memory.block_size,
         )
-        self._background = BackgroundReads(self._cache) if adapters.background_reads else None
         self._steps = StepsInFlight(self._costs, plans_ahead=bool(scheduler.plan_ahead))
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
         self._answers = Answers(
@@ -196,20 +210,20 @@ class EngineCore:
         scheduler = config.scheduler
         if scheduler.plan_ahead is None:
             scheduler = replace(scheduler, plan_ahead=parts.is_accelerated)
-        adapters = config.adapters
-        if adapters.host_bytes is None:
-            adapters = replace(adapters, host_bytes=parts.host_bytes)
+        host_bytes = parts.host_bytes if config.adapters.host_bytes is None else config.adapters.host_bytes
         return cls(
             base=parts.base,
             num_pages=parts.num_pages,
             executor=executor or parts.executor,
             scheduler=scheduler,
             memory=config.memory,
-            adapters=adapters,
+            adapters=replace(config.adapters, host_bytes=host_bytes),
             served_name=served_name,
             seed=config.seed,
             sinks=sinks,
             reads_host=parts.reads_host,
+            waits_by_layer=parts.waits_by_layer,
+            is_accelerated=parts.is_accelerated,
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -301,45 +315,51 @@ class EngineCore:
             Exception: The device failed in a step; the engine is lost.
         """
         for key, error in self._cache.poll(now):
-            self._fail_waiting(key, error, now)
+            self._answers.fail_adapter(key, error, now)
         while (completed := self._steps.take_completed(now)) is not None:
             self._process(*completed, now)
             self._steps.begin_next(now)
         return self._answers.take()
 
     def _process(self, step: Step, result: StepResult, now: float) -> None:
-        """Append each sequence's token of a step, then end the finished sequences."""
+        """Append each sequence's token of a step, then end the finished sequences.
+
+        A sequence that failed in the step, or in the one before it, has no token.
+        """
         prefix_caching, tokens, answer = self._memory.prefix_caching, result.tokens, self._answers.token
+        for sequence in step.sequences if result.failed else ():
+            if (reason := result.failed.get(sequence.seq_id)) is not None:
+                sequence.failed(reason)
         served: list[Sequence] = []
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if not part.is_sampled:
                 sequence.took_chunk()
-            elif sequence.took_token(tokens[part.seq_id].token_id, now):
+            elif (token := tokens.get(part.seq_id)) is None:
+                sequence.took_nothing()
+            elif sequence.took_token(token.token_id, now):
                 served.append(sequence)
-            if prefix_caching and sequence.status is not SequenceStatus.FINISHED:
+            if not prefix_caching or sequence.status is SequenceStatus.FINISHED:
+                continue
+            if not step.is_cold or sequence.has_sound_kv:
                 sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, self.page_cache.prefix)
         self._counters.generated_tokens += len(served)
+        if self._cold_starts.is_awaiting:
+            self._cold_starts.took_token(served, now)
         if served and self._sinks:
             self._emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in served])))
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if sequence.status is SequenceStatus.FINISHED:
                 self._running.stop(sequence, now)  # it ended while this step ran
-            elif sequence.is_cancelled:
-                self._answers.finish(sequence, FinishReason.CANCELLED, now)
+            elif sequence.ending is not None:
+                self._answers.finish(sequence, sequence.ending, now, error=sequence.error)
             elif part.is_sampled:
                 answer(sequence, tokens[part.seq_id], now)
         self._counters.steps += 1
         took_s = now - step.began_at
-        self._costs.step.observe(step.num_tokens, took_s)
-        self._running.took(step.load, took_s)
+        if not step.is_cold or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s):
+            self._costs.step.observe(step.num_tokens, took_s)
+            self._running.took(step.load, took_s)
         self._emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
-
-    def _fail_waiting(self, key: str, error: str, now: float) -> None:
-        """End the sequences that wait for an adapter that failed to load."""
-        for sequence in list(self._sequences.values()):
-            if sequence.adapter == key and sequence.status is SequenceStatus.WAITING:
-                message = f"adapter {sequence.name!r}: {error}"
-                self._answers.finish(sequence, FinishReason.ERROR, now, error=message)
 
     # -- one turn: launch --------------------------------------------------------------------------------------------
 
@@ -347,9 +367,7 @@ class EngineCore:
         """Start the next step, prefetches and background reads."""
         if self._steps.may_plan(now):
             self._launch_step(now)
-        self._prefetcher.launch(now)
-        if self._background is not None and self._background.has_work:
-            self._background.launch(now, is_busy=bool(self._sequences))
+        self._prefetcher.launch(now, is_busy=bool(self._sequences))
 
     def _launch_step(self, now: float) -> None:
         """Plan and start the next step, behind the one in flight if there is one, if any sequence can run."""
@@ -368,14 +386,15 @@ class EngineCore:
             released=self._answers.take_released(),
         )
         work = self._executor.launch(plan, now)
-        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, work, now), now)
+        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, work, now, draft.is_cold), now)
         if self._sinks:
             num_adapters = len({sequence.adapter for sequence in sequences} - {None})
             self._emit(StepLaunched(now, plan.step_id, len(sequences), num_tokens, num_adapters))
 
     def next_event_at(self) -> float:
         """Return the next time at which work completes or a step is to be planned; infinite if unknown."""
-        return min(self._steps.next_event_at(), self._cache.next_event_at())
+        admits_at = self._running.admits_at if self._sequences and not self._steps else math.inf
+        return min(self._steps.next_event_at(), self._cache.next_event_at(), admits_at)
 
     # -- its state ---------------------------------------------------------------------------------------------------
 
@@ -389,6 +408,7 @@ class EngineCore:
             cache=self._cache,
             sequences=self._sequences.values(),
             prefetcher=self._prefetcher,
+            cold_starts=self._cold_starts,
             counters=self._counters,
         )
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import TierState
 from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.status import Counters, EngineStats
 from manylora.engine.steps.running import RunningSet
@@ -30,6 +31,7 @@ def take_snapshot(
     cache: AdapterCache,
     sequences: Collection[Sequence],
     prefetcher: Prefetcher,
+    cold_starts: ColdStarts,
     counters: Counters,
 ) -> EngineStats:
     """Return gauges and counters of the engine with these parts."""
@@ -71,6 +73,7 @@ def take_snapshot(
         num_squashes=counters.squashes,
         num_prefetches=prefetcher.num_prefetches,
         queues=policy.queues(),
+        cold_starts=cold_starts.statuses(),
         num_steps=counters.steps,
         num_prompt_tokens=counters.prompt_tokens,
         num_cached_tokens=counters.cached_tokens,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from manylora.scheduling import QueueStatus
 from manylora.types import AdapterVersion, Tier
 
-__all__ = ["AdapterStatus", "Counters", "EngineStats"]
+__all__ = ["AdapterStatus", "ColdStartStatus", "Counters", "EngineStats"]
 
 
 @dataclass(slots=True)
@@ -58,6 +58,31 @@ class AdapterStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ColdStartStatus:
+    """Cold starts in one mode, from the choice of the mode to the first token.
+
+    Args:
+        mode: ``wait``, ``assist`` or ``layers``.
+        num_starts: Requests that got their first token.
+        num_measured: Those that waited for nothing but their adapter; all figures below are of these.
+        expected_s: Sum of the predicted times to first token.
+        actual_s: Sum of the actual ones.
+        error_s: Mean absolute error of the predictions.
+        relative_error: Mean of the errors relative to the actual times.
+        correction: Factor on the predicted delay, from predictions that were wrong; 1 at the start.
+    """
+
+    mode: str
+    num_starts: int
+    num_measured: int
+    expected_s: float
+    actual_s: float
+    error_s: float
+    relative_error: float
+    correction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Gauges and counters of one engine; counters are since start.
 
@@ -87,6 +112,7 @@ class EngineStats:
         num_only_host: Versions whose highest tier is the host.
         num_only_disk: Versions that are only on disk.
         queues: The policy's queues, smallest requests first.
+        cold_starts: Cold starts by mode, of the modes that the executor can do; empty if it can only wait.
     """
 
     num_running: int
@@ -121,3 +147,4 @@ class EngineStats:
     num_only_host: int = 0
     num_only_disk: int = 0
     queues: tuple[QueueStatus, ...] = ()
+    cold_starts: tuple[ColdStartStatus, ...] = ()

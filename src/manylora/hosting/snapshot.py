@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
-from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.engine.status import AdapterStatus, ColdStartStatus, EngineStats
 from manylora.types import Tier
 
 __all__ = ["busiest", "merge_stats", "merge_statuses"]
@@ -29,6 +29,7 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
             "running_adapters": _names(part.running_adapters for part in parts),
             "waiting_adapters": _names(part.waiting_adapters for part in parts),
             "queues": tuple(queue for part in parts for queue in part.queues),
+            "cold_starts": _merge_cold_starts([one for part in parts for one in part.cold_starts]),
         },
     )
 
@@ -69,6 +70,26 @@ def _merge(statuses: Sequence[AdapterStatus]) -> AdapterStatus:
         last_used_s=min(used, default=None),
         price=max(prices, default=None),
         error=next((one.error for one in statuses if one.error is not None), None),
+    )
+
+
+def _merge_cold_starts(statuses: Iterable[ColdStartStatus]) -> tuple[ColdStartStatus, ...]:
+    """Return one status per mode: sums, means over all measured requests, and the mean correction of the engines."""
+    by_mode: dict[str, list[ColdStartStatus]] = {}
+    for one in statuses:
+        by_mode.setdefault(one.mode, []).append(one)
+    return tuple(
+        ColdStartStatus(
+            mode=mode,
+            num_starts=sum(one.num_starts for one in each),
+            num_measured=(num_measured := sum(one.num_measured for one in each)),
+            expected_s=sum(one.expected_s for one in each),
+            actual_s=sum(one.actual_s for one in each),
+            error_s=sum(one.num_measured * one.error_s for one in each) / max(1, num_measured),
+            relative_error=sum(one.num_measured * one.relative_error for one in each) / max(1, num_measured),
+            correction=sum(one.correction for one in each) / len(each),
+        )
+        for mode, each in by_mode.items()
     )
 
 

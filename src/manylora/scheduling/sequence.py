@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from manylora.memory import BlockTable
-from manylora.plan import ON_DEVICE, Placement, PlannedSequence
-from manylora.types import AdapterKey, AdapterVersion, Request
+from manylora.plan import ARRIVING, ON_DEVICE, Placement, PlannedSequence
+from manylora.types import AdapterKey, AdapterVersion, FinishReason, Request
 
 __all__ = ["Sequence", "SequenceStatus"]
 
@@ -77,7 +77,8 @@ class Sequence:
     num_bypassed: int = field(default=0, init=False)
     admitted_at: float | None = field(default=None, init=False)
     first_token_at: float | None = field(default=None, init=False)
-    is_cancelled: bool = field(default=False, init=False)
+    ending: FinishReason | None = field(default=None, init=False)  # it ends with the steps in flight, for this reason
+    error: str | None = field(default=None, init=False)
     was_looked_at: bool = field(default=False, init=False)
     awaited_load: int = field(default=0, init=False)  # number of the last load of its adapter that it waited for
     found_resident: bool = field(init=False)
@@ -109,12 +110,17 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it will not run again, for any result of the steps in flight: finished, cancelled or at its cap."""
+        """Whether it will not run again, for any result of the steps in flight: ended, about to end, or at its cap."""
         return (
-            self.is_cancelled
+            self.ending is not None
             or self.status is SequenceStatus.FINISHED
             or len(self.tokens) + self.num_pending - self.num_prompt_tokens >= self.max_tokens
         )
+
+    @property
+    def has_sound_kv(self) -> bool:
+        """Whether the KV of completed steps is certain to be right: not if the adapter's load may fail yet, or did."""
+        return self.placement is not ARRIVING and self.error is None
 
     @property
     def num_tokens_to_hold(self) -> int:
@@ -203,12 +209,18 @@ class Sequence:
         """A step yielded its next token; return whether it is kept: not after the sequence ended or was cancelled."""
         self.num_in_flight -= 1
         self.num_pending -= 1
-        if self.is_cancelled or self.status is SequenceStatus.FINISHED:
+        if self.ending is not None or self.status is SequenceStatus.FINISHED:
             return False
         self.tokens.append(token_id)
         if self.first_token_at is None:
             self.first_token_at = now
         return True
+
+    def took_nothing(self) -> None:
+        """A step was to yield its next token, and did not: it has failed."""
+        assert self.error is not None
+        self.num_in_flight -= 1
+        self.num_pending -= 1
 
     def sent_back(self) -> None:
         """It waits again without its pages; its tokens are kept, and their KV is computed again."""
@@ -217,8 +229,13 @@ class Sequence:
         self.status = SequenceStatus.WAITING
 
     def cancelled(self) -> None:
-        """It ends with the steps in flight."""
-        self.is_cancelled = True
+        """Its client has left: it ends with the steps in flight."""
+        self.ending = self.ending or FinishReason.CANCELLED
+
+    def failed(self, error: str) -> None:
+        """Its adapter cannot be applied: it ends with the steps in flight."""
+        self.ending = self.ending or FinishReason.ERROR
+        self.error = self.error or f"adapter {self.name!r}: {error}"
 
     def finished(self) -> None:
         """It has ended."""

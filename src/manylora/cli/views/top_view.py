@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from manylora.engine.status import EngineStats
+from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.scheduling import QueueStatus
 from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, StatusReport
 
@@ -140,7 +140,17 @@ def _activity(report: StatusReport, stats: EngineStats, rates: Rates | None) -> 
         ("registered", f"{stats.num_registered:,}"),
         ("found on the device", "-" if not asked else f"{stats.num_adapter_hits / asked:.1%} of {asked:,}"),
     )
+    if any(one.num_starts for one in stats.cold_starts):
+        row("cold starts", *((one.mode, _cold_start(one)) for one in stats.cold_starts))
     return table
+
+
+def _cold_start(one: ColdStartStatus) -> str:
+    """Return the number of cold starts, and the means of the expected and the actual time to first token."""
+    if not one.num_measured:
+        return f"{one.num_starts:,}"
+    expected, actual = (_seconds(total / one.num_measured) for total in (one.expected_s, one.actual_s))
+    return f"{one.num_starts:,} ({actual}, expected {expected})"
 
 
 def _latencies(report: StatusReport) -> Table:

@@ -1,67 +1,39 @@
 """The adapter cache: moves versions up the tiers for sequences that need them, and keeps idle ones in spare pages.
 
 It has no size of its own on the device: pages come from the shared pool, and an idle adapter stays until its pages are
-needed. Loads are asynchronous on every hop, so a step never waits for one.
+needed. Loads are asynchronous on every hop.
 
 ::
 
-    ensure(version)   device resident   -> placed in DEVICE
-                      host resident     -> claim pages, start the copy   -> placed in HOST, loading if it got pages
-                      on disk           -> start the read                -> not placed, loading
+    ensure(version)   device resident   -> nothing to do
+                      host resident     -> claim pages, start the copy
+                      on disk           -> start the read; with ``at_once`` the copy too, which follows it by layers
 
 Source: Chameleon, section 4.2; S-LoRA, section 5.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-
-import msgspec
 
 from manylora.adapters.residency import Residency, TierState
 from manylora.config import DEFAULT_HOST_BYTES, AdapterConfig
+from manylora.costs.cold_start import Route
+from manylora.engine.adapters.loads import Load, LoadsInFlight
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
 from manylora.memory import Depth, IdleItem, PageCache, ReloadCosts
-from manylora.plan import IN_HOST, ON_DEVICE, AdapterLoad, LoadResult, Placement
-from manylora.ports import Executor, Work
+from manylora.plan import ARRIVING, ON_DEVICE, AdapterLoad, LoadResult, Placement
+from manylora.ports import Executor
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
-__all__ = ["AdapterCache", "Readiness"]
-
-
-class Readiness(msgspec.Struct, frozen=True):
-    """The place of an adapter's weights, and whether they move up the tiers.
-
-    There are only a few values, all constants, so that a lookup allocates nothing.
-
-    Args:
-        placement: Place where a step could read them now; ``None`` while they are only on disk. The running set decides
-            whether a sequence may run from there.
-        is_loading: A hop up the tiers is in flight; if not, and they are not on the device, there was no room.
-    """
-
-    placement: Placement | None
-    is_loading: bool = False
-
-
-_DEVICE = Readiness(ON_DEVICE)
-_HOST = {is_loading: Readiness(IN_HOST, is_loading) for is_loading in (False, True)}
-_DISK = {is_loading: Readiness(None, is_loading) for is_loading in (False, True)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    version: AdapterVersion
-    tier: Tier
-    work: Work
-    started_at: float
+__all__ = ["AdapterCache"]
 
 
 class AdapterCache:
     """Tracks every version that a name or a sequence refers to.
+
+    ``cold`` has the placement of each version that running sequences do not read from complete pages.
 
     Args:
         config: Limits of the host tier.
@@ -89,11 +61,11 @@ class AdapterCache:
         self._emit = emit
         self._on_arrived = on_arrived
         self._residencies: dict[AdapterKey, Residency] = {}
-        self._loads: list[_Load] = []
+        self._loads = LoadsInFlight(costs)
         self._host: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
         self._warming: dict[AdapterKey, None] = {}
         self._failed: dict[AdapterKey, None] = {}
-        self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
+        self.cold: dict[AdapterKey, Placement] = {}
         self.num_active = 0  # versions that a running sequence uses
         self.host_bytes = 0
         self.num_loads = 0
@@ -158,7 +130,7 @@ class AdapterCache:
 
     def next_event_at(self) -> float:
         """Return the time at which the next load completes; infinite if unknown."""
-        return min((load.work.ready_at for load in self._loads), default=math.inf)
+        return self._loads.next_event_at()
 
     # -- registration ------------------------------------------------------------------------------------------------
 
@@ -213,10 +185,12 @@ class AdapterCache:
         residency.num_waiting -= 1
         self._let_go(key, now)
 
-    def hold(self, key: AdapterKey, now: float) -> None:
-        """Count a sequence that starts to run on it."""
+    def hold(self, key: AdapterKey, now: float, placement: Placement = ON_DEVICE) -> None:
+        """Count a sequence that starts to run on it, from the same placement as the others that do."""
         residency = self._residencies[key]
-        assert residency.tier is not Tier.DISK, "it is only on disk"
+        if placement is not ON_DEVICE:
+            assert self.cold.get(key, placement) is placement
+            self.cold[key] = placement
         self.num_active += residency.num_running == 0
         residency.num_running += 1
         residency.last_used_at = now
@@ -227,7 +201,12 @@ class AdapterCache:
         residency = self._residencies[key]
         assert residency.num_running > 0
         residency.num_running -= 1
-        self.num_active -= residency.num_running == 0
+        if not residency.num_running:
+            self.num_active -= 1
+            self.cold.pop(key, None)
+            if residency.device is TierState.FAILED:
+                self._page_cache.release_adapter(key)
+                residency.cleared()
         residency.last_used_at = now
         self._let_go(key, now)
 
@@ -261,79 +240,82 @@ class AdapterCache:
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
-    def ensure(self, version: AdapterVersion, now: float, depth: Depth) -> Readiness:
-        """Start the next load of a version towards the device, as far as ``depth`` allows.
+    def ensure(self, version: AdapterVersion, now: float, depth: Depth, *, at_once: bool = False) -> Residency:
+        """Start the next load of a version towards the device, as far as ``depth`` allows; return its state.
 
         Args:
             version: The version.
             now: In seconds.
             depth: ``WANTED`` may claim pages of adapters that waiting requests use, and exceed the host limit: it is
                 for the sequence that is first in line, so that it always makes progress.
+            at_once: Start the copy to the device as well while the files are still being read.
         """
         key = version.key
         residency = self._residencies[key]
-        if residency.device is TierState.RESIDENT:
-            return _DEVICE
-        if residency.host is not TierState.RESIDENT:
-            if residency.host is TierState.ABSENT:
-                if depth is Depth.IDLE and not self._has_host_room(version):
-                    return _DISK[False]
-                self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
-            return _DISK[True]
-        if residency.device is TierState.ABSENT:
+        if residency.device is not TierState.ABSENT:
+            return residency
+        if residency.host is TierState.ABSENT:
+            if depth is Depth.IDLE and not self._has_host_room(version):
+                return residency
+            self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
+        if residency.host is TierState.RESIDENT or at_once:
             pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth)
-            if pages is None:
-                return _HOST[False]
-            self._host.move_to_end(key)
-            self._start(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages), now)
-        return _HOST[True]
+            if pages is not None:
+                if residency.host is TierState.RESIDENT:
+                    self._host.move_to_end(key)
+                self._start(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages), now)
+        return residency
 
-    def warm(self, version: AdapterVersion, now: float) -> Readiness:
+    def warm(self, version: AdapterVersion, now: float) -> Residency:
         """Load a version to the device before any sequence waits for it."""
-        readiness = self.ensure(version, now, Depth.IDLE)
-        if readiness.is_loading:
+        residency = self.ensure(version, now, Depth.IDLE)
+        if residency.is_loading:
             self._warming[version.key] = None
-        return readiness
+        return residency
 
     def poll(self, now: float) -> list[tuple[AdapterKey, str]]:
-        """Process completed loads; return the failed ones with their reason."""
+        """Process completed loads; return the versions that do not reach the device for it, with the reason."""
         if not self._loads:
             return []
         failures = []
-        in_flight = []
         for load in self._loads:
             result = load.work.poll(now)
             if result is None:
-                in_flight.append(load)
                 continue
             assert isinstance(result, LoadResult)
+            residency = self._residencies[load.version.key]
             self._finish(load, result, now)
-            if result.error is not None:
+            # A failed read fails the copy that follows it, unless that had all it needed: the copy's result decides.
+            is_outcome = load.tier is Tier.DEVICE or residency.device is TierState.ABSENT
+            if result.error is not None and is_outcome:
                 failures.append((load.version.key, result.error))
-        self._loads = in_flight
         for key in list(self._warming):
-            residency = self._residencies.get(key)
-            if residency is None or not self.warm(residency.version, now).is_loading:
+            known = self._residencies.get(key)
+            if known is None or not self.warm(known.version, now).is_loading:
                 del self._warming[key]
         return failures
 
     def is_link_busy(self, tier: Tier) -> bool:
         """Whether any load to ``tier`` is in flight."""
-        return any(load.tier is tier for load in self._loads)
+        return self._loads.is_busy(tier)
+
+    def route(self, key: AdapterKey, now: float) -> Route:
+        """Return the predicted times of the hops that a version has yet to take."""
+        return self._loads.route(self._residencies[key], now)
 
     def _start(self, load: AdapterLoad, now: float) -> None:
         residency = self._residencies[load.version.key]
         residency.begin(load.tier)
-        work = self._executor.load_adapter(load, now)
-        self._loads.append(_Load(load.version, load.tier, work, now))
+        self._loads.started(load.version, load.tier, self._executor.load_adapter(load, now), now)
         num_bytes = load.version.disk_bytes if load.tier is Tier.HOST else load.version.host_bytes
         self._emit(AdapterLoadStarted(now, load.version.key, load.tier, num_bytes))
 
-    def _finish(self, load: _Load, result: LoadResult, now: float) -> None:
+    def _finish(self, load: Load, result: LoadResult, now: float) -> None:
         key, ok = load.version.key, result.error is None
         residency = self._residencies[key]
-        residency.end(load.tier, ok=ok)
-        self._measure(load, now, ok=ok)
+        is_used = load.tier is Tier.DEVICE and self.cold.get(key) is ARRIVING
+        residency.end(load.tier, ok=ok, is_used=is_used)
+        self._loads.ended(load, now, ok=ok)
         if load.tier is Tier.HOST:
             self.num_disk_loads += ok
             residency.error = result.error
@@ -350,23 +332,14 @@ class AdapterCache:
             self.num_loads += 1
             # The claim left its pages held; now they get the class of its references.
             self.refresh(key, now)
-            if residency.num_running:
+            if self.cold.pop(key, None) is not None:
                 self._on_arrived(key)
-        else:
+        elif not is_used:  # else its pages are released with the last step that uses them
             self._page_cache.release_adapter(key)
         if not ok:
             self._warming.pop(key, None)
         self._emit(AdapterLoaded(now, key, load.tier, now - load.started_at, result.error))
         self._free_if_over(key, now)
-
-    def _measure(self, load: _Load, now: float, *, ok: bool) -> None:
-        """Learn the duration of the load itself, without its wait for the link, which serves first in, first out."""
-        took_s = now - max(load.started_at, self._link_free_at[load.tier])
-        self._link_free_at[load.tier] = now
-        if ok and load.tier is Tier.HOST:
-            self._costs.read.observe(load.version.disk_bytes, took_s)
-        elif ok:
-            self._costs.copy.observe(load.version.host_bytes, took_s)
 
     # -- dropping copies ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from manylora.adapters.registry import AdapterRegistry, NamedAdapter
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound
-from manylora.plan import ON_DEVICE
 from manylora.scheduling import Sequence
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
@@ -128,8 +127,8 @@ class AdapterCatalog:
             AdapterNotFound: No such name.
             CapacityError: There is no idle memory for it.
         """
-        readiness = self._cache.warm(self._registry.get(name).version, now)
-        if readiness.placement is not ON_DEVICE and not readiness.is_loading:
+        residency = self._cache.warm(self._registry.get(name).version, now)
+        if residency.tier is not Tier.DEVICE and not residency.is_loading:
             raise CapacityError(f"no idle memory for adapter {name!r}", retry_after_s=1.0, status=503)
         return self.status(name, now)
 

@@ -25,6 +25,7 @@ class Step:
         num_tokens: Tokens that it runs.
         load: Its size for the cost model, ``None`` while no cost is asked for.
         began_at: Time in seconds of its launch, or of the end of the step before it if that is later.
+        is_cold: Whether adapters of sequences may be elsewhere than in complete pages.
     """
 
     plan: StepPlan
@@ -33,6 +34,7 @@ class Step:
     load: StepLoad | None
     work: Work
     began_at: float
+    is_cold: bool = False
 
 
 class StepsInFlight:

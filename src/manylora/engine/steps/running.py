@@ -15,22 +15,25 @@ Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Or
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable
 from typing import NamedTuple
 
+from manylora.adapters.residency import Residency, TierState
 from manylora.config import MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts, StepLoad
-from manylora.engine.adapters.cache import AdapterCache, Readiness
+from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.status import Counters
 from manylora.engine.steps.budget import StepBudget, target_s
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
-from manylora.plan import IN_HOST, ON_DEVICE, Placement
+from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, Placement
 from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, make_step_composition
-from manylora.types import AdapterKey
+from manylora.types import AdapterKey, AdapterVersion, ColdStart
 
-__all__ = ["RunningSet", "StepDraft", "may_run_from"]
+__all__ = ["RunningSet", "StepDraft"]
 
 _Planned = tuple[Sequence, int]
 """A sequence and its tokens in the step."""
@@ -42,23 +45,31 @@ class StepDraft(NamedTuple):
     Args:
         parts: Sequences, each with its number of tokens, in the order of the batch; empty if nothing can run.
         load: Its size, from which its cost is learned; ``None`` while no cost is asked for.
+        is_cold: Whether the weights of any running sequence are elsewhere than in complete pages.
     """
 
     parts: list[_Planned]
     load: StepLoad | None = None
+    is_cold: bool = False
 
 
 _NOTHING = StepDraft([])
 
 
-def may_run_from(readiness: Readiness, *, reads_host: bool) -> bool:
-    """Whether a sequence may run on an adapter from its present place.
+def _placement(residency: Residency, mode: ColdStart, others: Placement | None) -> Placement | None:
+    """Return the placement from which a cold sequence may run now, ``None`` if it has to wait.
 
-    Device pages always serve. The host copy serves while its copy to the device is in flight, so that no sequence waits
-    for the link. A sequence without pages for its adapter waits: its memory would be outside the page cache's count.
+    The copy to the device must be in flight: without pages for its adapter, its memory would be outside the page
+    cache's count. All sequences of an adapter share a placement, that of ``others`` if any run: a step reads an adapter
+    from one place.
     """
-    placement = readiness.placement
-    return placement is ON_DEVICE or (reads_host and placement is IN_HOST and readiness.is_loading)
+    if mode is ColdStart.WAIT or residency.device is not TierState.LOADING:
+        return None
+    if others is not None:
+        return others
+    if mode is ColdStart.LAYERS:
+        return ARRIVING
+    return IN_HOST if residency.host is TierState.RESIDENT else None
 
 
 class RunningSet:
@@ -67,7 +78,7 @@ class RunningSet:
     Args:
         policy: The waiting sequences.
         costs: Learns the costs of steps.
-        reads_host: Whether the executor can read an adapter's weights from the host tier.
+        cold_starts: Chooses how a sequence starts whose adapter is not on the device.
         counters: Counts pre-emptions, squashes, prompt tokens and cached tokens.
         on_hit: Called with each sequence that finds its adapter on the device at the first look.
     """
@@ -81,7 +92,7 @@ class RunningSet:
         scheduler: SchedulerConfig,
         memory: MemoryConfig,
         costs: OnlineCosts,
-        reads_host: bool,
+        cold_starts: ColdStarts,
         counters: Counters,
         on_hit: Callable[[Sequence], None],
         emit: EventSink,
@@ -92,7 +103,7 @@ class RunningSet:
         self._scheduler = scheduler
         self._memory = memory
         self._costs = costs
-        self._reads_host = reads_host
+        self._cold_starts = cold_starts
         self._counters = counters
         self._composition = make_step_composition(scheduler.step_composition)
         self._on_hit = on_hit
@@ -101,6 +112,7 @@ class RunningSet:
         self._num_seats = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self._running: list[Sequence] = []
         self._first_in_line: Sequence | None = None  # of the last step, if it was not admitted
+        self.admits_at = math.inf  # a sequence that waits for its adapter is to be looked at again then
 
     def __len__(self) -> int:
         return len(self._running)
@@ -117,6 +129,7 @@ class RunningSet:
             is_ahead: Whether a step is in flight. It may be writing the pages of a sequence, which can then not be
                 pre-empted: if one must be, the plan is empty.
         """
+        self.admits_at = math.inf
         squashed = self._policy.squash(now)
         if squashed and is_ahead:
             return _NOTHING
@@ -136,7 +149,8 @@ class RunningSet:
                 return _NOTHING
         composition.step_planned()
         parts = composition.beside_prompts(decodes) + prompts if prompts else decodes
-        return StepDraft(parts, self._costs.load_of(parts) if self._costs.is_asked else None)
+        load = self._costs.load_of(parts) if self._costs.is_asked else None
+        return StepDraft(parts, load, bool(self._cache.cold))
 
     def took(self, load: StepLoad | None, seconds: float) -> None:
         """Learn the duration of a step with that load."""
@@ -164,6 +178,7 @@ class RunningSet:
         """Learn that a sequence ended."""
         if sequence is self._first_in_line:
             self._first_in_line = None
+        self._cold_starts.forget(sequence)
 
     def _budget_after(self, decodes: list[_Planned]) -> StepBudget:
         """Return the budget of the step that is left for prompts."""
@@ -277,32 +292,51 @@ class RunningSet:
     def _try_admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
         """Admit a waiting sequence if its adapter is where a step can read it and its KV has room."""
         placement, was_resident = ON_DEVICE, True
-        if sequence.version is not None:
+        if (version := sequence.version) is not None:
             if self._is_capped(sequence):
+                self._cold_starts.held_up(sequence)
                 return Outcome.ADAPTER_CAP
-            readiness = self._cache.ensure(sequence.version, now, depth)
-            is_resident = readiness.placement is ON_DEVICE
+            residency = self._cache.residency(version.key)
+            is_resident = residency.device is TierState.RESIDENT
             if sequence.looked_at(is_resident=is_resident) and is_resident:
                 self._on_hit(sequence)
             was_resident = sequence.found_resident
-            if readiness.placement is None or not may_run_from(readiness, reads_host=self._reads_host):
-                if not readiness.is_loading:
-                    return Outcome.ADAPTER_NO_PAGES
-                self._note_wait(sequence, sequence.version.key, now, depth)
-                return Outcome.ADAPTER_LOADING
-            placement = readiness.placement
+            if not is_resident:
+                cold = self._start_cold(sequence, version, residency, now, depth)
+                if isinstance(cold, Outcome):
+                    return cold
+                placement = cold
         shared = sequence.table.match(sequence.tokens, self._page_cache.prefix) if self._memory.prefix_caching else []
         num_missing = num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) - len(shared)
         pages = self._page_cache.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=shared)
         if pages is None:
+            self._cold_starts.held_up(sequence)
             return Outcome.NO_PAGES
         if sequence.admitted(now, shared=shared, pages=pages, placement=placement):
             self._note_admission(sequence, now, was_resident)
         insort(self._running, sequence, key=lambda other: other.seq_id)
         if sequence.adapter is not None:
-            self._cache.hold(sequence.adapter, now)
+            self._cache.hold(sequence.adapter, now, placement)
             self._cache.unwant(sequence.adapter, now)
         return Outcome.ADMITTED
+
+    def _start_cold(
+        self, sequence: Sequence, version: AdapterVersion, residency: Residency, now: float, depth: Depth
+    ) -> Placement | Outcome:
+        """Bring up an adapter; return the place from which its sequence may run meanwhile, or why it has to wait."""
+        mode = self._cold_starts.mode(sequence, residency, self._running, now)
+        self._cache.ensure(version, now, depth, at_once=mode is ColdStart.LAYERS)
+        placement = _placement(residency, mode, self._cache.cold.get(version.key))
+        if placement is ARRIVING and (begins_at := self._cold_starts.begins_at(sequence)) > now:
+            self.admits_at = min(self.admits_at, begins_at)
+            placement = None
+        if placement is not None:
+            return placement
+        if not residency.is_loading:
+            self._cold_starts.held_up(sequence)
+            return Outcome.ADAPTER_NO_PAGES
+        self._note_wait(sequence, version.key, now, depth)
+        return Outcome.ADAPTER_LOADING
 
     def _note_admission(self, sequence: Sequence, now: float, was_resident: bool) -> None:
         """Count and report the first admission of a sequence."""

@@ -32,6 +32,11 @@ class LinearCost:
         self._n = self._x = self._xx = self._t = self._xt = 0.0
         self._line = self._guess
 
+    @property
+    def num_observed(self) -> float:
+        """Observations, earlier ones faded."""
+        return self._n
+
     def observe(self, amount: float, seconds: float) -> None:
         """Record that ``amount`` took ``seconds``."""
         x = amount / self._scale

@@ -108,6 +108,17 @@ def _own_metrics(stats: EngineStats, statuses: Sequence[AdapterStatus]) -> Itera
     yield _family(GaugeMetricFamily, "manylora_pages", "Pages by owner.", ["owner"], by_owner)
     yield _family(GaugeMetricFamily, "manylora_adapters", "Adapter versions by highest tier.", ["tier"], by_tier)
     yield _family(CounterMetricFamily, "manylora_adapter_loads", "Adapter loads completed.", ["tier"], loads_by_tier)
+    for name, text, field in (
+        ("manylora_cold_starts", "Requests that got a first token, their adapter missing at first.", "num_starts"),
+        ("manylora_cold_starts_measured", "Those that waited for nothing but their adapter.", "num_measured"),
+        ("manylora_cold_start_expected_seconds", "Their predicted times to first token, summed.", "expected_s"),
+        ("manylora_cold_start_actual_seconds", "Their actual times to first token, summed.", "actual_s"),
+    ):
+        by_mode = [([one.mode], getattr(one, field)) for one in stats.cold_starts]
+        yield _family(CounterMetricFamily, name, text, ["mode"], by_mode)
+    errors = [([one.mode], one.error_s) for one in stats.cold_starts]
+    text = "Mean absolute error of the predicted times to first token of cold requests."
+    yield _family(GaugeMetricFamily, "manylora_cold_start_error_seconds", text, ["mode"], errors)
     for name, text, value in (
         ("manylora_adapters_registered", "Registered adapter names.", stats.num_registered),
         ("manylora_adapters_resident", "Adapter versions on the device.", stats.num_resident),

@@ -1,0 +1,310 @@
+"""When a cold request should start: predicted times to first token, and the delay that each mode adds to others.
+
+A request is *cold* if its adapter is not on the device. With ``T`` the device time of its prompt, ``beat`` a step of
+the others, and all predictions counted from now:
+
+::
+
+    wait      | read ....... | copy ....... |                   T |     begins with the step after the copy
+    assist    | read ....... |          T + delay of assisting    |     begins with the step after the read
+    layers    | read ....... |                                          the copy follows the read, layer by layer
+                 | copy ....... |
+                          |   T   + stall |                             begins when the stall pays
+
+* *Assisting* computes the adapter's product of a layer on the CPU while the device computes the layer: each of ``G``
+  layers takes ``max(0, t_cpu - t_gpu)`` longer, and two handoffs. The gain over waiting is
+  ``W - sum over G layers of max(0, t_cpu - t_gpu) - 2 G handoff``. A step keeps its placement to its end, so ``G`` is
+  the number of layers, once for each step until the copy has arrived.
+* *Layers* stall a step by ``S = max over layers of (arrival - compute)``. Until ``S`` is over, the request may as well
+  wait without a step: it starts no later for it, and others lose nothing. So it begins ``S`` from now if it is alone.
+  Beside others it can begin only between steps. Beginning at the last step before ``S`` is over saves it
+  ``beat - stall`` over beginning at the next one, and costs each of the others ``stall``.
+
+A mode is worth its delay if the gain over waiting, times the requests that gain, exceeds the delay times the sequences
+that pay (break-even). All functions are pure; times are in seconds.
+
+Source: CaraServe (Toppings, ATC '25), section 4, for assisting; the break-even against the rest of the batch is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from manylora.types import ColdStart
+
+__all__ = ["AssistCosts", "Corrections", "Expected", "Question", "Route", "choose", "expect"]
+
+BESIDE_ROW_RANK_S = 34e-6 / 64
+"""Seconds per token, unit of rank and layer on the CPU beside a device, before any measurement: q, k and v of a 7B
+model at rank 64 on one AVX-512 core."""
+
+BESIDE_HANDOFF_S = 10e-6
+"""Seconds per handoff between device and CPU before any measurement: twice a ping-pong between two threads."""
+
+MOST_HANDOFF_S = 100e-6
+"""Longest handoff that is believed; more is the CPU's own work."""
+
+MOST_STALL = 0.5
+"""Longest stall of others, in steps, whatever is gained."""
+
+LEARN = 0.2
+"""Weight of an observation against all earlier ones."""
+
+FORGET = 0.02
+"""Part of a correction that is forgotten with each observation of another mode, so that a mode is tried again."""
+
+MOST_CORRECTION = 8.0
+"""Bound of a correction, and of one observation, as a factor in both directions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The hops of one adapter to the device; negative beginnings are in the past.
+
+    Args:
+        read_begins_s: Begin of its read from disk, behind the loads ahead of it.
+        read_s: Duration of the read; 0 if the image is in host memory.
+        copy_begins_s: Begin of its copy as far as the link is concerned.
+        copy_s: Duration of the copy.
+        is_chained: Whether the copy in flight follows the read layer by layer.
+    """
+
+    read_begins_s: float
+    read_s: float
+    copy_begins_s: float
+    copy_s: float
+    is_chained: bool = False
+
+    @property
+    def host_s(self) -> float:
+        """Time until the image in host memory is complete."""
+        return max(0.0, self.read_begins_s + self.read_s) if self.read_s else 0.0
+
+    def device_s(self, num_layers: int) -> float:
+        """Return the time until all weights are on the device, if nothing more is chained."""
+        if self.is_chained:
+            return self.last_layer_s(num_layers)
+        begins_s = max(self.host_s, self.copy_begins_s) if self.read_s else self.copy_begins_s
+        return max(0.0, begins_s + self.copy_s)
+
+    def first_layer_s(self, num_layers: int) -> float:
+        """Return the time until the first layer has arrived, with a copy that follows the read."""
+        return self._first_is_read_s(num_layers) + self.copy_s / num_layers
+
+    def last_layer_s(self, num_layers: int) -> float:
+        """Return the time until the last layer has arrived, with a copy that follows the read."""
+        copied_s = self._first_is_read_s(num_layers) + self.copy_s
+        if not self.read_s:
+            return max(0.0, copied_s)
+        return max(0.0, copied_s, self.read_begins_s + self.read_s + self.copy_s / num_layers)
+
+    def _first_is_read_s(self, num_layers: int) -> float:
+        if not self.read_s:
+            return self.copy_begins_s
+        return max(self.copy_begins_s, self.read_begins_s + self.read_s / num_layers)
+
+    def stall_s(self, step_s: float, num_layers: int) -> float:
+        """Return the time that a step of ``step_s`` would wait for layers, if it began now.
+
+        Arrivals and computation are lines over the layers, so the wait is longest for the first or the last.
+        """
+        computed_s = step_s * (num_layers - 1) / num_layers
+        return max(0.0, self.first_layer_s(num_layers), self.last_layer_s(num_layers) - computed_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A cold request, and the batch that it would join.
+
+    Args:
+        route: Hops of its adapter.
+        num_layers: Layers of the base.
+        step_s: Duration of its first step, with all weights on the device.
+        prompt_s: Duration of all steps of its prompt, each as long as the first.
+        beat_s: Duration of a step of the others alone.
+        num_others: Sequences that run.
+        num_sharing: Requests that wait for this adapter, this one included; all of them gain.
+        row_rank: Sum of ranks over the tokens that its first step computes from host memory.
+        rank: Its adapter's rank.
+    """
+
+    route: Route
+    num_layers: int
+    step_s: float
+    prompt_s: float
+    beat_s: float
+    num_others: int
+    num_sharing: int
+    row_rank: int
+    rank: int
+
+
+class Expected(NamedTuple):
+    """The prediction for one mode.
+
+    Args:
+        first_token_s: Time to the first token.
+        others_s: Delay of the others, summed over them.
+        begins_s: Time until the request's first step.
+    """
+
+    first_token_s: float
+    others_s: float
+    begins_s: float
+
+
+class AssistCosts:
+    """The delay of steps with rows that are computed from host memory, learnt from such steps.
+
+    Args:
+        is_beside: Whether the CPU computes beside a device. If not, the base runs on the same cores and the same
+            kernels, which read the image in place of pages: that costs nothing, and nothing is learnt.
+    """
+
+    def __init__(self, *, is_beside: bool) -> None:
+        self.is_beside = is_beside
+        self._row_rank_s = BESIDE_ROW_RANK_S
+        self._handoff_s = BESIDE_HANDOFF_S
+
+    def delay_s(self, row_rank: int, step_s: float, num_layers: int) -> float:
+        """Return the delay of a step of ``step_s`` by rows with that sum of ranks over tokens."""
+        if not self.is_beside:
+            return 0.0
+        exposed_s = max(0.0, self._row_rank_s * row_rank - step_s / num_layers)
+        return num_layers * (exposed_s + 2 * self._handoff_s)
+
+    def observe(self, row_rank: int, step_s: float, num_layers: int, took_s: float) -> None:
+        """Learn that such a step took ``took_s``.
+
+        A step that should have hidden the CPU's part teaches the handoff. Any other teaches the rate; so does a delay
+        that no handoff explains.
+        """
+        layer_s, excess_s = step_s / num_layers, (took_s - step_s) / num_layers
+        handoff_s = self._handoff_s
+        if is_hidden := self._row_rank_s * row_rank <= layer_s:
+            handoff_s = min(max(0.0, excess_s / 2), MOST_HANDOFF_S)
+            self._handoff_s += LEARN * (handoff_s - self._handoff_s)
+        excess_s -= 2 * handoff_s
+        if not is_hidden or excess_s > 0.0:
+            rate_s = max(0.0, layer_s + excess_s) / row_rank
+            self._row_rank_s += LEARN * (rate_s - self._row_rank_s)
+
+    def forget(self) -> None:
+        """Learn that a request started in another mode: the rate fades to its guess, so that assisting is retried."""
+        self._row_rank_s += FORGET * (BESIDE_ROW_RANK_S - self._row_rank_s)
+
+
+class Corrections:
+    """Factors on the delay that a mode's predictions add to a resident start, from predictions that were wrong.
+
+    With a share ``w`` of the delay in the prediction and actual delays of ``r`` times the predicted ones, ``n``
+    observations give ``log factor = log r * (1 - (1 - LEARN * w) ** n)``. The time that a resident start takes too
+    counts with the delay it is compared to, so a prediction of little delay teaches little.
+    """
+
+    def __init__(self) -> None:
+        self._logs = dict.fromkeys(ColdStart, 0.0)
+
+    def factor(self, mode: ColdStart) -> float:
+        """Return the factor on a mode's predicted delay."""
+        return math.exp(self._logs[mode])
+
+    def observe(self, mode: ColdStart, *, resident_s: float, delay_s: float, actual_s: float) -> None:
+        """Learn the actual time to first token.
+
+        Args:
+            mode: The request's.
+            resident_s: Prediction for an adapter on the device.
+            delay_s: Prediction of the delay over that, without a correction.
+            actual_s: The time it took.
+        """
+        for other in self._logs:
+            if other is not mode:
+                self._logs[other] *= 1.0 - FORGET
+        if delay_s <= 0.0:
+            return
+        ratio = min(max((actual_s - resident_s) / delay_s, 1.0 / MOST_CORRECTION), MOST_CORRECTION)
+        share = delay_s / (resident_s + delay_s)
+        self._logs[mode] += LEARN * share * (math.log(ratio) - self._logs[mode])
+
+
+def expect(
+    question: Question, assist: AssistCosts, corrections: Corrections, *, is_forced: bool = False
+) -> dict[ColdStart, Expected]:
+    """Return the predictions for all modes.
+
+    Args:
+        question: The request and its batch.
+        assist: Costs of assisted rows.
+        corrections: Factors on the delays.
+        is_forced: Whether the mode is given: layers then begin at once, however long they stall.
+    """
+    plain = {
+        ColdStart.WAIT: _wait(question),
+        ColdStart.ASSIST: _assist(question, assist),
+        ColdStart.LAYERS: _layers(question, is_forced=is_forced),
+    }
+    return {mode: _corrected(one, question.prompt_s, corrections.factor(mode)) for mode, one in plain.items()}
+
+
+def choose(expected: Mapping[ColdStart, Expected], allowed: Collection[ColdStart], num_sharing: int) -> ColdStart:
+    """Return the allowed mode with the earliest first token, of those that are worth their delay to others.
+
+    Waiting delays no other sequence and is always allowed. Between equals, the one that delays others less.
+    """
+    waiting = expected[ColdStart.WAIT]
+
+    def is_worth(mode: ColdStart) -> bool:
+        one = expected[mode]
+        return not one.others_s or (waiting.first_token_s - one.first_token_s) * num_sharing > one.others_s
+
+    modes = [mode for mode in (ColdStart.ASSIST, ColdStart.LAYERS) if mode in allowed and is_worth(mode)]
+    return min([*modes, ColdStart.WAIT], key=lambda mode: (expected[mode].first_token_s, expected[mode].others_s))
+
+
+def _corrected(one: Expected, resident_s: float, factor: float) -> Expected:
+    delay_s = one.first_token_s - resident_s
+    return Expected(resident_s + factor * delay_s, one.others_s, factor * one.begins_s)
+
+
+def _wait(question: Question) -> Expected:
+    begins_s = _next_step_s(question.route.device_s(question.num_layers), question)
+    return Expected(begins_s + question.prompt_s, 0.0, begins_s)
+
+
+def _assist(question: Question, assist: AssistCosts) -> Expected:
+    num_layers = question.num_layers
+    begins_s = _next_step_s(question.route.host_s, question)
+    copied_s = question.route.device_s(num_layers)
+    step_delay_s = assist.delay_s(question.row_rank, question.step_s, num_layers)
+    num_chunks = round(question.prompt_s / question.step_s)
+    num_assisted = math.ceil((copied_s - begins_s) / (question.step_s + step_delay_s))
+    delay_s = step_delay_s * min(max(1, num_assisted), num_chunks)
+    first_token_s = begins_s + question.prompt_s + delay_s
+    decode_delay_s = assist.delay_s(question.rank, question.beat_s, num_layers)
+    num_decodes = math.ceil(max(0.0, copied_s - first_token_s) / max(1e-9, question.beat_s + decode_delay_s))
+    return Expected(first_token_s, question.num_others * (delay_s + num_decodes * decode_delay_s), begins_s)
+
+
+def _layers(question: Question, *, is_forced: bool) -> Expected:
+    stall_s, beat_s = question.route.stall_s(question.step_s, question.num_layers), question.beat_s
+    if is_forced or not stall_s:
+        begins_s = 0.0
+    elif not question.num_others:
+        begins_s = stall_s
+    else:
+        gaining = question.num_sharing
+        most_s = beat_s * min(MOST_STALL, gaining / (gaining + question.num_others))
+        begins_s = beat_s * max(0, math.ceil((stall_s - most_s) / max(1e-9, beat_s)))
+    stall_s = max(0.0, stall_s - begins_s)
+    return Expected(begins_s + stall_s + question.prompt_s, question.num_others * stall_s, begins_s)
+
+
+def _next_step_s(ready_s: float, question: Question) -> float:
+    """Return the time of the first step that begins when weights are there: at once, or between two steps of others."""
+    if not question.num_others or ready_s <= 0.0:
+        return max(0.0, ready_s)
+    return question.beat_s * math.ceil(ready_s / max(1e-9, question.beat_s))

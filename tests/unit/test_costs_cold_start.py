@@ -1,0 +1,230 @@
+"""The break-even model of cold starts, against its definition and in closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manylora.costs.cold_start import (
+    BESIDE_HANDOFF_S,
+    BESIDE_ROW_RANK_S,
+    FORGET,
+    LEARN,
+    MOST_CORRECTION,
+    MOST_STALL,
+    AssistCosts,
+    Corrections,
+    Expected,
+    Question,
+    Route,
+    choose,
+    expect,
+)
+from manylora.types import ColdStart
+
+WAIT, ASSIST, LAYERS = ColdStart
+LAYERS_OF_7B = 32
+
+
+def route(**changes: object) -> Route:
+    values: dict[str, object] = {"read_begins_s": 0.0, "read_s": 0.0, "copy_begins_s": 0.0, "copy_s": 0.010}
+    return Route(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def question(**changes: object) -> Question:
+    values: dict[str, object] = {
+        "route": route(),
+        "num_layers": LAYERS_OF_7B,
+        "step_s": 0.032,
+        "prompt_s": 0.032,
+        "beat_s": 0.025,
+        "num_others": 0,
+        "num_sharing": 1,
+        "row_rank": 64 * 64,
+        "rank": 64,
+    }
+    return Question(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def predict(asked: Question, *, is_beside: bool = True, is_forced: bool = False) -> dict[ColdStart, Expected]:
+    return expect(asked, AssistCosts(is_beside=is_beside), Corrections(), is_forced=is_forced)
+
+
+def test_a_copy_waits_for_the_read_and_follows_it_by_layers_when_chained():
+    both = route(read_s=0.100, copy_s=0.020)
+    assert both.host_s == pytest.approx(0.100)
+    assert both.device_s(10) == pytest.approx(0.120)
+    assert both.first_layer_s(10) == pytest.approx(0.010 + 0.002)
+    assert both.last_layer_s(10) == pytest.approx(0.100 + 0.002)  # the disk is slower: one layer of the copy is left
+    slow_link = route(read_s=0.020, copy_s=0.100)
+    assert slow_link.last_layer_s(10) == pytest.approx(0.002 + 0.100)
+    begun = route(copy_begins_s=-0.004)
+    assert begun.device_s(10) == pytest.approx(0.006)
+    assert route(copy_begins_s=-1.0).device_s(10) == 0.0
+    assert route(copy_begins_s=0.030).device_s(10) == pytest.approx(0.040)  # behind other loads
+    assert route(read_s=0.1, copy_s=0.02, is_chained=True).device_s(10) == pytest.approx(0.102)
+
+
+@given(
+    read_begins_s=st.floats(-0.1, 0.1),
+    read_s=st.just(0.0) | st.floats(0.001, 0.2),
+    copy_begins_s=st.floats(-0.1, 0.1),
+    copy_s=st.floats(0.0, 0.2),
+    step_s=st.floats(0.001, 0.2),
+    num_layers=st.integers(1, 40),
+)
+def test_the_stall_is_the_longest_that_any_layer_is_waited_for(
+    read_begins_s, read_s, copy_begins_s, copy_s, step_s, num_layers
+):
+    """Layer by layer: each is read, then copied behind the one before it."""
+    asked = route(read_begins_s=read_begins_s, read_s=read_s, copy_begins_s=copy_begins_s, copy_s=copy_s)
+    arrives_at, stall_s = copy_begins_s, 0.0
+    for layer in range(num_layers):
+        is_read_at = read_begins_s + read_s * (layer + 1) / num_layers if read_s else -math.inf
+        arrives_at = max(arrives_at, is_read_at) + copy_s / num_layers
+        stall_s = max(stall_s, arrives_at - step_s * layer / num_layers)
+    assert asked.stall_s(step_s, num_layers) == pytest.approx(stall_s, abs=1e-9)
+
+
+@given(
+    copy_s=st.floats(0.0, 0.3),
+    num_tokens=st.integers(1, 2000),
+    rank=st.integers(1, 256),
+    step_s=st.floats(0.005, 0.3),
+)
+def test_the_gain_of_assisting_is_that_of_the_formula(copy_s, num_tokens, rank, step_s):
+    row_rank = num_tokens * rank
+    found = predict(question(route=route(copy_s=copy_s), step_s=step_s, prompt_s=step_s, row_rank=row_rank))
+    layers = LAYERS_OF_7B
+    exposed_s = max(0.0, BESIDE_ROW_RANK_S * row_rank - step_s / layers)
+    gain_s = copy_s - layers * exposed_s - 2 * layers * BESIDE_HANDOFF_S
+    assert found[WAIT].first_token_s - found[ASSIST].first_token_s == pytest.approx(gain_s, abs=1e-9)
+    best = choose(found, (WAIT, ASSIST), 1)
+    assert best is (ASSIST if gain_s > 0 else WAIT) or gain_s == pytest.approx(0, abs=1e-9)
+
+
+def test_beside_others_a_request_begins_between_two_steps():
+    found = predict(question(num_others=3, route=route(copy_s=0.030)))
+    assert found[WAIT].begins_s == pytest.approx(0.050)
+    assert found[WAIT].first_token_s == pytest.approx(0.050 + 0.032)
+
+
+def test_on_a_cpu_the_image_is_as_good_as_pages_and_the_disk_is_hidden_by_layers():
+    assert choose(predict(question(), is_beside=False), tuple(ColdStart), 1) is ASSIST
+    resident_s = predict(question(), is_beside=False)[ASSIST].first_token_s
+    assert resident_s == pytest.approx(0.032)
+    from_disk = question(route=route(read_s=0.100))
+    assert choose(predict(from_disk, is_beside=False), tuple(ColdStart), 1) is LAYERS
+    assert choose(predict(from_disk, is_beside=False), (WAIT,), 1) is WAIT
+
+
+@given(
+    copy_s=st.floats(0.001, 0.5),
+    beat_s=st.floats(0.001, 0.1),
+    num_others=st.integers(1, 40),
+    num_sharing=st.integers(1, 8),
+)
+def test_others_never_pay_more_than_a_request_gains(copy_s, beat_s, num_others, num_sharing):
+    asked = question(
+        route=route(copy_s=copy_s),
+        beat_s=beat_s,
+        step_s=1.2 * beat_s,
+        prompt_s=1.2 * beat_s,
+        num_others=num_others,
+        num_sharing=num_sharing,
+    )
+    found = predict(asked)
+    layers, stall_s = found[LAYERS], asked.route.stall_s(asked.step_s, asked.num_layers)
+    stalled_s = layers.others_s / num_others
+    assert stalled_s <= MOST_STALL * beat_s + 1e-9
+    assert stalled_s * num_others <= (beat_s - stalled_s) * num_sharing + 1e-9  # against the next step
+    assert layers.first_token_s <= found[WAIT].first_token_s + 1e-9
+    assert layers.begins_s >= stall_s - beat_s  # a step earlier would have paid as well, else
+    mode = choose(found, tuple(ColdStart), num_sharing)
+    gain_s = found[WAIT].first_token_s - found[mode].first_token_s
+    assert gain_s * num_sharing >= found[mode].others_s
+    assert choose(found, (WAIT,), num_sharing) is WAIT
+
+
+def test_alone_a_request_begins_when_no_layer_is_waited_for_and_at_once_if_it_must():
+    asked = question(route=route(copy_s=0.200))
+    stall_s = asked.route.stall_s(asked.step_s, asked.num_layers)
+    timed, forced = predict(asked)[LAYERS], predict(asked, is_forced=True)[LAYERS]
+    assert (timed.begins_s, timed.others_s) == (pytest.approx(stall_s), 0.0)
+    assert forced.begins_s == 0.0
+    assert timed.first_token_s == pytest.approx(forced.first_token_s) == pytest.approx(stall_s + 0.032)
+
+
+def test_an_assisted_prompt_is_refused_where_the_batch_would_pay_for_it():
+    """The CPU takes 4096 x 0.53 us a layer, beside a millisecond of the device: 38 ms for each of the others."""
+    asked = question(route=route(copy_s=0.060), row_rank=64 * 64)
+    alone, beside = predict(asked), predict(question(route=route(copy_s=0.060), row_rank=64 * 64, num_others=8))
+    assert choose(alone, (WAIT, ASSIST), 1) is ASSIST
+    assert choose(beside, (WAIT, ASSIST), 1) is WAIT
+
+
+def test_chunks_of_a_prompt_are_assisted_until_the_copy_has_arrived():
+    """A chunk takes 32 ms and 37.7 ms of the CPU's, of four; the copy takes 100 ms, so two chunks are assisted."""
+    asked = question(route=route(copy_s=0.100), prompt_s=4 * 0.032)
+    delay_s = AssistCosts(is_beside=True).delay_s(asked.row_rank, asked.step_s, asked.num_layers)
+    assert delay_s == pytest.approx(32 * (BESIDE_ROW_RANK_S * 64 * 64 - 0.001 + 2 * BESIDE_HANDOFF_S))
+    assert predict(asked)[ASSIST].first_token_s == pytest.approx(4 * 0.032 + 2 * delay_s)
+
+
+def test_a_correction_approaches_the_error_in_closed_form_and_fades():
+    corrections, resident_s, delay_s, ratio = Corrections(), 0.010, 0.030, 4.0
+    share = delay_s / (resident_s + delay_s)
+    for count in range(1, 20):
+        corrections.observe(WAIT, resident_s=resident_s, delay_s=delay_s, actual_s=resident_s + ratio * delay_s)
+        expected = ratio ** (1 - (1 - LEARN * share) ** count)
+        assert corrections.factor(WAIT) == pytest.approx(expected)
+    assert corrections.factor(ASSIST) == 1.0
+    before = math.log(corrections.factor(WAIT))
+    for _ in range(10):
+        corrections.observe(LAYERS, resident_s=1.0, delay_s=0.0, actual_s=9.0)
+    assert math.log(corrections.factor(WAIT)) == pytest.approx(before * (1 - FORGET) ** 10)
+    for _ in range(200):
+        corrections.observe(LAYERS, resident_s=0.0, delay_s=1.0, actual_s=1e9)
+    assert corrections.factor(LAYERS) == pytest.approx(MOST_CORRECTION)
+
+
+def test_a_model_that_believes_in_a_link_four_times_too_fast_finds_the_right_choice():
+    """Waiting is believed to take ``W`` and takes ``4 W``; assisting takes a time between the two, as predicted."""
+    assist, corrections = AssistCosts(is_beside=True), Corrections()
+    asked = question(route=route(copy_s=0.020), row_rank=64 * 64)
+    at_first = expect(asked, assist, corrections)
+    resident_s, wait_s = asked.prompt_s, 0.020
+    assist_s = at_first[ASSIST].first_token_s - resident_s
+    assert wait_s < assist_s < 4 * wait_s
+    # log factor = log 4 * (1 - (1 - LEARN * share) ** n) > log(assist / wait)
+    share = wait_s / (wait_s + resident_s)
+    left = 1 - math.log(assist_s / wait_s) / math.log(4)
+    num_requests = math.ceil(math.log(left) / math.log(1 - LEARN * share))
+    assert num_requests < 20
+    for number in range(num_requests):
+        assert choose(expect(asked, assist, corrections), tuple(ColdStart)[:2], 1) is WAIT, number
+        corrections.observe(WAIT, resident_s=resident_s, delay_s=wait_s, actual_s=resident_s + 4 * wait_s)
+    assert choose(expect(asked, assist, corrections), tuple(ColdStart)[:2], 1) is ASSIST
+
+
+@pytest.mark.parametrize(("rate", "handoff_s"), [(4.0, 10e-6), (0.25, 30e-6), (1.0, 50e-6)])
+def test_the_costs_of_assisting_are_learnt_from_steps(rate, handoff_s):
+    costs, layer_s, layers = AssistCosts(is_beside=True), 0.001, LAYERS_OF_7B
+
+    def took_s(row_rank: int) -> float:
+        exposed_s = max(0.0, rate * BESIDE_ROW_RANK_S * row_rank - layer_s)
+        return layers * (layer_s + exposed_s + 2 * handoff_s)
+
+    for _ in range(60):
+        for row_rank in (64, 64 * 512):  # a decode, which is hidden, and a prompt, which is not
+            costs.observe(row_rank, layers * layer_s, layers, took_s(row_rank))
+    for row_rank in (64, 64 * 64, 64 * 512):
+        step_s = layers * layer_s
+        assert step_s + costs.delay_s(row_rank, step_s, layers) == pytest.approx(took_s(row_rank), rel=0.02)
+    for _ in range(400):
+        costs.forget()
+    retried = costs.delay_s(64 * 512, layers * layer_s, layers)
+    assert retried == pytest.approx(layers * (BESIDE_ROW_RANK_S * 64 * 512 - layer_s + 2 * handoff_s), rel=0.02)
