@@ -68,6 +68,8 @@ class AdapterBook:
 
     def __init__(self, *, served_name: str, epoch_s: Callable[[], float]) -> None:
         self.adapters: dict[str, LoadedAdapter] = {}
+        self.num_changes = 0
+        """Changes of names and paths; equal numbers mean equal lists."""
         self.ranks: dict[str, int] = {}
         """Rank of each adapter that an engine has loaded, by name; for routers."""
         self._served_name = served_name
@@ -87,6 +89,7 @@ class AdapterBook:
             if module.is_required and not os.path.isdir(module.path):
                 raise AdapterNotFound(module.name, f"there is no directory {module.path!r}")
             self.adapters[module.name] = LoadedAdapter(path=module.path, loaded_at=int(self._epoch_s()))
+        self.num_changes += 1
 
     @contextlib.asynccontextmanager
     async def free(self, name: str, *, may_replace: bool) -> AsyncIterator[LoadedAdapter | None]:
@@ -118,6 +121,7 @@ class AdapterBook:
     def note_load(self, name: str, path: str, status: AdapterStatus) -> None:
         """Record a load; a replacement keeps the pin and ``loaded_at``."""
         before = self.adapters.get(name)
+        self.num_changes += 1
         self.ranks[name] = status.version.rank
         if before is None:
             self.adapters[name] = LoadedAdapter(path=path, loaded_at=int(self._epoch_s()))
@@ -130,6 +134,7 @@ class AdapterBook:
 
     def forget(self, name: str) -> None:
         """Remove a name."""
+        self.num_changes += 1
         self.adapters.pop(name, None)
         self.ranks.pop(name, None)
 
