@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +20,14 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
 from manylora.adapters import header as header_module
+from manylora.adapters import read_layers
 from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.header import HeaderReader
 from manylora.adapters.packed import image_of, own_memory
 from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
 from manylora.adapters.stamp import is_provisional, provisional_key, stamp_files
-from manylora.adapters.weight_source import parse_header
+from manylora.adapters.weight_source import fetch, parse_header
 from manylora.errors import AdapterError
 
 BASE = tiny_base()
@@ -84,8 +88,9 @@ def test_known_content_gives_the_version_that_reading_gives(tmp_path: Path) -> N
 
 def test_every_change_of_the_files_changes_the_key(tmp_path: Path) -> None:
     directory = write_good_adapter(tmp_path / "a", BASE)
-    keys = [reader().read("mine", directory).key]
     weights = directory / "adapter_model.safetensors"
+    os.utime(weights, (1, 1))  # so that no write falls into the same tick of the file system's clock
+    keys = [reader().read("mine", directory).key]
     content = weights.read_bytes()
     weights.unlink()
     weights.write_bytes(content)
@@ -112,6 +117,54 @@ def test_adapters_of_one_shape_are_checked_once(tmp_path: Path, monkeypatch: pyt
     assert parsed == ["0"]
     headers.read("wide", write_good_adapter(tmp_path / "wide", BASE, rank=9))
     assert parsed == ["0", "wide"]
+
+
+def rewrite(directory: Path) -> None:
+    content = (directory / "adapter_model.safetensors").read_bytes()
+    (directory / "adapter_model.safetensors").write_bytes(content)
+
+
+def replace_by_a_rename(directory: Path) -> None:
+    save_file({"x": torch.zeros(1)}, directory / "new")
+    (directory / "new").rename(directory / "adapter_model.safetensors")
+
+
+def rewrite_the_configuration(directory: Path) -> None:
+    config = directory / "adapter_config.json"
+    config.write_text(config.read_text() + "\n")
+
+
+def remove(directory: Path) -> None:
+    (directory / "adapter_model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("change", [rewrite, replace_by_a_rename, rewrite_the_configuration, remove])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_change_at_any_moment_of_the_first_read_is_noticed(
+    change: Callable[[Path], None], layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 0 is before the files are opened."""
+    directory = write_good_adapter(tmp_path / "a", BASE)
+    os.utime(directory / "adapter_model.safetensors", (1, 1))
+    version = reader().read("mine", directory)
+    num_fetched = 0
+
+    def fetch_and_change(*arguments: Any) -> Any:
+        nonlocal num_fetched
+        num_fetched += 1
+        if num_fetched == layer:
+            change(directory)
+        return fetch(*arguments)
+
+    monkeypatch.setattr(read_layers, "fetch", fetch_and_change)
+    if not layer:
+        change(directory)
+    with (
+        pytest.raises(AdapterError, match=r"changed since it was registered|has no weight file"),
+        LayerReader(version, BASE, max_bytes=LIMIT) as layers,
+    ):
+        list(layers.pack(image_of(own_memory(version.host_bytes), layers.layout, BASE.page)))
+    assert layer == 0 or layers.first_content is None
 
 
 HEADER = {
