@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from manylora.types import AdapterVersion, Tier
 __all__ = ["folders"]
 
 BROKEN = "the link broke"
+NUMBERS = count(2)
 
 
 class ScriptedLink(Link):
@@ -127,10 +129,11 @@ def test_every_interleaving_of_pages_and_steps(
         for number in order
     }
     steps: list[step] = []
-    for number, is_step in enumerate(data.draw(st.lists(st.booleans(), max_size=14), label="steps among pages")):
+    for is_step in data.draw(st.lists(st.booleans(), max_size=14), label="steps among pages"):
         if is_step and len(steps) < 3:
-            plan = [structs.replace(part, seq_id=part.seq_id + 10 * number) for part in plan_of(versions)]
-            steps.append(step(parts, plan, 2 + number))
+            step_id = next(NUMBERS)  # no sequence comes twice, as in an engine
+            plan = [structs.replace(part, seq_id=part.seq_id + 10 * step_id) for part in plan_of(versions)]
+            steps.append(step(parts, plan, step_id))
         elif not is_step:
             link.permits.release()
     link.permits.release(1000)
@@ -169,8 +172,8 @@ def test_an_arrival_lets_every_thread_go_on(data: st.DataObject) -> None:
     ]
     for thread in threads:
         thread.start()
-    for count in steps:
-        arrival.advance(count, f"event {count}")
+    for num_arrived in steps:
+        arrival.advance(num_arrived, f"event {num_arrived}")
     if fails:
         arrival.fail("gone")
         arrival.advance(num_pages)  # too late, unless all were there
@@ -181,6 +184,6 @@ def test_an_arrival_lets_every_thread_go_on(data: st.DataObject) -> None:
     assert arrival.num_arrived == last and arrival.is_complete == (last == num_pages)
     assert arrival.error == (None if last == num_pages else "gone")
     assert changes[0] == 0 and changes == sorted(changes) and changes[-1] == last
-    for count in range(last + 1):
-        first = next((n for n in steps if n >= count), None)
-        assert arrival.wait(count) == (None if first is None else f"event {first}")
+    for wanted in range(last + 1):
+        first = next((n for n in steps if n >= wanted), None)
+        assert arrival.wait(wanted) == (None if first is None else f"event {first}")
