@@ -88,6 +88,7 @@ def run(
         seed=config.seed,
         sinks=[events.append],
         reads_host=parts.reads_host,
+        waits_by_layer=parts.waits_by_layer,
     )
     for index, version in enumerate(versions):
         core.adapters.register(f"a{index}", version, clock.now() if isinstance(clock, VirtualClock) else arrivals[0][0])

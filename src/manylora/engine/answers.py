@@ -97,7 +97,7 @@ class Answers:
             if sequence.status is SequenceStatus.WAITING or sequence.placement is ARRIVING:
                 sequence.failed(error)
                 if not sequence.num_in_flight:
-                    self.finish(sequence, FinishReason.ERROR, now, error=sequence.error)
+                    self.finish(sequence, FinishReason.ERROR, now)
 
     def finish(
         self,
@@ -106,7 +106,6 @@ class Answers:
         now: float,
         *,
         token: SampledToken | None = None,
-        error: str | None = None,
     ) -> None:
         """End a sequence: release its memory, at the latest when no step in flight uses it, and report it."""
         if sequence.status is SequenceStatus.RUNNING:
@@ -132,7 +131,7 @@ class Answers:
                 stop_token=token.token_id if token and reason is FinishReason.STOP else None,
                 num_cached_tokens=sequence.num_cached,
                 adapter=sequence.adapter,
-                error=error,
+                error=sequence.error if reason is FinishReason.ERROR else None,
             )
         )
         self._emit(

@@ -331,6 +331,7 @@ class EngineCore:
             if (reason := result.failed.get(sequence.seq_id)) is not None:
                 sequence.failed(reason)
         served: list[Sequence] = []
+        is_warm = not step.is_cold
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if not part.is_sampled:
                 sequence.took_chunk()
@@ -340,7 +341,7 @@ class EngineCore:
                 served.append(sequence)
             if not prefix_caching or sequence.status is SequenceStatus.FINISHED:
                 continue
-            if not step.is_cold or sequence.has_sound_kv:
+            if is_warm or sequence.has_sound_kv:
                 sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, self.page_cache.prefix)
         self._counters.generated_tokens += len(served)
         if self._cold_starts.is_awaiting:
@@ -351,12 +352,12 @@ class EngineCore:
             if sequence.status is SequenceStatus.FINISHED:
                 self._running.stop(sequence, now)  # it ended while this step ran
             elif sequence.ending is not None:
-                self._answers.finish(sequence, sequence.ending, now, error=sequence.error)
+                self._answers.finish(sequence, sequence.ending, now)
             elif part.is_sampled:
                 answer(sequence, tokens[part.seq_id], now)
         self._counters.steps += 1
         took_s = now - step.began_at
-        if not step.is_cold or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s):
+        if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s):
             self._costs.step.observe(step.num_tokens, took_s)
             self._running.took(step.load, took_s)
         self._emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
