@@ -2,7 +2,7 @@
 
     python bench/cold_disk.py [--quick] [--link-bandwidth BYTES]
 
-A model of random weights and an adapter of about 100 MB in float32, on the torch executor of this machine's CPU,
+A model of random weights and an adapter of about 100 MB in float32, on the torch executor of this machine's CPU and
 without an engine: a round asks the executor for the loads and the step as the engine would. Three ways take turns:
 
 * *whole*: the file is read, then copied to the pages, then the prompt runs;
