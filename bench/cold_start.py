@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the resident engine can do")
     options = parser.parse_args()
-    num_rounds, num_requests = (1, 24) if options.quick else (options.rounds, 240)
+    num_rounds, num_requests = (1, 24) if options.quick else (options.rounds, 120)
     figures = measure(num_rounds, num_requests, options.load)
     publish("cold_start", figures, page(figures), is_kept=not options.quick)
 

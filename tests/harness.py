@@ -14,7 +14,7 @@ from manylora.ports import Executor
 from manylora.scheduling import LengthPredictor, Nearness, PolicyContext, Sequence
 from manylora.scheduling.prediction import OraclePredictor
 from manylora.sim.run.fake import FakeExecutor
-from manylora.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams
+from manylora.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams, Tier
 
 VOCAB_SIZE = 1000
 
@@ -128,10 +128,20 @@ class Rig:
         for one in requests:
             self.core.add_request(one, self.now)
 
-    def register(self, name: str, num_pages: int = 2, *, key: str | None = None, replace: bool = False) -> None:
+    def register(
+        self,
+        name: str,
+        num_pages: int = 2,
+        *,
+        key: str | None = None,
+        replace: bool = False,
+        is_unread: bool = False,
+    ) -> None:
         made = version(key or f"key-{name}", num_pages)
-        self.executor.host.add(made.key)
-        self.core.adapters.register(name, made, self.now, replace=replace)
+        if not is_unread:
+            self.executor.host.add(made.key)
+        tier = Tier.DISK if is_unread else Tier.HOST
+        self.core.adapters.register(name, made, self.now, replace=replace, tier=tier)
 
     def turn(self) -> None:
         """Collect and launch."""

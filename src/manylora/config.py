@@ -15,6 +15,7 @@ from manylora.errors import ConfigError
 from manylora.options import check_options, option
 
 __all__ = [
+    "DEFAULT_HOST_BYTES",
     "GIB",
     "MIB",
     "AdapterConfig",
@@ -27,6 +28,8 @@ __all__ = [
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
+DEFAULT_HOST_BYTES = 4 * GIB
+"""Host memory for adapters where no machine says how much there is: in simulations."""
 
 _model, _memory, _scheduling, _adapters, _http = (
     partial(option, panel=name) for name in ("Model", "Memory", "Scheduling", "Adapters", "HTTP")
@@ -156,12 +159,18 @@ class AdapterConfig:
     """The adapter cache."""
 
     max_cpu_loras: int | None = _adapters(None, unit="adapters", at_least=1, help="Most adapters kept in host memory.")
-    host_bytes: int = _adapters(
-        4 * GIB,
+    host_bytes: int | None = _adapters(
+        None,
         flag="--host-memory",
         unit="bytes",
         above=0,
-        help="Host memory for adapters; those beyond it are read from disk again when requested.",
+        help="Host memory for adapters; those beyond it are read from disk again when requested. By default a quarter "
+        "of the memory that is available once the model is loaded; in simulations 4GiB.",
+    )
+    background_reads: bool = _adapters(
+        True,
+        help="Read adapters that were registered at start into spare host memory before they are requested.",
+        without="Read adapters only when they are requested.",
     )
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
@@ -219,6 +228,12 @@ class EngineConfig:
         None,
         metavar="FILE",
         help="Append a line per finished request (sizes, no text).",
+    )
+    cache_dir: str | None = _adapters(
+        None,
+        metavar="DIR|off",
+        help="Folder for content hashes of adapters, by which the next start recognises files that did not change. By "
+        "default [bold]manylora serve[/bold] takes manylora in the user's cache folder; off is none.",
     )
     simulate: str | None = option(
         None,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from manylora.adapters.shape import BaseShape
+from manylora.config import DEFAULT_HOST_BYTES
+from manylora.errors import AdapterError
 from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
-__all__ = ["AdapterReader", "EngineParts", "Executor", "Work"]
+__all__ = ["AdapterReader", "EngineParts", "Executor", "Work", "check_each"]
 
 
 class Work(Protocol):
@@ -55,7 +57,7 @@ class Executor(Protocol):
 
 
 class AdapterReader(Protocol):
-    """Reads adapters into the host tier."""
+    """Reads adapters into the host tier, or checks them where they are."""
 
     def read(self, name: str, path: str) -> AdapterVersion:
         """Read, check and pack the adapter in the directory ``path``. Blocks on the disk; safe from any thread.
@@ -64,6 +66,29 @@ class AdapterReader(Protocol):
             AdapterError: It cannot be served on this base; gives ``name`` and the reason.
         """
         ...
+
+    def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+        """Check adapters, by name and directory, as far as their weights need not be read; they stay on disk.
+
+        Returns:
+            For each its version, or the reason why it cannot be served. An executor brings the version to the host tier
+            on demand; only then a fault of the weights themselves appears.
+        """
+        ...
+
+
+def check_each(
+    read: Callable[[str, str], AdapterVersion], adapters: Sequence[tuple[str, str]]
+) -> list[AdapterVersion | AdapterError]:
+    """Check adapters one by one, for a reader that has no weights to spare the reading of."""
+
+    def check(name: str, path: str) -> AdapterVersion | AdapterError:
+        try:
+            return read(name, path)
+        except AdapterError as error:
+            return error
+
+    return [check(name, path) for name, path in adapters]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +105,7 @@ class EngineParts:
         is_accelerated: Whether steps run on a device rather than on this process's CPU.
         reads_host: Whether a step can read an adapter's weights from the host tier.
         waits_by_layer: Whether a step can run on an adapter that is on its way, and wait for each layer.
+        host_bytes: Size of the host tier where the configuration gives none.
     """
 
     base: BaseShape
@@ -91,3 +117,4 @@ class EngineParts:
     is_accelerated: bool = False
     reads_host: bool = False
     waits_by_layer: bool = False
+    host_bytes: int = DEFAULT_HOST_BYTES

@@ -28,7 +28,10 @@ __all__ = [
 ]
 
 AdapterKey = NewType("AdapterKey", str)
-"""Content hash of an adapter's weights and effective configuration; identifies a version."""
+"""Identifies a version: the content hash of an adapter's weights and effective configuration, or a provisional key.
+
+A provisional key stands for weights that were not read yet (``adapters/stamp.py``).
+"""
 
 
 class Tier(Enum):
@@ -197,7 +200,7 @@ class AdapterVersion:
     """Identity and sizes of LoRA weights, for the scheduler.
 
     Args:
-        key: Content hash.
+        key: Content hash, or a provisional key.
         source: Directory from which it is read, and read again.
         rank: Largest rank over its modules.
         total_rank: Sum of the ranks of its modules: the work of an unpadded kernel.
@@ -207,6 +210,9 @@ class AdapterVersion:
         weight_bytes: Its weights at device precision, without padding.
         host_bytes: Size of its host copy.
         disk_bytes: Size of its weight file.
+        dtype: Type of its packed weights; ``None`` for a version without weights (simulated).
+        layer_digests: Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty
+            where they are not known. ``key`` is the hash over them.
     """
 
     key: AdapterKey
@@ -219,3 +225,5 @@ class AdapterVersion:
     weight_bytes: int
     host_bytes: int
     disk_bytes: int
+    dtype: str | None = None
+    layer_digests: bytes = b""

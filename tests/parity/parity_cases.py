@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 import warnings
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -43,8 +46,9 @@ from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import EngineStats
 from manylora.execution.build import build_parts
-from manylora.execution.executor import TorchExecutor
-from manylora.plan import StepPlan
+from manylora.execution.executor import FutureWork, TorchExecutor
+from manylora.plan import ARRIVING, ON_DEVICE, AdapterLoad, LoadResult, StepPlan
+from manylora.ports import Work
 from manylora.types import AdapterKey, Output, Request, SamplingParams, Tier
 
 VOCAB = 320
@@ -122,7 +126,9 @@ class OracleResult:
     num_mixed_steps: int = 0
     num_narrow: int = 0
     num_in_host: int = 0
-    num_cancelled_in_host: int = 0
+    num_cancelled_cold: int = 0
+    num_arriving: int = 0
+    num_arriving_from_disk: int = 0
     stats: EngineStats | None = None
     smallest_effect: float = float("inf")
 
@@ -220,6 +226,9 @@ def make_cases() -> list[Case]:
 COLD = AdapterConfig(link_bytes_per_s=1_000_000, eviction="none", max_cpu_loras=5)
 """Every request is cold: no adapter idles on the device, half are on disk, and a copy lasts for several steps."""
 
+EARLY_GAP_S = 0.06
+"""Between requests that wait by layer: a step that waits for one adapter would see others arrive as well."""
+
 DOOMED = (
     Case("chunked", "wide", tuple(range(3, 183))),
     Case("decoding", "patterns", tuple(range(20, 29))),
@@ -227,7 +236,55 @@ DOOMED = (
 """Requests that are cancelled in the middle of a prompt, and of an answer."""
 
 
-def run_oracle(architecture: str, path: Path, *, lora_kernel: str = "grouped", is_cold: bool = False) -> OracleResult:
+class EarlyExecutor:
+    """Tells the core that a load is done as soon as it has begun, and lets steps wait for the layers.
+
+    Loads from disk begin together with those to the device. A drop waits for the load it would cut short.
+    """
+
+    def __init__(self, executor: TorchExecutor, clock: WallClock, result: OracleResult) -> None:
+        self._executor = executor
+        self._clock = clock
+        self._result = result
+        self._loads: dict[tuple[AdapterKey, Tier], Work] = {}
+
+    def launch(self, plan: StepPlan, now: float) -> Work:
+        sequences = []
+        for part in plan.sequences:
+            is_arriving = part.adapter is not None and not self._is_over(part.adapter, Tier.DEVICE)
+            if is_arriving and part.adapter is not None:
+                self._result.num_arriving += 1
+                self._result.num_arriving_from_disk += not self._is_over(part.adapter, Tier.HOST)
+            sequences.append(structs.replace(part, placement=ARRIVING) if is_arriving else part)
+        return self._executor.launch(replace(plan, sequences=tuple(sequences)), now)
+
+    def load_adapter(self, load: AdapterLoad, now: float) -> Work:
+        self._loads[load.version.key, load.tier] = self._executor.load_adapter(load, now)
+        done: Future[LoadResult] = Future()
+        done.set_result(LoadResult())
+        self._clock.wake()
+        return FutureWork(done)
+
+    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
+        while not self._is_over(key, tier):
+            time.sleep(0.001)
+        self._executor.drop_adapter(key, tier)
+
+    def _is_over(self, key: AdapterKey, tier: Tier) -> bool:
+        work = self._loads.get((key, tier))
+        result = work.poll(0.0) if work is not None else LoadResult()
+        assert result is None or (isinstance(result, LoadResult) and result.error is None)
+        return result is not None
+
+
+def run_oracle(
+    architecture: str,
+    path: Path,
+    *,
+    lora_kernel: str = "grouped",
+    is_cold: bool = False,
+    is_early: bool = False,
+) -> OracleResult:
     """Serve the cases, compare with the reference and return the differences.
 
     Args:
@@ -235,13 +292,14 @@ def run_oracle(architecture: str, path: Path, *, lora_kernel: str = "grouped", i
         path: Where model and adapters are written.
         lora_kernel: The implementation of adapters' arithmetic.
         is_cold: Serve as ``COLD`` says, and the ``DOOMED`` requests as well.
+        is_early: Steps begin while the weights are on their way, and wait for each layer.
     """
     config = (ARCHITECTURES | FURTHER_ARCHITECTURES)[architecture]
     make_model(config, path / "base")
     folders = make_adapters(architecture, path / "base", path / "adapters")
     result = OracleResult(architecture)
     cases = make_cases()
-    answers, logits = _serve(path / "base", folders, cases, result, lora_kernel, is_cold=is_cold)
+    answers, logits = _serve(path / "base", folders, cases, result, lora_kernel, is_cold=is_cold, is_early=is_early)
     _compare(path / "base", folders, cases, answers, logits, result)
     return result
 
@@ -254,6 +312,7 @@ def _serve(
     lora_kernel: str,
     *,
     is_cold: bool,
+    is_early: bool,
 ) -> tuple[dict[str, list[int]], dict[str, dict[int, torch.Tensor]]]:
     clock = WallClock()
     engine = EngineConfig(
@@ -273,7 +332,7 @@ def _serve(
     core = EngineCore(
         base=parts.base,
         num_pages=num_pages,
-        executor=parts.executor,
+        executor=EarlyExecutor(parts.executor, clock, result) if is_early else parts.executor,
         scheduler=engine.scheduler,
         memory=engine.memory,
         adapters=engine.adapters,
@@ -289,7 +348,7 @@ def _serve(
     by_prompt = {(case.adapter, case.prompt): case.request_id for case in asked}
     logits: dict[str, dict[int, torch.Tensor]] = {case.request_id: {} for case in asked}
     num_run: dict[str, int] = {case.request_id: 0 for case in asked}
-    in_host: set[str] = set()
+    started_cold: set[str] = set()
 
     def note(plan: StepPlan, rows: torch.Tensor) -> None:
         sampled = [s for s in plan.sequences if s.is_sampled]
@@ -301,7 +360,10 @@ def _serve(
             num_run[request_id] = sequence.start + sequence.num_tokens
             tier = sequence.placement.tier
             result.num_in_host += tier is Tier.HOST
-            (in_host.add if tier is Tier.HOST else in_host.discard)(request_id)
+            if sequence.placement is not ON_DEVICE:
+                started_cold.add(request_id)
+            elif not is_early:  # a step that waits for the layers is the only one that does
+                started_cold.discard(request_id)
         result.num_mixed_steps += len({s.adapter for s in plan.sequences}) > 4
         result.num_chunked_prompts += sum(1 for s in plan.sequences if 0 < s.start < s.num_prompt_tokens - 1)
 
@@ -316,15 +378,16 @@ def _serve(
         for case in doomed:
             num_tokens = {"chunked": 1, "decoding": len(case.prompt) + 5}[case.request_id]
             if num_run[case.request_id] >= num_tokens and core.cancel(case.request_id, now):
-                result.num_cancelled_in_host += case.request_id in in_host
+                result.num_cancelled_cold += case.request_id in started_cold
 
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     requests = [
         Request(request_id=c.request_id, prompt=c.prompt, sampling=greedy, model=c.adapter or BASE_NAME) for c in asked
     ]
-    start = clock.now()
+    start, gap_s = clock.now(), EARLY_GAP_S if is_early else 0.0
+    arrivals = [(start + number * gap_s, request) for number, request in enumerate(requests)]
     try:
-        EngineLoop(core, clock, on_outputs=take, arrivals=[(start, request) for request in requests]).run()
+        EngineLoop(core, clock, on_outputs=take, arrivals=arrivals).run()
     finally:
         parts.close()
     result.stats = core.stats()

@@ -53,8 +53,23 @@ def test_cold_requests_equal_peft(architecture: str, lora_kernel: str, tmp_path:
     assert result.num_wrong_tokens == 0
     assert result.num_rows == 16 * 64
     assert result.num_in_host > 16
-    assert result.num_cancelled_in_host > 0
+    assert result.num_cancelled_cold > 0
     assert result.num_preemptions > 0
     assert result.num_chunked_prompts > 0
     assert result.stats is not None
     assert result.stats.num_disk_loads > 0
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES])
+def test_requests_that_wait_layer_by_layer_equal_peft(architecture: str, tmp_path: Path) -> None:
+    """Steps begin with the load, from host memory and from disk; how far the weights are then is up to the machine."""
+    result = run_oracle(architecture, tmp_path, is_cold=True, is_early=True)
+    assert result.max_error <= 1e-4
+    assert result.num_wrong_tokens == 0
+    assert result.num_rows == 16 * 64
+    assert result.num_arriving >= 3
+    assert result.num_arriving_from_disk > 0
+    assert result.num_in_host == 0
+    assert result.num_cancelled_cold > 0
+    assert result.num_preemptions > 0
+    assert result.num_chunked_prompts > 0

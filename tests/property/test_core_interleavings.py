@@ -138,12 +138,14 @@ class EngineMachine(RuleBasedStateMachine):
     def names(self) -> list[str]:
         return [status.name for status in self.rig.core.adapters.statuses(self.rig.now)]
 
-    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 5), in_place=st.booleans())
-    def register(self, name, num_pages, in_place) -> None:
+    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 5), in_place=st.booleans(), is_unread=st.booleans())
+    def register(self, name, num_pages, in_place, is_unread=False) -> None:
         self.count += 1
         try:
             # The size is part of the content, so part of the key; a few contents recur under other names.
-            self.rig.register(name, num_pages, key=f"k{self.count % 9}-{num_pages}", replace=in_place)
+            self.rig.register(
+                name, num_pages, key=f"k{self.count % 9}-{num_pages}", replace=in_place, is_unread=is_unread
+            )
         except ManyloraError:
             assert name in self.names()
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerCo
 from manylora.costs.model import FixedCost
 from manylora.errors import AdapterError, AdapterNotFound, ConfigError
 from manylora.plan import PlannedSequence, StepPlan, StepResult
-from manylora.ports import EngineParts
+from manylora.ports import EngineParts, check_each
 from manylora.sim.run.executor import SimulatedExecutor, SimulatedWork
 from manylora.types import AdapterKey, AdapterVersion, SampledToken
 
@@ -83,6 +84,9 @@ class ReciterReader:
             host_bytes=1024,
             disk_bytes=1000,
         )
+
+    def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+        return check_each(self.read, adapters)
 
 
 def write_reciter(directory: Path, letter: str, *, rank: int = 8, num_pages: int = 2) -> Path:

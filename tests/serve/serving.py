@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from manylora.adapters.read import read_adapter
 from manylora.clock import Clock
 from manylora.config import EngineConfig
-from manylora.ports import EngineParts
+from manylora.errors import AdapterError
+from manylora.ports import EngineParts, check_each
 from manylora.types import AdapterVersion
 
 TEMPLATE = (
@@ -74,6 +75,9 @@ class PackingReader:
 
     def read(self, name: str, path: str) -> AdapterVersion:
         return read_adapter(name, path, tiny_base(), max_bytes=1 << 26).version
+
+    def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+        return check_each(self.read, adapters)
 
 
 def packing_parts(config: EngineConfig, clock: Clock) -> EngineParts:

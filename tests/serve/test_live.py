@@ -8,35 +8,17 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-import torch
 from bad_adapters import tiny_base, write_good_adapter
-from serving import write_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from live_model import VOCAB_SIZE, write_model
 
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.server import BackgroundServer, LoraModule
-
-VOCAB_SIZE = 257
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackgroundServer]:
     root = tmp_path_factory.mktemp("live").resolve()
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=256,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(root / "base")
-    write_tokenizer(root / "base")
+    write_model(root / "base")
     modules = []
     for seed in range(2):
         path = write_good_adapter(root / str(seed), tiny_base(vocab=VOCAB_SIZE), seed=seed)

@@ -8,8 +8,10 @@ from bad_adapters import tiny_base
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.adapters.layout import MAX_TILE_ROWS, AdapterLayout, Tile, lay_out
+from manylora.adapters.layout import MAX_TILE_ROWS, AdapterLayout, GroupLayout, Tile, lay_out
 from manylora.adapters.shape import BaseShape, PageShape
+from manylora.catalog.dims import ATTENTION_TARGETS
+from manylora.catalog.models import base_shape
 
 
 def matrices(layout: AdapterLayout) -> list[tuple[tuple[Tile, ...], int, int]]:
@@ -116,16 +118,61 @@ def test_pages_of_a_real_model_are_all_but_full(rank: int) -> None:
     # No page more than the elements need: nothing is lost inside pages but the end of the last.
     assert layout.num_pages == -(-layout.used_elements // base.page.num_elements)
     assert 1 - layout.used_elements / capacity <= 0.006
-    # And still almost every matrix is one piece, which an executor sees as one matrix.
-    cuts = [
-        1 + sum(not follows(x, y) for x, y in pairwise(tiles)) - -(-rows * cols // base.page.num_elements)
-        for tiles, rows, cols in matrices(layout)
-    ]
-    # At rank 128 most matrices are larger than half a page, and filling every page means cutting many once more.
-    assert min(cuts) >= 0 and np.mean(cuts) <= (0.1 if rank <= 64 else 1.0)
+    # A page is closed before the next is opened, so about one matrix is cut for each page; the others are one piece.
+    pieces = [1 + sum(not follows(x, y) for x, y in pairwise(tiles)) for tiles, _, _ in matrices(layout)]
+    assert sum(pieces) <= len(pieces) + 1.4 * layout.num_pages
 
 
-def test_runs_start_on_cache_lines_where_pages_are_large() -> None:
+@given(base=bases, data=st.data())
+@settings(max_examples=60)
+def test_layers_are_complete_in_the_order_in_which_the_model_uses_them(base: BaseShape, data: st.DataObject) -> None:
+    names = [m.name for m in base.modules]
+    ranks = data.draw(
+        st.dictionaries(st.sampled_from(names), st.integers(1, 40), min_size=1, max_size=len(names)), label="ranks"
+    )
+    layout = lay_out(ranks, base)
+    layers = list(layout.layers())
+    assert [group for groups, _ in layers for group in groups] == list(layout.groups.values())
+    turns = [{part.module.turn for group in groups for part in group.modules} for groups, _ in layers]
+    assert all(len(turn) == 1 for turn in turns) and all(max(x) < min(y) for x, y in pairwise(turns))
+    first_free, used, largest_row = 0, 0, 0
+    for groups, num_full in layers:
+        pages = [{t.page for tiles in tiles_of(group) for t in tiles} for group in groups]
+        assert [group.num_pages_needed for group in groups] == [max(each) + 1 for each in pages]
+        # Only the page in which the layer before it ended is shared with it.
+        assert min(map(min, pages)) >= first_free - 1
+        first_free = max(map(max, pages)) + 1
+        assert first_free - 1 <= num_full <= first_free
+        used += sum(tile.num_rows * tile.num_cols for group in groups for tiles in tiles_of(group) for tile in tiles)
+        largest_row = max(largest_row, *(t.num_cols for group in groups for tiles in tiles_of(group) for t in tiles))
+        # So the prefix of pages that holds the first layers has no more room than the ends of its pages.
+        if (room := base.page.num_elements - largest_row - 64) > 0:
+            assert first_free <= -(-used // room) + 1
+    assert layers[-1][1] == layout.num_pages
+
+
+def tiles_of(group: GroupLayout) -> list[tuple[Tile, ...]]:
+    return [group.a, *(m.b for m in group.modules), *(m.column_scale for m in group.modules)]
+
+
+def test_the_head_comes_last_though_a_base_may_name_it_first() -> None:
+    base = tiny_base()
+    ranks = {"lm_head": 2, "model.embed_tokens": 2, "model.layers.1.self_attn.q_proj": 2}
+    mixed = replace(base, modules=base.modules[::-1])
+    assert list(lay_out(ranks, mixed).groups) == ["model.embed_tokens", "model.layers.1.self_attn.qkv", "lm_head"]
+
+
+@pytest.mark.parametrize("rank", [8, 64])
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2.5-7b", "llama-2-70b", "demo"])
+def test_the_order_of_layers_costs_no_page(name: str, rank: int) -> None:
+    base = base_shape(name)
+    for targets in (("q_proj", "v_proj"), ATTENTION_TARGETS, {m.rpartition(".")[2] for m in base.all_linear}):
+        ranks = {m.name: rank for m in base.modules if m.name.rpartition(".")[2] in targets}
+        layout = lay_out(ranks, base)
+        assert layout.num_pages == -(-layout.used_elements // base.page.num_elements)
+
+
+def test_pieces_start_on_cache_lines_where_pages_are_large() -> None:
     base = llama_3_8b()
     small = replace(base, page=replace(base.page, num_layers=1, num_kv_heads=1, head_dim=8, block_size=1))
     odd = {"model.layers.0.self_attn.q_proj": 5, "model.layers.0.self_attn.k_proj": 3}

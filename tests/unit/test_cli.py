@@ -59,9 +59,11 @@ def test_serve_options_become_configuration(served: list[Served], tmp_path: Path
 
 
 def test_serve_defaults_are_the_configuration_s(served: list[Served], tmp_path: Path) -> None:
-    assert CliRunner().invoke(app, ["serve", str(tmp_path)]).exit_code == 0
-    defaults = EngineConfig(model=served[0].engine.model)
+    assert CliRunner().invoke(app, ["serve", str(tmp_path)], env={"XDG_CACHE_HOME": str(tmp_path)}).exit_code == 0
+    defaults = EngineConfig(model=served[0].engine.model, cache_dir=str(tmp_path / "manylora"))
     assert served[0].engine == defaults
+    assert CliRunner().invoke(app, ["serve", str(tmp_path), "--cache-dir", "off"]).exit_code == 0
+    assert served[1].engine.cache_dir is None
     assert served[0].server == ServerConfig()
     assert served[0].adapters == {}
 

@@ -119,6 +119,12 @@ def test_on_a_cpu_the_image_is_as_good_as_pages_and_the_disk_is_hidden_by_layers
     from_disk = question(route=route(read_s=0.100))
     assert choose(predict(from_disk, is_beside=False), tuple(ColdStart), 1) is LAYERS
     assert choose(predict(from_disk, is_beside=False), (WAIT,), 1) is WAIT
+    slow_reads = Corrections()  # found while assisting; waiting needs the same read
+    for _ in range(100):
+        slow_reads.observe(ASSIST, resident_s=0.032, delay_s=0.100, actual_s=1.0)
+    found = expect(from_disk, AssistCosts(is_beside=False), slow_reads)
+    assert slow_reads.factor(ASSIST) > 4
+    assert choose(found, (WAIT, ASSIST), 1) is ASSIST
 
 
 @given(

@@ -230,13 +230,13 @@ def test_a_paced_link_keeps_to_its_bandwidth_until_it_is_closed(parts: EnginePar
     assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
     expected = run(parts, plain)
     executor.drop_adapter(version.key, Tier.DEVICE)
-    executor._link = Link(executor._pages, image.nbytes * 5)
+    executor._copies.link = Link(executor._copies.pages, image.nbytes * 5)
     began_at = time.perf_counter()
     assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
     assert 0.2 <= time.perf_counter() - began_at < 5
     torch.testing.assert_close(run(parts, plain), expected, atol=0, rtol=0)
 
-    executor._link = Link(executor._pages, 1)
+    executor._copies.link = Link(executor._copies.pages, 1)
     work = executor.load_adapter(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages_for(version)), 0.0)
     time.sleep(0.01)
     assert work.poll(0.0) is None
@@ -301,7 +301,7 @@ def test_what_a_page_held_before_does_not_reach_its_next_owner(
     run(parts, other)
     run(parts, sequence(tokens, 0, 6, 0))
     clean = run(parts, sequence(tokens, 6, 1, 0), sequence([3, 4, 5, 6], 3, 1, 8, None, 1))
-    executor_of(parts)._pages.flat[:8] = float("nan")
+    executor_of(parts)._copies.pages.flat[:8] = float("nan")
     run(parts, sequence(tokens, 0, 6, 0))
     dirty = run(parts, sequence(tokens, 6, 1, 0), sequence([3, 4, 5, 6], 3, 1, 8, None, 1))
     torch.testing.assert_close(dirty, clean)

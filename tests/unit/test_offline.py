@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,9 +22,9 @@ from manylora.adapters.shape import BaseShape, PageShape
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.costs.model import FixedCost
-from manylora.errors import AdapterExists, AdapterNotFound, ConfigError, EngineDead
+from manylora.errors import AdapterError, AdapterExists, AdapterNotFound, ConfigError, EngineDead
 from manylora.plan import PlannedSequence
-from manylora.ports import EngineParts
+from manylora.ports import EngineParts, check_each
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.text import Tokenizer
 from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
@@ -51,6 +51,9 @@ class Reader:
             host_bytes=100,
             disk_bytes=100,
         )
+
+    def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+        return check_each(self.read, adapters)
 
 
 SLOW_S = 0.02

@@ -9,6 +9,9 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Pipe
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +22,14 @@ from safetensors.numpy import load_file
 
 from manylora.adapters.read import read_adapter
 from manylora.errors import AdapterError, AdapterNotFound
+from manylora.execution.storage import reader_process
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.reader import HostReader
-from manylora.execution.storage.reader_process import ReaderProcess
+from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
 
 BASE = tiny_base()
 LIMIT = 1 << 26
+SETTINGS = ReaderSettings(base=BASE, max_bytes=LIMIT, dtype="auto")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +39,9 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReaderProcess]:
     (folder / "pickle.py").write_text("raise ImportError('the wrong pickle')")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        helper = ReaderProcess(BASE, max_bytes=LIMIT, dtype="auto")
+        helper = ReaderProcess()
+        helper.start()
+        helper.configure(SETTINGS)
         yield helper
     helper.close()
 
@@ -60,7 +67,7 @@ def test_it_refuses_by_the_same_name(helper: ReaderProcess, tmp_path: Path) -> N
 
 @pytest.fixture
 def reader() -> Iterator[HostReader]:
-    reader = HostReader(BASE, HostTier(is_pinned=False), max_bytes=LIMIT, dtype="auto")
+    reader = HostReader(SETTINGS, HostTier(is_pinned=False))
     yield reader
     reader.close()
     assert all(process._process is None for process in reader._processes)
@@ -129,7 +136,7 @@ def test_the_process_starts_without_torch() -> None:
 
 def test_other_weights_in_its_place_are_not_taken(tmp_path: Path) -> None:
     folder = write_good_adapter(tmp_path / "a", BASE, seed=0)
-    reader = HostReader(BASE, HostTier(is_pinned=False), max_bytes=LIMIT)
+    reader = HostReader(SETTINGS, HostTier(is_pinned=False))
     try:
         version = reader.read("mine", str(folder))
         write_good_adapter(folder, BASE, seed=1)
@@ -137,3 +144,63 @@ def test_other_weights_in_its_place_are_not_taken(tmp_path: Path) -> None:
             reader.read_again(version)
     finally:
         reader.close()
+
+
+def test_headers_of_many_are_checked_in_one_message(reader: HostReader, tmp_path: Path) -> None:
+    folders = [write_good_adapter(tmp_path / f"a{seed}", BASE, rank=4 + seed % 2, seed=seed) for seed in range(6)]
+    (folders[2] / "adapter_model.safetensors").write_bytes(b"nonsense")
+    found = reader.check([(folder.name, str(folder)) for folder in [*folders, tmp_path / "nowhere"]])
+    assert isinstance(found[2], AdapterError) and found[2].adapter == "a2"
+    assert isinstance(found[6], AdapterNotFound)
+    for folder, version in zip(folders, found, strict=False):
+        if not isinstance(version, AdapterError):
+            assert version.source == str(folder) and version.rank == 4 + folders.index(folder) % 2
+            kept = reader.read_again(version)
+            assert kept is reader._store.get(version.key), "under the key that it was registered with"
+            expected = read_adapter("x", folder, BASE, max_bytes=LIMIT, dtype=version.dtype)
+            np.testing.assert_array_equal(kept.image.numpy(), expected.image)
+
+
+def test_files_that_change_before_their_first_read_are_not_taken(reader: HostReader, tmp_path: Path) -> None:
+    folder = write_good_adapter(tmp_path / "a", BASE)
+    (version,) = reader.check([("a", str(folder))])
+    assert not isinstance(version, AdapterError)
+    write_good_adapter(folder, BASE, seed=1)
+    with pytest.raises(AdapterError, match="changed since it was registered"):
+        reader.read_again(version)
+    (version,) = reader.check([("a", str(folder))])
+    assert not isinstance(version, AdapterError)
+    reader.read_again(version)
+    os.utime(folder / "adapter_model.safetensors")
+    reader._store.drop(version.key)
+    reader.read_again(version)  # its content is known now, and is the same
+    write_good_adapter(folder, BASE, seed=2)
+    reader._store.drop(version.key)
+    with pytest.raises(AdapterError, match="changed since it was registered"):
+        reader.read_again(version)
+
+
+def test_the_next_engine_knows_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [write_good_adapter(tmp_path / name, BASE, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    asked = [(folder.name, str(folder)) for folder in folders]
+    # The reading half of a reader process, in this one, with a clock by which the files are old.
+    monkeypatch.setattr(reader_process.time, "time", lambda: 2.0**33)
+    here, there = Pipe()
+    with ThreadPoolExecutor(1) as thread, here:
+        serving = thread.submit(reader_process.serve, there)
+        here.send(replace(SETTINGS, hashes=str(tmp_path / "hashes")))
+        contents = []
+        for name, path in asked:
+            here.send((name, path))
+            contents.append(here.recv().version.key)
+            os.close(recv_handle(here))
+        here.close()
+        serving.result()
+    assert contents[0] == contents[1] != contents[2]
+    for hashes, is_known in ((None, False), (tmp_path / "hashes", True)):
+        reader = HostReader(replace(SETTINGS, hashes=hashes and str(hashes)), HostTier(is_pinned=False))
+        try:
+            keys = [version.key for version in reader.check(asked) if not isinstance(version, AdapterError)]
+        finally:
+            reader.close()
+        assert (keys == contents) == is_known and len(set(keys)) == (2 if is_known else 3)

@@ -9,20 +9,33 @@ from typing import Any, NoReturn
 from manylora.adapters.tensors import open_regular
 from manylora.errors import AdapterError
 
-__all__ = ["CONFIG_FILE", "read_config"]
+__all__ = ["CONFIG_FILE", "parse_config", "read_config", "read_config_file"]
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
 
 
 def read_config(name: str, directory: Path) -> dict[str, Any]:
-    """Read the configuration in an adapter's directory.
+    """Read the configuration in an adapter's directory; errors as of the two functions below."""
+    return parse_config(name, read_config_file(name, directory))
+
+
+def read_config_file(name: str, directory: Path) -> bytes:
+    """Return the content of the configuration in an adapter's directory.
 
     Raises:
-        AdapterError: It is missing or malformed; names the adapter ``name``.
+        AdapterError: It is missing or too large; names the adapter ``name``.
     """
     with open_regular(name, directory / CONFIG_FILE, MAX_CONFIG_BYTES) as file:
-        content = file.read(MAX_CONFIG_BYTES)
+        return file.read(MAX_CONFIG_BYTES)
+
+
+def parse_config(name: str, content: bytes) -> dict[str, Any]:
+    """Return the configuration in the content of its file.
+
+    Raises:
+        AdapterError: It is malformed; names the adapter ``name``.
+    """
 
     def constant(word: str) -> NoReturn:
         raise ValueError(f"{word} is no number")

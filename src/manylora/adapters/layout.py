@@ -14,15 +14,22 @@ into one, so that one product serves the group.
 A method may add a *column scale* to a module: one number per output column, laid out as a matrix of one row. There are
 no slots of a largest rank: a module takes its own rank, and an absent module takes nothing.
 
-Placement is first-fit decreasing over *runs*: as many rows of one matrix as a page holds. The tiles of a run are
-adjacent, so an executor may read a run as one matrix; almost every matrix is one run. A run is cut further only if the
-holes in the open pages hold all that is left. This saves the last, mostly empty page of a small adapter.
+Weights lie in the order in which the model uses them: the embedding, the layers, the head. The pages of an adapter
+arrive in order, so a layer can be used before the next has arrived (``GroupLayout.num_pages_needed``)::
+
+    page 0                          page 1                          page 2
+    | layer 0       | layer 1       | layer 1   | layer 2           | layer 3   | head |     |
+
+Within a layer, the largest matrix that fits into the open page is next. If none fits, the matrix that fills the page
+best is cut at its end, so no page but the last has more room than a row. The tiles of each piece are adjacent: an
+executor reads it as one matrix, and most matrices are one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count, groupby, pairwise
 
 from manylora.adapters.shape import ELEMENT_BYTES, BaseShape, PageShape, TargetModule
 from manylora.types import AdapterKey, AdapterVersion
@@ -42,7 +49,7 @@ MAX_TILE_ROWS = 16
 """Most rows in a tile: the height of a matrix instruction, so that a kernel never splits one."""
 
 ALIGN_BYTES = 64
-"""Runs start on cache lines, which are also aligned for vector loads."""
+"""Pieces start on cache lines, which are also aligned for vector loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ class GroupLayout:
         in_features: Inputs of the group.
         a: Tiles of the A stack ``[rank, in_features]``.
         modules: The modules with weights, in order of ``row``.
+        num_pages_needed: The group is complete once so many of the adapter's pages, from the first on, have arrived.
     """
 
     group: str
@@ -102,6 +110,7 @@ class GroupLayout:
     in_features: int
     a: tuple[Tile, ...]
     modules: tuple[ModuleLayout, ...]
+    num_pages_needed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ class AdapterLayout:
     """An adapter's groups, by name, and the pages they take.
 
     Args:
-        groups: By group name.
+        groups: By group name, in the order in which they arrive.
         num_pages: Pages.
         used_elements: Elements that hold weights; the rest of the pages is padding.
         dtype: Type of the elements: the page's own, or a narrower one, of which more fit in a page.
@@ -125,84 +134,87 @@ class AdapterLayout:
         """Bytes that hold weights."""
         return self.used_elements * ELEMENT_BYTES[self.dtype]
 
+    def layers(self) -> Iterator[tuple[tuple[GroupLayout, ...], int]]:
+        """Yield the groups of each layer, in order of arrival, and the pages that are full once they are filled."""
+        layers = [tuple(groups) for _, groups in groupby(self.groups.values(), lambda g: g.modules[0].module.turn)]
+        for groups, after in pairwise([*layers, ()]):
+            yield groups, min((tile.page for group in after for tile in _tiles(group)), default=self.num_pages)
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Rows ``[row, row + num_rows)`` of columns ``[col, col + num_cols)`` of a matrix, to be placed in one page."""
+
+def _tiles(group: GroupLayout) -> Iterator[Tile]:
+    yield from group.a
+    for part in group.modules:
+        yield from part.b
+        yield from part.column_scale
+
+
+@dataclass(slots=True)
+class _Strip:
+    """Columns ``[col, col + num_cols)`` of a matrix, of which rows ``[row, end)`` have no place yet."""
 
     matrix: int
     row: int
-    num_rows: int
+    end: int
     col: int
     num_cols: int
 
     @property
     def num_elements(self) -> int:
-        return self.num_rows * self.num_cols
+        return (self.end - self.row) * self.num_cols
 
 
 @dataclass(slots=True)
 class _Packer:
-    """Adapter pages as they fill, each from its front."""
+    """Adapter pages as they fill, one after another, each from its front."""
 
     page_elements: int
-    align: int  # runs start at multiples of so many elements
+    align: int  # pieces start at multiples of so many elements
+    is_tight: bool  # whether wide rows go first, so that narrow ones are left to fill the ends of pages
     num_pages: int = 0
-    holes: dict[int, int] = field(default_factory=dict)  # page -> elements free at its end, in page order
+    free: int = 0  # elements at the end of the last page
     tiles: dict[int, list[Tile]] = field(default_factory=dict)  # by matrix
 
-    def place_all(self, runs: list[_Run]) -> None:
-        """Place every run, the largest first; ties stay in model order, so that equal adapters have equal layouts."""
-        left = sum(run.num_elements for run in runs)
-        for run in sorted(runs, key=lambda r: -r.num_elements):
-            page = next((p for p, free in self.holes.items() if run.num_elements <= free), None)
-            if page is not None:
-                self._put(run, page)
-            elif left > sum(self.holes.values()) or not self._fill_holes(run):
-                self.holes[self.num_pages] = self.page_elements
-                self.num_pages += 1
-                self._put(run, self.num_pages - 1)
-            left -= run.num_elements
-
-    def _fill_holes(self, run: _Run) -> bool:
-        """Cut a run into the holes of open pages; change nothing and return False when it does not fit."""
-        rows_in = {page: free // run.num_cols for page, free in self.holes.items()}
-        if sum(rows_in.values()) < run.num_rows:
-            return False
-        row, end = run.row, run.row + run.num_rows
-        # The largest holes first: fewest pieces.
-        for page in sorted(rows_in, key=lambda p: -rows_in[p]):
-            num_rows = min(rows_in[page], end - row)
+    def place(self, strips: list[_Strip]) -> None:
+        """Place the strips of a layer; ties stay in model order, so that equal adapters have equal layouts."""
+        left = sorted(strips, key=lambda strip: -strip.num_elements)
+        while left:
+            strip = self._next(left)
+            num_rows = min(strip.end - strip.row, self.free // strip.num_cols)
             if num_rows == 0:
-                break
-            self._put(_Run(run.matrix, row, num_rows, run.col, run.num_cols), page)
-            row += num_rows
-        return True
+                self.num_pages += 1
+                self.free = self.page_elements
+                continue
+            self._put(strip, num_rows)
+            if strip.row == strip.end:
+                left.remove(strip)
 
-    def _put(self, run: _Run, page: int) -> None:
-        start = self.page_elements - self.holes[page]
-        tiles = self.tiles.setdefault(run.matrix, [])
-        for below in range(0, run.num_rows, MAX_TILE_ROWS):
-            rows = min(MAX_TILE_ROWS, run.num_rows - below)
-            tiles.append(Tile(page, start + below * run.num_cols, run.row + below, rows, run.col, run.num_cols))
-        self.holes[page] -= -(-run.num_elements // self.align) * self.align
-        if self.holes[page] == 0:
-            del self.holes[page]
+    def _next(self, left: list[_Strip]) -> _Strip:
+        """Return the strip to place: the largest that fits, else the one that, cut, fills the page best."""
+        if self.is_tight:
+            width = max((strip.num_cols for strip in left if strip.num_cols <= self.free), default=0)
+            left = [strip for strip in left if strip.num_cols == width] or left
+        whole = next((strip for strip in left if strip.num_elements <= self.free), None)
+        return whole or max(left, key=lambda strip: self.free // strip.num_cols * strip.num_cols)
+
+    def _put(self, strip: _Strip, num_rows: int) -> None:
+        """Place the strip's next rows in the last page."""
+        start = self.page_elements - self.free
+        tiles = self.tiles.setdefault(strip.matrix, [])
+        for below in range(0, num_rows, MAX_TILE_ROWS):
+            rows = min(MAX_TILE_ROWS, num_rows - below)
+            offset = start + below * strip.num_cols
+            tiles.append(Tile(self.num_pages - 1, offset, strip.row + below, rows, strip.col, strip.num_cols))
+        strip.row += num_rows
+        self.free -= -(-num_rows * strip.num_cols // self.align) * self.align
 
 
-def _cut(matrix: int, num_rows: int, num_cols: int, page_elements: int) -> list[_Run]:
-    """Cut a matrix into runs that fit a page: by rows, and by columns where one row is larger than a page."""
+def _strips(matrix: int, num_rows: int, num_cols: int, page_elements: int) -> list[_Strip]:
+    """Return a matrix as one strip, or as several where one row is larger than a page."""
     width = num_cols
     if num_cols > page_elements:
         # Narrow enough for a full tile of rows: a few wide rows would give as many tiles and smaller products.
         width = max(1, page_elements // min(MAX_TILE_ROWS, num_rows))
-    runs = []
-    for col in range(0, num_cols, width):
-        cols = min(width, num_cols - col)
-        rows_per_page = page_elements // cols
-        for row in range(0, num_rows, rows_per_page):
-            runs.append(_Run(matrix, row, min(rows_per_page, num_rows - row), col, cols))
-    return runs
+    return [_Strip(matrix, 0, num_rows, col, min(width, num_cols - col)) for col in range(0, num_cols, width)]
 
 
 def _alignment(page: PageShape, dtype: str) -> int:
@@ -227,23 +239,23 @@ def lay_out(
     """
     assert ranks and all(rank >= 1 for rank in ranks.values()), "an adapter has at least one module of rank 1"
     members: dict[str, list[TargetModule]] = {}
-    for module in base.modules:
+    for module in sorted(base.modules, key=lambda module: module.turn):
         if module.name in ranks:
             members.setdefault(module.group, []).append(module)
     assert sum(map(len, members.values())) == len(ranks), "every module is one of the base's"
 
-    # Matrices in model order: a group's A stack, its modules' B^T, then their column scales.
-    sizes: list[tuple[int, int]] = []
-    for modules in members.values():
-        sizes.append((sum(ranks[m.name] for m in modules), modules[0].in_features))
-        sizes.extend((ranks[m.name], m.out_features) for m in modules)
-        sizes.extend((1, m.out_features) for m in modules if m.name in column_scaled)
     dtype = base.page.dtype if dtype is None else dtype
     page_elements = base.page.elements_of(dtype)
-    packer = _Packer(page_elements, _alignment(base.page, dtype))
-    packer.place_all([run for i, (rows, cols) in enumerate(sizes) for run in _cut(i, rows, cols, page_elements)])
+    sizes = [
+        [size for modules in layer for size in _sizes(modules, ranks, column_scaled)]
+        for _, layer in groupby(members.values(), lambda modules: modules[0].turn)
+    ]
+    align = _alignment(base.page, dtype)
+    # More cuts are worth it if they save a page.
+    packers = (_pack(sizes, _Packer(page_elements, align, is_tight)) for is_tight in (False, True))
+    packer = min(packers, key=lambda packer: packer.num_pages)
 
-    placed = iter([tuple(sorted(packer.tiles[i], key=lambda t: (t.col, t.row))) for i in range(len(sizes))])
+    placed = iter([tuple(sorted(tiles, key=lambda t: (t.col, t.row))) for _, tiles in sorted(packer.tiles.items())])
     groups: dict[str, GroupLayout] = {}
     for group, modules in members.items():
         a = next(placed)
@@ -254,13 +266,39 @@ def lay_out(
         for module, b_tiles, scale_tiles in zip(modules, b, scales, strict=True):
             parts.append(ModuleLayout(module, ranks[module.name], row, b_tiles, scale_tiles))
             row += ranks[module.name]
-        groups[group] = GroupLayout(group, row, modules[0].in_features, a, tuple(parts))
-    used = sum(rows * cols for rows, cols in sizes)
+        num_pages = 1 + max(tile.page for tile in chain(a, *b, *scales))
+        groups[group] = GroupLayout(group, row, modules[0].in_features, a, tuple(parts), num_pages)
+    used = sum(rows * cols for layer in sizes for rows, cols in layer)
     return AdapterLayout(groups=groups, num_pages=packer.num_pages, used_elements=used, dtype=dtype)
 
 
+def _pack(layers: list[list[tuple[int, int]]], packer: _Packer) -> _Packer:
+    """Place the matrices of each layer, given by rows and columns; they are numbered through."""
+    number = count()
+    for sizes in layers:
+        packer.place(
+            [strip for rows, cols in sizes for strip in _strips(next(number), rows, cols, packer.page_elements)]
+        )
+    return packer
+
+
+def _sizes(
+    modules: Sequence[TargetModule], ranks: Mapping[str, int], column_scaled: Collection[str]
+) -> Iterator[tuple[int, int]]:
+    """Yield rows and columns of a group's matrices: the A stack, its modules' B^T, then their column scales."""
+    yield sum(ranks[m.name] for m in modules), modules[0].in_features
+    yield from ((ranks[m.name], m.out_features) for m in modules)
+    yield from ((1, m.out_features) for m in modules if m.name in column_scaled)
+
+
 def make_version(
-    layout: AdapterLayout, page: PageShape, *, key: str, source: str, disk_bytes: int | None = None
+    layout: AdapterLayout,
+    page: PageShape,
+    *,
+    key: str,
+    source: str,
+    disk_bytes: int | None = None,
+    layer_digests: bytes = b"",
 ) -> AdapterVersion:
     """Return the version of an adapter with this layout, read or simulated, with its sizes in every tier.
 
@@ -270,6 +308,7 @@ def make_version(
         key: Its identity.
         source: The directory it came from, or its name without one.
         disk_bytes: Size of its weight file; the size of its weights when ``None``.
+        layer_digests: As in ``AdapterVersion``.
     """
     modules = [part for group in layout.groups.values() for part in group.modules]
     return AdapterVersion(
@@ -283,4 +322,6 @@ def make_version(
         weight_bytes=layout.weight_bytes,
         host_bytes=layout.num_pages * page.num_bytes,
         disk_bytes=layout.weight_bytes if disk_bytes is None else disk_bytes,
+        dtype=layout.dtype,
+        layer_digests=layer_digests,
     )

@@ -46,6 +46,11 @@ class ModuleWeights:
     b: StoredTensor
     column_scale: StoredTensor | None = None
 
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """A, B, and the column scale if there is one."""
+        return (self.a, self.b) if self.column_scale is None else (self.a, self.b, self.column_scale)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModule:
@@ -94,6 +99,8 @@ class AdapterSettings(Protocol):
 
     def match(self, tensors: Mapping[str, StoredTensor], base: BaseShape) -> tuple[ModuleWeights, ...]:
         """Return the weights of every module, in the base's module order; at least one.
+
+        Types and shapes decide: the bytes of a tensor may not have been read yet.
 
         Raises:
             AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.adapters.layout import AdapterLayout, Tile
+from manylora.adapters.layout import AdapterLayout, GroupLayout, Tile
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.shape import PageShape
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
 
-__all__ = ["Allocate", "PackedAdapter", "image_of", "own_memory", "pack", "scaled_b", "unpack"]
+__all__ = ["Allocate", "PackedAdapter", "image_of", "own_memory", "pack", "pack_groups", "scaled_b", "unpack"]
 
 Allocate = Callable[[int], mmap.mmap]
 """Returns zeroed memory of a given number of bytes."""
@@ -60,10 +60,17 @@ def pack(
     Raises:
         AdapterError: A number is too large for the layout's dtype; names the adapter ``name``.
     """
-    by_module = {w.module.name: w for w in weights}
-    dtype = layout.dtype
     image = image_of(allocate(layout.num_pages * page.num_bytes), layout, page)
-    for group in layout.groups.values():
+    pack_groups(name, image, layout.groups.values(), weights, layout.dtype)
+    return image
+
+
+def pack_groups(
+    name: str, image: NDArray[Any], groups: Iterable[GroupLayout], weights: Sequence[ModuleWeights], dtype: str
+) -> None:
+    """Write the weights of some groups into an image, as of ``pack``."""
+    by_module = {w.module.name: w for w in weights}
+    for group in groups:
         members = [by_module[part.module.name] for part in group.modules]
         a_stack = np.concatenate([w.a.as_float32() for w in members])
         _write(image, group.a, _encode(name, group.group, a_stack, dtype))
@@ -72,7 +79,6 @@ def pack(
             if w.column_scale is not None:
                 scale = w.column_scale.as_float32().reshape(1, -1)
                 _write(image, part.column_scale, _encode(name, part.module.name, scale, dtype))
-    return image
 
 
 def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:

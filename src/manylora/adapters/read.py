@@ -5,14 +5,15 @@ Every fault of an adapter is found here, before a request can wait for its name.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from manylora.adapters.bin_file import read_bin
 from manylora.adapters.config import read_config
+from manylora.adapters.content import by_layer, content_key, digest_layer
 from manylora.adapters.layout import make_version
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.methods import find_method
@@ -21,9 +22,8 @@ from manylora.adapters.precision import choose_dtype
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import StoredTensor, read_safetensors
 from manylora.errors import AdapterError, AdapterNotFound
-from manylora.types import AdapterKey
 
-__all__ = ["WEIGHT_FILES", "check_directory", "read_adapter", "read_tensors"]
+__all__ = ["WEIGHT_FILES", "check_directory", "check_finite", "find_weights", "read_adapter", "read_tensors"]
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """In PEFT's order: the first that exists is read. If it is damaged, the adapter is refused."""
@@ -58,11 +58,19 @@ def read_adapter(
     settings = method.parse(name, config)
     tensors, disk_bytes = read_tensors(name, directory, max_bytes)
     weights = settings.match(tensors, base)
+    check_finite(name, weights)
     ranks = {w.module.name: w.rank for w in weights}
     layout = method.lay_out(ranks, base, choose_dtype(weights, dtype or base.page.dtype))
     image = pack(name, weights, layout, base.page, allocate)
-    key = _content_key(weights, base)
-    version = make_version(layout, base.page, key=key, source=str(directory), disk_bytes=disk_bytes)
+    digests = [digest_layer(layer) for layer in by_layer(weights)]
+    version = make_version(
+        layout,
+        base.page,
+        key=content_key(base, digests),
+        source=str(directory),
+        disk_bytes=disk_bytes,
+        layer_digests=b"".join(digests),
+    )
     return PackedAdapter(version, layout, image)
 
 
@@ -78,16 +86,21 @@ def check_directory(name: str, path: str | Path) -> Path:
     return directory
 
 
+def find_weights(name: str, directory: Path) -> Path:
+    """Return the weight file of a directory, or raise ``AdapterError`` if it has none."""
+    for file in WEIGHT_FILES:
+        if os.path.lexists(directory / file):
+            return directory / file
+    raise AdapterError(name, f"has no weight file ({' or '.join(WEIGHT_FILES)})")
+
+
 def read_tensors(name: str, directory: Path, max_bytes: int) -> tuple[dict[str, StoredTensor], int]:
     """Return the tensors of a directory's weight file by key, and the file's size in bytes.
 
     Raises:
         AdapterError: The file is missing, damaged, or larger than ``max_bytes``.
     """
-    present = [directory / file for file in WEIGHT_FILES if os.path.lexists(directory / file)]
-    if not present:
-        raise AdapterError(name, f"has no weight file ({' or '.join(WEIGHT_FILES)})")
-    file = present[0]
+    file = find_weights(name, directory)
     tensors = (read_bin if file.suffix == ".bin" else read_safetensors)(name, file, max_bytes)
     try:
         return tensors, file.stat().st_size
@@ -95,24 +108,11 @@ def read_tensors(name: str, directory: Path, max_bytes: int) -> tuple[dict[str, 
         raise AdapterError(name, f"{file.name} went away while it was read") from error
 
 
-def _content_key(weights: Sequence[ModuleWeights], base: BaseShape) -> AdapterKey:
-    """Hash the inputs of an adapter's arithmetic: the base, and each module's rank, scale and stored weights.
-
-    File metadata, key order, training settings and file names are left out: two uploads of the same weights are one
-    version. Every part is preceded by its length, so that different lists of parts never hash alike.
-    """
-    digest = hashlib.blake2b(digest_size=20)
-
-    def add(part: bytes | memoryview) -> None:
-        digest.update(struct.pack("<Q", len(part)))
-        digest.update(part)
-
-    add(base.fingerprint.encode())
-    for w in sorted(weights, key=lambda w: w.module.name):
-        add(w.module.name.encode())
-        add(struct.pack("<Qd", w.rank, w.scale))
-        # Unambiguous: a third tensor is always the column scale.
-        for tensor in (w.a, w.b) if w.column_scale is None else (w.a, w.b, w.column_scale):
-            add(tensor.dtype.encode())
-            add(tensor.data.data)
-    return AdapterKey(digest.hexdigest())
+def check_finite(name: str, weights: Sequence[ModuleWeights]) -> None:
+    """Raise ``AdapterError`` if any weight is no finite number."""
+    for w in weights:
+        for part, tensor in zip(("lora_A", "lora_B", "the column scale"), w.tensors, strict=False):
+            if not np.isfinite(tensor.as_float32()).all():
+                raise AdapterError(
+                    name, f"{part} of module {w.module.name!r} holds numbers that are not finite (NaN or infinity)"
+                )

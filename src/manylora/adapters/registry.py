@@ -7,6 +7,7 @@ A name points to a version; replacing an adapter in place points it to another v
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from manylora.errors import AdapterExists, AdapterNotFound, CapacityError
 from manylora.types import AdapterKey, AdapterVersion
@@ -44,6 +45,7 @@ class AdapterRegistry:
         self._by_name: dict[str, NamedAdapter] = {}
         self._names_of: dict[AdapterKey, dict[str, None]] = {}
         self._pinned: dict[str, NamedAdapter] = {}
+        self._used: dict[str, NamedAdapter] = {}
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -61,6 +63,20 @@ class AdapterRegistry:
     def all(self) -> list[NamedAdapter]:
         """Return every record, in order of registration."""
         return list(self._by_name.values())
+
+    def first(self, num: int) -> list[NamedAdapter]:
+        """Return the records that were registered first."""
+        return list(islice(self._by_name.values(), num))
+
+    def used(self) -> list[NamedAdapter]:
+        """Return the records of names that a request has asked for."""
+        return list(self._used.values())
+
+    def note_request(self, named: NamedAdapter) -> None:
+        """Count a request for a registered name."""
+        if not named.num_requests:
+            self._used[named.name] = named
+        named.num_requests += 1
 
     def names_of(self, key: AdapterKey) -> tuple[str, ...]:
         """Return the names that point to a version."""
@@ -120,6 +136,7 @@ class AdapterRegistry:
         version = self.get(name).version
         del self._by_name[name]
         self._pinned.pop(name, None)
+        self._used.pop(name, None)
         self._unlink(version.key, name)
         return version
 

@@ -44,6 +44,7 @@ class Residency:
         is_retired: No name points to it any more; it is dropped when its last request has ended.
         last_used_at: When a sequence last started or stopped using it, in seconds.
         num_loads: Loads begun, to either tier.
+        error: The reason why its last read failed, until one succeeds.
     """
 
     version: AdapterVersion
@@ -54,6 +55,7 @@ class Residency:
     is_retired: bool = False
     last_used_at: float | None = None
     num_loads: int = 0
+    error: str | None = None
 
     @property
     def is_loading(self) -> bool:
@@ -74,11 +76,13 @@ class Residency:
 
     @property
     def state(self) -> str:
-        """``idle``, ``active``, ``loading`` or ``evicting``, for the API."""
+        """``idle``, ``active``, ``loading``, ``failed`` or ``evicting``, for the API."""
         if self.is_retired:
             return "evicting"
         if self.is_loading:
             return "loading"
+        if self.error is not None:
+            return "failed"
         return "active" if self.num_running else "idle"
 
     def begin(self, tier: Tier) -> None:

@@ -46,6 +46,13 @@ class TargetModule:
     group: str
     offset: int
 
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Order in which the model comes to the module, by layers: the embedding, the layers, then the rest."""
+        if self.layer is not None:
+            return 1, self.layer
+        return (0, 0) if self.kind is ModuleKind.EMBEDDING else (2, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageShape:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, deserialize
 
 from manylora.errors import AdapterError
 
-__all__ = ["FLOAT_DTYPES", "StoredTensor", "open_regular", "read_safetensors"]
+__all__ = ["FLOAT_DTYPES", "MAX_HEADER_BYTES", "StoredTensor", "open_regular", "read_safetensors"]
 
 FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -40,12 +40,14 @@ class StoredTensor:
     Args:
         dtype: safetensors' name of the type. An unsupported one (``I8``) is refused where the tensor's name is known.
         shape: Sizes.
-        data: Bytes, little-endian and row-major, ``[num_bytes]`` uint8.
+        data: Bytes, little-endian and row-major, ``[num_bytes]`` uint8; empty where only the header was read.
+        place: Range of bytes in the file that is still to be read, ``None`` once ``data`` is there.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
+    place: tuple[int, int] | None = None
 
     def as_float32(self) -> NDArray[np.float32]:
         """Return float32 values of ``shape``, a view if stored so. Float64 beyond its range becomes infinite."""

@@ -30,12 +30,13 @@ TOKEN = SampledToken(token_id=1)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much of everything, and the microseconds that one decision may take."""
+    """How much of everything, and the microseconds that one decision may take; ``used`` adapters are asked, or all."""
 
     running: int
     waiting: int
     adapters: int
     goal_us: float
+    used: int | None = None
 
 
 SCALES = (Scale(64, 1_000, 1_000, 150.0), Scale(128, 3_000, 3_000, 500.0), Scale(256, 10_000, 10_000, 1500.0))
@@ -116,8 +117,9 @@ def measure_decision(policy: str, eviction: str, scale: Scale, *, num_steps: int
     for index in range(scale.adapters):
         core.adapters.register(f"a{index}", _synthetic_version(index), 0.0)
     # Zipf popularity with the exponent of real adapters.
-    weights = [(rank + 1) ** -0.92 for rank in range(scale.adapters)]
-    names = iter(rng.choices([f"a{index}" for index in range(scale.adapters)], weights=weights, k=400_000))
+    num_used = scale.adapters if scale.used is None else min(scale.used, scale.adapters)
+    weights = [(rank + 1) ** -0.92 for rank in range(num_used)]
+    names = iter(rng.choices([f"a{index}" for index in range(num_used)], weights=weights, k=400_000))
     count = 0
 
     def ask(now: float) -> None:

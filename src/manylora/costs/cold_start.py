@@ -247,7 +247,13 @@ def expect(
         ColdStart.ASSIST: _assist(question, assist),
         ColdStart.LAYERS: _layers(question, is_forced=is_forced),
     }
-    return {mode: _corrected(one, question.prompt_s, corrections.factor(mode)) for mode, one in plain.items()}
+    found = {mode: _corrected(one, question.prompt_s, corrections.factor(mode)) for mode, one in plain.items()}
+    if not assist.is_beside:
+        # In place, assisting needs the read alone, and waiting needs it too: no correction can make waiting the better.
+        least_s = found[ColdStart.ASSIST].first_token_s
+        waiting = found[ColdStart.WAIT]
+        found[ColdStart.WAIT] = waiting._replace(first_token_s=max(waiting.first_token_s, least_s))
+    return found
 
 
 def choose(expected: Mapping[ColdStart, Expected], allowed: Collection[ColdStart], num_sharing: int) -> ColdStart:

@@ -129,6 +129,7 @@ class EngineCore:
             num_pages=num_pages,
             pages_needed=self._limits.num_pages_needed,
             in_flight=lambda: list(self._sequences.values()),
+            on_unread=lambda version: self._prefetcher.add_unread(version),
         )
         predictor = predictor or make_predictor(scheduler, seed)
         costs = OnlineCosts()
@@ -209,13 +210,14 @@ class EngineCore:
         scheduler = config.scheduler
         if scheduler.plan_ahead is None:
             scheduler = replace(scheduler, plan_ahead=parts.is_accelerated)
+        host_bytes = parts.host_bytes if config.adapters.host_bytes is None else config.adapters.host_bytes
         return cls(
             base=parts.base,
             num_pages=parts.num_pages,
             executor=executor or parts.executor,
             scheduler=scheduler,
             memory=config.memory,
-            adapters=config.adapters,
+            adapters=replace(config.adapters, host_bytes=host_bytes),
             served_name=served_name,
             seed=config.seed,
             sinks=sinks,
@@ -274,7 +276,7 @@ class EngineCore:
         self._next_seq_id += 1
         self._sequences[request.request_id] = sequence
         if named:
-            named.num_requests += 1
+            self._registry.note_request(named)
             self._counters.adapter_requests += 1
             self._cache.ask(named.version.key, now)
             self._prefetcher.asked(named.version.key, now)
@@ -363,10 +365,10 @@ class EngineCore:
     # -- one turn: launch --------------------------------------------------------------------------------------------
 
     def launch(self, now: float) -> None:
-        """Start the next step, and prefetches."""
+        """Start the next step, prefetches and background reads."""
         if self._steps.may_plan(now):
             self._launch_step(now)
-        self._prefetcher.launch(now)
+        self._prefetcher.launch(now, is_busy=bool(self._sequences))
 
     def _launch_step(self, now: float) -> None:
         """Plan and start the next step, behind the one in flight if there is one, if any sequence can run."""
@@ -405,6 +407,7 @@ class EngineCore:
             allocator=self.page_cache.allocator,
             registry=self._registry,
             cache=self._cache,
+            sequences=self._sequences.values(),
             prefetcher=self._prefetcher,
             cold_starts=self._cold_starts,
             counters=self._counters,

@@ -1,16 +1,23 @@
-"""Collects an engine's gauges and counters from its parts."""
+"""Collects an engine's gauges and counters from its parts.
+
+The work depends on the requests in flight and the pages of the pool, never on the number of registered adapters:
+watchdogs and scrapes ask every few seconds, and the loop makes no step meanwhile.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from manylora.adapters.registry import AdapterRegistry
-from manylora.adapters.residency import Residency, TierState
+from manylora.adapters.residency import TierState
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.status import Counters, EngineStats
 from manylora.engine.steps.running import RunningSet
 from manylora.memory import Owner, PageAllocator
-from manylora.scheduling import Policy
+from manylora.scheduling import Policy, Sequence, SequenceStatus
+from manylora.types import AdapterKey, Tier
 
 __all__ = ["take_snapshot"]
 
@@ -22,15 +29,22 @@ def take_snapshot(
     allocator: PageAllocator,
     registry: AdapterRegistry,
     cache: AdapterCache,
+    sequences: Collection[Sequence],
     prefetcher: Prefetcher,
     cold_starts: ColdStarts,
     counters: Counters,
 ) -> EngineStats:
     """Return gauges and counters of the engine with these parts."""
-    residencies = cache.residencies()
+    in_pages = [cache.residency(key) for key in cache.in_pages()]
+    num_resident = sum([one.device is TierState.RESIDENT for one in in_pages])
+    num_on_both = sum([one.device is TierState.RESIDENT and one.host is TierState.RESIDENT for one in in_pages])
 
-    def names(residencies: list[Residency]) -> tuple[str, ...]:
-        return tuple(sorted(name for one in residencies for name in registry.names_of(one.version.key)))
+    def names(status: SequenceStatus) -> tuple[str, ...]:
+        keys: dict[AdapterKey, None] = {}
+        for sequence in sequences:
+            if sequence.status is status and sequence.adapter is not None:
+                keys[sequence.adapter] = None
+        return tuple(sorted(name for key in keys for name in registry.names_of(key)))
 
     return EngineStats(
         num_running=len(running),
@@ -41,13 +55,16 @@ def take_snapshot(
         num_prefix_pages=allocator.count(Owner.PREFIX),
         num_adapter_pages=allocator.count(Owner.ADAPTER),
         num_registered=len(registry),
-        num_resident=sum(one.device is TierState.RESIDENT for one in residencies),
-        num_loading=sum(one.device is TierState.LOADING for one in residencies),
+        num_resident=num_resident,
+        num_loading=cache.num_loading(Tier.DEVICE),
         num_active=cache.num_active,
+        num_failed=len(cache.failed),
+        num_only_host=cache.num_host - num_on_both,
+        num_only_disk=cache.num_known - num_resident - cache.num_host + num_on_both,
         num_host=cache.num_host,
         host_bytes=cache.host_bytes,
-        running_adapters=names([one for one in residencies if one.num_running]),
-        waiting_adapters=names([one for one in residencies if one.num_waiting]),
+        running_adapters=names(SequenceStatus.RUNNING),
+        waiting_adapters=names(SequenceStatus.WAITING),
         num_loads=cache.num_loads,
         num_disk_loads=cache.num_disk_loads,
         num_evictions=cache.num_evictions,

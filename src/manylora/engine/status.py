@@ -32,12 +32,14 @@ class AdapterStatus:
     Args:
         generation: 1 when first loaded, one more with every replacement in place.
         tier: Highest tier its weights are in.
-        state: ``idle``, ``active``, ``loading`` or ``evicting`` (waiting for its last request to end).
+        state: ``idle``, ``active``, ``loading``, ``failed`` (its weights cannot be read) or ``evicting`` (waiting for
+            its last request to end).
         num_requests: Requests for it since it was loaded.
         num_hits: Those that found it on the device.
         last_used_s: Seconds since its last use, ``None`` if never used.
         price: Value of keeping it on the device while it idles there, in seconds of reloading saved per second and
             page; ``None`` where it is in use, in another tier, or the eviction policy has another unit.
+        error: The reason why its weights could not be read, if they could not.
     """
 
     name: str
@@ -52,6 +54,7 @@ class AdapterStatus:
     num_hits: int
     last_used_s: float | None
     price: float | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,9 @@ class EngineStats:
         num_adapter_hits: Those that found it on the device when first looked up.
         num_squashes: Sequences pre-empted for one that they had passed.
         num_prefetches: Loads started before the admission of their sequences.
+        num_failed: Versions whose weights could not be read.
+        num_only_host: Versions whose highest tier is the host.
+        num_only_disk: Versions that are only on disk.
         queues: The policy's queues, smallest requests first.
         cold_starts: Cold starts by mode, of the modes that the executor can do; empty if it can only wait.
     """
@@ -137,5 +143,8 @@ class EngineStats:
     num_adapter_hits: int
     num_squashes: int = 0
     num_prefetches: int = 0
+    num_failed: int = 0
+    num_only_host: int = 0
+    num_only_disk: int = 0
     queues: tuple[QueueStatus, ...] = ()
     cold_starts: tuple[ColdStartStatus, ...] = ()

@@ -13,11 +13,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
-from manylora.config import EngineConfig, ModelConfig
+from manylora.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
 from manylora.errors import ConfigError
 from manylora.execution.attention.step import (
     AttentionKernel,
@@ -40,10 +41,12 @@ from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner, TokenSampler
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
+from manylora.execution.storage.host_memory import HOST_SHARE, available_bytes
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.reader import HostReader
+from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.execution.storage.tile_tables import GroupDirectory
 from manylora.ports import EngineParts
@@ -52,6 +55,9 @@ from manylora.types import AdapterKey
 __all__ = ["build_parts"]
 
 logger = logging.getLogger(__name__)
+
+HASHES_FILE = "adapter-hashes-1"
+"""Name of the hash cache; another number for other content hashes or another format."""
 
 
 def build_parts(
@@ -74,6 +80,24 @@ def build_parts(
     Raises:
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
     """
+    reader = ReaderProcess()
+    reader.start()  # while the model is loaded
+    try:
+        return _build(config, clock, reader, make_sampler, load, weights)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    clock: Clock,
+    first_reader: ReaderProcess,
+    make_sampler: Callable[[BaseShape], TokenSampler] | None,
+    load: Callable[[ModelConfig], LoadedModel],
+    weights: BaseWeights | None,
+) -> EngineParts:
+    """Build the parts, with a reader process that is starting; the stages of the picture, in order."""
     if weights is None:
         loaded, weights = load_weights(config.model, load)
     elif weights.manifest.model != config.model.model:
@@ -127,7 +151,9 @@ def build_parts(
 
     host = HostTier(is_pinned=device.type == "cuda", directory=directory)
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
-    reader = HostReader(base, host, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype)
+    hashes = None if config.cache_dir is None else os.path.join(config.cache_dir, HASHES_FILE)
+    settings = ReaderSettings(base=base, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype, hashes=hashes)
+    reader = HostReader(settings, host, first_reader)
     executor = TorchExecutor(
         runner=runner,
         pages=pages,
@@ -157,6 +183,8 @@ def build_parts(
         machine=describe_machine(device),
         is_accelerated=device.type != "cpu",
         reads_host=executor.reads_host,
+        host_bytes=_host_bytes(),
+        waits_by_layer=True,
     )
 
 
@@ -167,6 +195,12 @@ def _context(config: ModelConfig, loaded: LoadedModel) -> int:
     if wanted is not None and wanted > limit:
         raise ConfigError(f"Got max_model_len = {wanted}, but the model's context is {limit} tokens")
     return limit if wanted is None else wanted
+
+
+def _host_bytes() -> int:
+    """Return the bytes of the host tier by default, beside the model that is loaded."""
+    available = available_bytes()
+    return DEFAULT_HOST_BYTES if available is None else max(1, int(available * HOST_SHARE))
 
 
 def _adapter_dtype(wanted: str, page_dtype: str, kernel: str) -> str:

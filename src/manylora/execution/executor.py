@@ -3,8 +3,8 @@
 ::
 
     step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the step before it ends
-    copy     one thread    host image -> device pages, then the views of its tiles; steps read the image meanwhile
-    read     two threads   files -> packed host image, by reader processes
+    copy     one thread    host image -> device pages, as far as the image is filled; a step may wait for each layer
+    read     two threads   files -> packed host image, by reader processes, layer by layer
 
 Each thread runs its work in order of submission, then wakes the clock. The loop gets the result through ``Work.poll``.
 """
@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
-
-import torch
+from typing import Generic, TypeVar
 
 from manylora.clock import Clock
 from manylora.engine.steps.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
+from manylora.execution.storage.arrival import ArrivingAdapter
+from manylora.execution.storage.device_load import CopyContext, DeviceLoad, Gone
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.reader import HostReader
-from manylora.execution.storage.resident import ResidentAdapter, make_resident
+from manylora.execution.storage.reader import HostReader, reason_of
+from manylora.execution.storage.resident import ResidentAdapter
 from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
 
@@ -77,8 +77,6 @@ class TorchExecutor:
         reads_host: bool = False,
     ) -> None:
         self._runner = runner
-        self._pages = pages
-        self._link = link
         self._host = host
         self._reader = reader
         self._resident = resident
@@ -86,11 +84,14 @@ class TorchExecutor:
         self.reads_host = reads_host
         self._tokens: dict[int, SampledToken] = {}  # of the last step; touched on the step's thread alone
         self._copied: dict[AdapterKey, AdapterVersion] = {}  # those that steps may read from the host
+        self._failed: dict[int, str] = {}  # likewise
+        self._arriving: dict[AdapterKey, DeviceLoad] = {}  # in flight, or failed
+        self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # of a read in flight that has not begun its image
+        self._lock = threading.Lock()  # of the followers
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
-        device = pages.flat.device
-        self._copy_stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
+        self._copies = CopyContext(pages, link, self._copy_thread)
 
     @property
     def logits_hook(self) -> LogitsHook | None:
@@ -104,23 +105,43 @@ class TorchExecutor:
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:
         """Start a step; behind a step in flight, it gets the tokens it awaits from that step directly.
 
-        The step holds the host images that it reads from here on, so they may leave the host tier meanwhile.
+        The step holds the host images that it reads from here on, so they may leave the host tier meanwhile; likewise
+        the loads that it waits for.
         """
         images: dict[AdapterKey, HostAdapter | AdapterVersion] = {}
-        if self.reads_host:
-            for part in plan.sequences:
-                if part.placement is not ON_DEVICE and (key := part.adapter) is not None:
-                    images[key] = self._host.get(key) or self._copied[key]
-        return self._watch(self._steps.submit(self._run, plan, images))
+        loads: dict[AdapterKey, DeviceLoad] = {}
+        for part in plan.sequences:
+            if part.placement is ON_DEVICE or (key := part.adapter) is None:
+                continue
+            if part.placement.tier is Tier.HOST:
+                images[key] = self._host.get(key) or self._copied[key]
+            elif (load := self._arriving.get(key)) is not None:
+                loads[key] = load
+        return self._watch(self._steps.submit(self._run, plan, images, loads))
 
     def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
         """Start a load: files to host, or host to device pages."""
+        key = load.version.key
         if load.tier is Tier.HOST:
-            return self._watch(self._reads.submit(_carry_out, lambda load: self._reader.read_again(load.version), load))
+            with self._lock:
+                self._followers.setdefault(key, [])
+            return self._watch(self._reads.submit(_carry_out, self._read, load))
         assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
         if self.reads_host:
-            self._copied[load.version.key] = load.version
-        return self._watch(self._copies.submit(_carry_out, self._copy, load))
+            self._copied[key] = load.version
+        arriving = self._arriving[key] = DeviceLoad(load, self._copies, self._arrived)
+        with self._lock:
+            adapter = self._host.get(key)
+            is_read = adapter is not None or key in self._followers
+            if adapter is None:
+                self._followers.setdefault(key, []).append(arriving)
+        if adapter is not None:
+            arriving.follow(adapter)
+        elif not is_read:
+            # An eviction at the same time as a second registration can lose the host copy; the files still have it.
+            logger.warning("host_copy_gone adapter=%s", key)
+            self._reads.submit(_carry_out, self._read, load)
+        return self._watch(arriving.result)
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
@@ -131,50 +152,83 @@ class TorchExecutor:
                 self._steps.submit(self._runner.forget_batch)
         elif tier is Tier.DEVICE:
             self._resident.pop(key, None)
+            self._arriving.pop(key, None)
 
     def close(self) -> None:
-        """Finish the step in flight, cancel waiting work and end the threads."""
-        self._link.close()
-        for threads in (self._reads, self._copies, self._steps):
-            threads.shutdown(wait=True, cancel_futures=True)
+        """Finish the step in flight, cancel waiting work and end the threads; no step waits for an adapter any more."""
+        self._copies.link.close()
+        self._reads.shutdown(wait=False, cancel_futures=True)
         self._reader.close()
+        for load in list(self._arriving.values()):
+            load.abandon("the engine is closing")
+        for threads in (self._reads, self._copy_thread, self._steps):
+            threads.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()  # a read that had not reached its process yet may have started one
 
     def _watch(self, future: Future[ResultT]) -> FutureWork[ResultT]:
         future.add_done_callback(lambda _: self._clock.wake())
         return FutureWork(future)
 
-    def _run(self, plan: StepPlan, images: Mapping[AdapterKey, HostAdapter | AdapterVersion]) -> StepResult:
+    def _run(
+        self,
+        plan: StepPlan,
+        images: Mapping[AdapterKey, HostAdapter | AdapterVersion],
+        loads: Mapping[AdapterKey, DeviceLoad],
+    ) -> StepResult:
         """Run a step; its tokens are on the host at the end, so the device is done when the clock is read.
 
-        An image that was lost (see ``_copy``) is given by its version, to be read again.
+        An image that was lost (see ``load_adapter``) is given by its version, to be read again.
         """
         began_at = time.perf_counter()
-        in_host = {
-            key: (image if isinstance(image, HostAdapter) else self._reader.read_again(image)).in_place()
-            for key, image in images.items()
-        }
-        result = self._runner.run(fill_in(plan, self._tokens), in_host)
-        self._tokens = result.tokens
+        in_host = {key: self._in_place(image) for key, image in images.items()}
+        plan = fill_in(plan, self._tokens, self._failed)
+        arriving: dict[AdapterKey, ArrivingAdapter] = {}
+        gone: dict[AdapterKey | None, str] = {}
+        for key, load in loads.items():
+            if key not in self._resident:
+                try:
+                    arriving[key] = load.arriving()
+                except Gone as error:
+                    gone[key] = str(error)
+        failed = {part.seq_id: gone[part.adapter] for part in plan.sequences if part.adapter in gone} if gone else {}
+        if failed:
+            kept = tuple([part for part in plan.sequences if part.seq_id not in failed])
+            plan = StepPlan(step_id=plan.step_id, sequences=kept, released=plan.released)
+        result = self._runner.run(plan, in_host, arriving)
+        if failed:
+            result = replace(result, failed=failed | result.failed)
+        self._tokens, self._failed = result.tokens, result.failed
         return replace(result, device_s=time.perf_counter() - began_at)
 
-    def _copy(self, load: AdapterLoad) -> None:
+    def _in_place(self, image: HostAdapter | AdapterVersion) -> ResidentAdapter:
+        adapter = image if isinstance(image, HostAdapter) else self._reader.read_again(image)
+        adapter.arrival.wait(len(adapter.image))
+        return adapter.in_place()
+
+    def _read(self, load: AdapterLoad) -> None:
+        """Bring an adapter to the host tier, and let the loads that wait for its image follow it."""
         key = load.version.key
-        adapter = self._host.get(key)
-        if adapter is None:
-            # An eviction at the same time as a second registration can lose the host copy; the files still have it.
-            logger.warning("host_copy_gone adapter=%s", key)
-            adapter = self._reader.read_again(load.version)
-        if len(load.pages) != adapter.image.shape[0]:
-            raise ValueError(f"Got {len(load.pages)} pages for an adapter of {adapter.image.shape[0]}")
-        with torch.cuda.stream(self._copy_stream) if self._copy_stream is not None else nullcontext():
-            self._link.copy(load.pages, adapter.image)
-            resident = make_resident(adapter.layout, load.pages, self._pages, adapter.template)
-            if self._copy_stream is not None:
-                # A blocking event sleeps instead of spinning: the step's thread needs the core.
-                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                done.record(self._copy_stream)
-                done.synchronize()
-        self._resident[key] = resident
+
+        def begun(adapter: HostAdapter) -> None:
+            for follower in self._take_followers(key):
+                follower.follow(adapter)
+
+        try:
+            self._reader.read_again(load.version, begun)
+        except Exception as error:
+            for follower in self._take_followers(key):
+                follower.fail(reason_of(error))
+            raise
+
+    def _take_followers(self, key: AdapterKey) -> list[DeviceLoad]:
+        with self._lock:
+            return self._followers.pop(key, [])
+
+    def _arrived(self, load: DeviceLoad, weights: ResidentAdapter) -> None:
+        """Keep an adapter that has arrived; on the copying thread."""
+        self._resident[load.key] = weights
+        if self._arriving.get(load.key) is load:
+            del self._arriving[load.key]
 
 
 def _carry_out(load_to_tier: Callable[[AdapterLoad], object], load: AdapterLoad) -> LoadResult:

@@ -13,8 +13,9 @@ from torch import nn
 from manylora.execution.attention.step import AttentionKernel, TorchAttentionKernel
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps, make_device_ops
-from manylora.execution.lora.batch import LoraBatch, LoraSegment, StepContext
+from manylora.execution.lora.batch import ArrivingBatch, LoraBatch, LoraSegment, StepContext, StepLora
 from manylora.execution.lora.tables import LoraSpace
+from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.plan import PlannedSequence, StepPlan, StepResult
@@ -27,6 +28,7 @@ LogitsHook = Callable[[StepPlan, torch.Tensor], None]
 
 
 _NONE: Mapping[AdapterKey, ResidentAdapter] = {}
+_NONE_ARRIVING: Mapping[AdapterKey, ArrivingAdapter] = {}
 
 
 class TokenSampler(Protocol):
@@ -77,12 +79,19 @@ class ModelRunner:
         self.logits_hook: LogitsHook | None = None
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, in_host: Mapping[AdapterKey, ResidentAdapter] = _NONE) -> StepResult:
+    def run(
+        self,
+        plan: StepPlan,
+        in_host: Mapping[AdapterKey, ResidentAdapter] = _NONE,
+        arriving: Mapping[AdapterKey, ArrivingAdapter] = _NONE_ARRIVING,
+    ) -> StepResult:
         """Run the step and return its tokens.
 
         Args:
             plan: The step.
             in_host: The adapters that it reads from host memory.
+            arriving: The adapters that it has to wait for, group by group. The sequences of one that does not arrive
+                have failed; the others are not affected.
         """
         self._sampler.release(plan.released)
         self._attention.release(plan.released)
@@ -90,10 +99,22 @@ class ModelRunner:
             return StepResult()
         sequences = _by_adapter(plan.sequences)
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
-        lora = self._lora_batch(sequences, in_host)
-        logits = self._graphs.run(sequences, lora.segments if lora else ()) if self._graphs is not None else None
+        elsewhere = {**in_host, **{key: one.weights for key, one in arriving.items()}} if arriving else in_host
+        lora = self._lora_batch(sequences, elsewhere)
+        logits: torch.Tensor | None = None
+        failed: dict[int, str] = {}
+        if arriving:
+            assert lora is not None, "the adapters on their way are those of sequences"
+            logits = self._forward(sequences, ArrivingBatch(lora, tuple(arriving.values())))
+            failed = {s.seq_id: error for s in sequences if (error := _error_of(s, arriving)) is not None}
+        elif self._graphs is not None:
+            logits = self._graphs.run(sequences, lora.segments if lora else ())
         if logits is None:
             logits = self._forward(sequences, lora)
+        if failed:
+            plan = StepPlan(step_id=plan.step_id, sequences=tuple(s for s in plan.sequences if s.seq_id not in failed))
+            logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in failed]]
+            sampled = [s for s in sampled if s.seq_id not in failed]
         if self.logits_hook is not None:
             row_of = {sequence.seq_id: row for row, sequence in enumerate(sampled)}
             order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
@@ -101,15 +122,15 @@ class ModelRunner:
         if not sampled:
             # No token is read back, which would wait for the device; and pages may change owners once we return.
             self._ops.wait()
-            return StepResult()
+            return StepResult(failed=failed)
         tokens = self._sampler.sample(logits, sampled)
-        return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)})
+        return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)}, failed=failed)
 
     def forget_batch(self) -> None:
         """Let go of the last step's adapters, which are kept for the next: they may hold images of the host tier."""
         self._last_lora = None
 
-    def _forward(self, sequences: Sequence[PlannedSequence], lora: LoraBatch | None) -> torch.Tensor:
+    def _forward(self, sequences: Sequence[PlannedSequence], lora: StepLora | None) -> torch.Tensor:
         """Call the model; return logits ``[n, vocab]`` of the sampled rows, float32."""
         batch = self._attention.prepare(sequences)
         ids = [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]]
@@ -129,7 +150,7 @@ class ModelRunner:
         return logits[0].float()
 
     def _lora_batch(
-        self, sequences: Sequence[PlannedSequence], in_host: Mapping[AdapterKey, ResidentAdapter]
+        self, sequences: Sequence[PlannedSequence], elsewhere: Mapping[AdapterKey, ResidentAdapter]
     ) -> LoraBatch | None:
         """Return the step's segments, ``None`` when no sequence has an adapter."""
         segments: list[LoraSegment] = []
@@ -142,7 +163,7 @@ class ModelRunner:
                 sampled += sequences[last].is_sampled
                 last += 1
             if key is not None:
-                weights = in_host[key] if key in in_host else self._resident[key]
+                weights = elsewhere[key] if key in elsewhere else self._resident[key]
                 segments.append(LoraSegment(weights, start, row, sampled_start, sampled))
             first = last
         if not segments:
@@ -150,6 +171,11 @@ class ModelRunner:
         elif self._last_lora is None or self._last_lora.segments != tuple(segments):
             self._last_lora = LoraBatch(tuple(segments), self._space)
         return self._last_lora
+
+
+def _error_of(sequence: PlannedSequence, arriving: Mapping[AdapterKey, ArrivingAdapter]) -> str | None:
+    adapter = arriving.get(sequence.adapter) if sequence.adapter is not None else None
+    return adapter.error if adapter is not None else None
 
 
 def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:

@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from manylora.engine.status import AdapterStatus
-from manylora.errors import AdapterError, AdapterExists, AdapterNotFound, CapacityError, ConfigError
+from manylora.errors import (
+    AdapterError,
+    AdapterExists,
+    AdapterNotFound,
+    CapacityError,
+    ConfigError,
+    ManyloraError,
+)
 from manylora.hosting.client import EngineClient
 
 __all__ = ["AdapterBook", "LoadedAdapter", "LoraModule"]
@@ -61,6 +68,8 @@ class AdapterBook:
 
     def __init__(self, *, served_name: str, epoch_s: Callable[[], float]) -> None:
         self.adapters: dict[str, LoadedAdapter] = {}
+        self.num_changes = 0
+        """Changes of names and paths; equal numbers mean equal lists."""
         self.ranks: dict[str, int] = {}
         """Rank of each adapter that an engine has loaded, by name; for routers."""
         self._served_name = served_name
@@ -80,6 +89,7 @@ class AdapterBook:
             if module.is_required and not os.path.isdir(module.path):
                 raise AdapterNotFound(module.name, f"there is no directory {module.path!r}")
             self.adapters[module.name] = LoadedAdapter(path=module.path, loaded_at=int(self._epoch_s()))
+        self.num_changes += 1
 
     @contextlib.asynccontextmanager
     async def free(self, name: str, *, may_replace: bool) -> AsyncIterator[LoadedAdapter | None]:
@@ -111,6 +121,7 @@ class AdapterBook:
     def note_load(self, name: str, path: str, status: AdapterStatus) -> None:
         """Record a load; a replacement keeps the pin and ``loaded_at``."""
         before = self.adapters.get(name)
+        self.num_changes += 1
         self.ranks[name] = status.version.rank
         if before is None:
             self.adapters[name] = LoadedAdapter(path=path, loaded_at=int(self._epoch_s()))
@@ -123,11 +134,12 @@ class AdapterBook:
 
     def forget(self, name: str) -> None:
         """Remove a name."""
+        self.num_changes += 1
         self.adapters.pop(name, None)
         self.ranks.pop(name, None)
 
     async def bring_up(self, client: EngineClient, held: dict[str, LoadedAdapter]) -> list[AdapterError]:
-        """Load the adapters of the book on an engine.
+        """Register the adapters of the book on an engine, without reading their weights.
 
         Args:
             client: The engine.
@@ -141,30 +153,38 @@ class AdapterBook:
             ManyloraError: An error that does not concern one adapter.
         """
         errors: list[AdapterError] = []
-
-        async def bring(name: str) -> None:
-            async with self._lock(name):
-                wanted = self.adapters.get(name)
-                try:
-                    if wanted is None:
-                        del held[name]
-                        await client.unload_adapter(name)
-                        return
-                    status = await client.load_adapter(name, wanted.path, replace=name in held)
-                    held[name] = wanted
-                    self.ranks[name] = status.version.rank
-                    if wanted.is_pinned != status.is_pinned:
-                        await client.pin_adapter(name, wanted.is_pinned)
-                except AdapterError as error:
-                    errors.append(error)
-                except CapacityError as error:
-                    errors.append(AdapterError(name, str(error)))
-
         while not errors:
             stale = [name for name in {**self.adapters, **held} if self.adapters.get(name) is not held.get(name)]
             if not stale:
                 break
-            await asyncio.gather(*map(bring, stale))
+            async with contextlib.AsyncExitStack() as locks:
+                for name in sorted(stale):  # one order for all engines: none waits in a circle
+                    await locks.enter_async_context(self._lock(name))
+                errors += await self._bring(client, held, stale)
+        return errors
+
+    async def _bring(
+        self, client: EngineClient, held: dict[str, LoadedAdapter], names: Iterable[str]
+    ) -> list[AdapterError]:
+        """Make an engine hold the book's entries of these names, which are locked; return the errors."""
+        wanted = {name: entry for name in names if (entry := self.adapters.get(name)) is not None}
+        for name in [name for name in names if name not in wanted and name in held]:
+            del held[name]
+            await client.unload_adapter(name)
+        if not wanted:
+            return []
+        adapters = [(name, entry.path, name in held) for name, entry in wanted.items()]
+        ranks, refused = await client.load_adapters(adapters)
+        errors = [_about(name, error) for name, error in refused.items()]
+        self.ranks.update(ranks)
+        for name in ranks:
+            before, entry = held.get(name), wanted[name]
+            held[name] = entry
+            if entry.is_pinned or (before is not None and before.is_pinned):
+                try:
+                    await client.pin_adapter(name, entry.is_pinned)
+                except (AdapterError, CapacityError) as error:
+                    errors.append(_about(name, error))
         return errors
 
     def _lock(self, name: str) -> asyncio.Lock:
@@ -173,3 +193,12 @@ class AdapterBook:
         if lock is None:
             lock = self._locks[name] = asyncio.Lock()
         return lock
+
+
+def _about(name: str, error: ManyloraError) -> AdapterError:
+    """Return an adapter's error; raise one that does not concern a single adapter."""
+    if isinstance(error, AdapterError):
+        return error
+    if isinstance(error, CapacityError):
+        return AdapterError(name, str(error))
+    raise error

@@ -20,6 +20,7 @@ from manylora.hosting.protocol import (
     Command,
     EngineInfo,
     LoadAdapter,
+    LoadAdapters,
     Message,
     Observations,
     PinAdapter,
@@ -227,6 +228,20 @@ class EngineClient:
         """Read and register an adapter; errors as of ``AdapterCatalog.register``."""
         return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
 
+    async def load_adapters(
+        self, adapters: Sequence[tuple[str, str, bool]]
+    ) -> tuple[dict[str, int], dict[str, ManyloraError]]:
+        """Check adapters without their weights and register those that pass.
+
+        Args:
+            adapters: Name and path of each, and whether it may replace one of that name.
+
+        Returns:
+            The rank of each that is registered, and the error of each that is not, by name.
+        """
+        reply = await self._call(lambda call: LoadAdapters(call, list(adapters)))
+        return reply.ranks, {name: fault.to_error() for name, fault in reply.refused.items()}
+
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name."""
         await self._call(lambda call: UnloadAdapter(call, name))
@@ -239,9 +254,11 @@ class EngineClient:
         """Start to copy an adapter to the device."""
         return (await self._call(lambda call: WarmAdapter(call, name))).statuses[0]
 
-    async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
-        """Return the engine's counters and the state of every adapter, or of the busiest ``num_adapters``."""
-        reply = await self._call(lambda call: TakeSnapshot(call, num_adapters))
+    async def snapshot(
+        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
+    ) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
+        """Return the engine's counters and the state of every adapter, or of some as of ``TakeSnapshot``."""
+        reply = await self._call(lambda call: TakeSnapshot(call, num_adapters, only_in_use, name))
         assert reply.stats is not None
         return reply.stats, reply.statuses
 

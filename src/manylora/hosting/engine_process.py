@@ -19,7 +19,7 @@ import zmq
 
 from manylora.clock import WallClock
 from manylora.hosting.gc_freeze import freeze_start_up_heap
-from manylora.hosting.protocol import Message, ProcessSetup, Ready, decode_command, encode
+from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.hosting.service import EngineService
 
 __all__ = ["main", "pack_setup"]
@@ -77,7 +77,8 @@ def main() -> int:
     messages.connect(setup.messages_address)
 
     def send(message: Message) -> None:
-        if isinstance(message, Ready):
+        # The adapters registered at the start live as long as the engine.
+        if isinstance(message, Ready) or (isinstance(message, Reply) and message.ranks):
             freeze_start_up_heap()
         messages.send(encode(message), copy=False)
 

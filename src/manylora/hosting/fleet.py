@@ -217,8 +217,10 @@ class Fleet:
             if keeper.client is not None:
                 keeper.client.cancel(request_ids, stopped=stopped)
 
-    async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
-        """Return the counters of all engines and the state of every adapter, or of the busiest ``num_adapters``.
+    async def snapshot(
+        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
+    ) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
+        """Return the counters of all engines and the state of every adapter, or of some as of ``TakeSnapshot``.
 
         Raises:
             CapacityError: No engine serves.
@@ -226,10 +228,12 @@ class Fleet:
         """
         clients = list(self._serving().values())
         if len(clients) == 1:
-            return await clients[0].snapshot(num_adapters)
+            return await clients[0].snapshot(num_adapters, only_in_use=only_in_use, name=name)
         # Counters of an adapter are summed over engines, so each reports all adapters.
         asked = None if num_adapters != 0 else 0
-        taken = await asyncio.gather(*(client.snapshot(asked) for client in clients), return_exceptions=True)
+        taken = await asyncio.gather(
+            *(client.snapshot(asked, only_in_use=only_in_use, name=name) for client in clients), return_exceptions=True
+        )
         parts = successes(taken)
         statuses = merge_statuses([statuses for _, statuses in parts])
         if num_adapters is not None:

@@ -43,6 +43,11 @@ class FleetAdapters:
         """The adapters that are loaded, by name."""
         return self._book.adapters
 
+    @property
+    def num_changes(self) -> int:
+        """Changes of the names and paths in ``loaded`` so far."""
+        return self._book.num_changes
+
     async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
         """Load an adapter on every engine, and on those that start later.
 

@@ -33,6 +33,7 @@ __all__ = [
     "Fault",
     "FinishedRequest",
     "LoadAdapter",
+    "LoadAdapters",
     "Message",
     "Observations",
     "PinAdapter",
@@ -120,6 +121,18 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     replace: bool
 
 
+class LoadAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Check adapters by their headers and register those that pass; their weights are read later.
+
+    Args:
+        call: Number of the call.
+        adapters: Name and path of each, and whether it may replace one of that name.
+    """
+
+    call: int
+    adapters: list[tuple[str, str, bool]]
+
+
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Unregister an adapter; requests in flight finish on it."""
 
@@ -143,10 +156,19 @@ class WarmAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Report counters and the state of every adapter, or of the busiest ``num_adapters``."""
+    """Report counters and the state of every adapter, or of some.
+
+    Args:
+        call: Number of the call.
+        num_adapters: Only so many, the busiest.
+        only_in_use: Only those that metrics report: with requests since the start, pages or a failure, or pinned.
+        name: Only the one of this name, if there is one.
+    """
 
     call: int
     num_adapters: int | None = None
+    only_in_use: bool = False
+    name: str | None = None
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,17 +261,30 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The answer to a call: an error, or the result; ``refused`` has the errors of requests that were not added."""
+    """The answer to a call: an error, or the result.
+
+    Args:
+        call: Number of the call.
+        fault: The error.
+        refused: Errors of requests that were not added, by id, or of adapters that were not registered, by name.
+        ranks: Ranks of the adapters of ``LoadAdapters`` that were registered, by name.
+        statuses: States of adapters.
+        stats: The engine's counters.
+        observations: The observations since the last message.
+    """
 
     call: int
     fault: Fault | None = None
     refused: dict[str, Fault] = msgspec.field(default_factory=dict)
+    ranks: dict[str, int] = msgspec.field(default_factory=dict)
     statuses: tuple[AdapterStatus, ...] = ()
     stats: EngineStats | None = None
     observations: Observations | None = None
 
 
-Command: TypeAlias = AddRequests | Cancel | LoadAdapter | UnloadAdapter | PinAdapter | WarmAdapter | TakeSnapshot
+Command: TypeAlias = (
+    AddRequests | Cancel | LoadAdapter | LoadAdapters | UnloadAdapter | PinAdapter | WarmAdapter | TakeSnapshot
+)
 Message: TypeAlias = Ready | Refused | Turn | Reply
 
 _encoder = msgspec.msgpack.Encoder()

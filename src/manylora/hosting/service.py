@@ -11,9 +11,11 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TypeAlias, cast
 
+from manylora.adapters.stamp import is_provisional
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.costs.step_log import LoggedExecutor, open_step_log
@@ -31,6 +33,7 @@ from manylora.hosting.protocol import (
     EngineSpec,
     Fault,
     LoadAdapter,
+    LoadAdapters,
     Message,
     PinAdapter,
     Ready,
@@ -58,6 +61,8 @@ TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
 
 NUM_READERS = 2
+CHECKED_TOGETHER = 256
+"""Adapters in one message to a reader: its cost is spread, and several readers share a start."""
 
 
 def builder_for(config: EngineConfig) -> str:
@@ -73,6 +78,15 @@ def load_builder(builder: Builder) -> BuildParts:
     build = getattr(import_module(module), function)
     assert callable(build)
     return cast(BuildParts, build)
+
+
+@dataclass(slots=True)
+class _Checked:
+    """The adapters of a command that were checked so far, by their place; for the loop's thread."""
+
+    command: LoadAdapters
+    began_at: float
+    found: dict[int, AdapterVersion | AdapterError] = field(default_factory=dict)
 
 
 class EngineService:
@@ -169,14 +183,19 @@ class EngineService:
             case LoadAdapter():
                 with contextlib.suppress(RuntimeError):  # the engine has just ended
                     self._readers.submit(self._read, command)
+            case LoadAdapters():
+                gathered = _Checked(command, self._clock.now())
+                with contextlib.suppress(RuntimeError):
+                    for first in range(0, len(command.adapters), CHECKED_TOGETHER):
+                        self._readers.submit(self._check, gathered, slice(first, first + CHECKED_TOGETHER))
             case UnloadAdapter(call, name):
                 post(lambda core, now: self._reply(call, lambda: core.adapters.unregister(name, now)))
             case PinAdapter(call, name, pinned):
                 post(lambda core, now: self._reply(call, lambda: core.adapters.pin(name, pinned, now)))
             case WarmAdapter(call, name):
                 post(lambda core, now: self._reply(call, lambda: core.adapters.warm(name, now)))
-            case TakeSnapshot(call, num_adapters):
-                post(lambda core, now: self._snapshot(core, now, call, num_adapters))
+            case TakeSnapshot():
+                post(lambda core, now: self._snapshot(core, now, command))
 
     def _info(self, parts: EngineParts) -> EngineInfo:
         base = parts.base
@@ -226,10 +245,18 @@ class EngineService:
         for request_id in command.request_ids:
             core.cancel(request_id, now)
 
-    def _snapshot(self, core: EngineCore, now: float, call: int, num_adapters: int | None) -> None:
+    def _snapshot(self, core: EngineCore, now: float, command: TakeSnapshot) -> None:
         adapters = core.adapters
-        statuses = adapters.statuses(now) if num_adapters is None else adapters.busiest(num_adapters, now)
-        self._send(Reply(call, statuses=statuses, stats=core.stats(), observations=self._observer.take()))
+        statuses: tuple[AdapterStatus, ...]
+        if command.name is not None:
+            statuses = (adapters.status(command.name, now),) if command.name in adapters else ()
+        elif command.only_in_use:
+            statuses = adapters.in_use(now)
+        elif command.num_adapters is not None:
+            statuses = adapters.busiest(command.num_adapters, now)
+        else:
+            statuses = adapters.statuses(now)
+        self._send(Reply(command.call, statuses=statuses, stats=core.stats(), observations=self._observer.take()))
 
     def _read(self, command: LoadAdapter) -> None:
         """Read an adapter on a reader thread and post the version or the error to the loop. Never raises."""
@@ -251,6 +278,48 @@ class EngineService:
             self._loop.post(lambda core, now: self._register(core, now, command, version, took_s))
             return
         self._loop.post(lambda core, now: self._send(Reply(command.call, fault)))
+
+    def _check(self, gathered: _Checked, part: slice) -> None:
+        """Check some adapters of a command on a reader thread; the last part posts their registration. Never raises."""
+        assert self._loop is not None
+        assert self._parts is not None
+        adapters = [(name, path) for name, path, _ in gathered.command.adapters[part]]
+        try:
+            found = self._parts.reader.check(adapters)
+        except Exception as error:
+            logger.exception("adapter_reader_failed num_adapters=%d", len(adapters))
+            reason = f"checking it failed inside the server: {error!r}"
+            found = [AdapterError(name, reason) for name, _ in adapters]
+        self._loop.post(lambda core, now: self._gather(core, now, gathered, part.start, found))
+
+    def _gather(
+        self, core: EngineCore, now: float, gathered: _Checked, first: int, found: list[AdapterVersion | AdapterError]
+    ) -> None:
+        """Register the adapters of a command once all are checked: background reads then delay no check."""
+        gathered.found.update(enumerate(found, first))
+        adapters = gathered.command.adapters
+        if len(gathered.found) < len(adapters):
+            return
+        ranks: dict[str, int] = {}
+        refused: dict[str, Fault] = {}
+        for index, (name, _, may_replace) in enumerate(adapters):
+            one = gathered.found[index]
+            try:
+                if isinstance(one, AdapterError):
+                    raise one
+                core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
+                ranks[name] = one.rank
+            except ManyloraError as error:
+                refused[name] = Fault.of(error)
+        num_unread = sum(is_provisional(one.key) for one in gathered.found.values() if isinstance(one, AdapterVersion))
+        logger.info(
+            "adapters_registered num=%d refused=%d of_unknown_content=%d took_s=%.3f",
+            len(ranks),
+            len(refused),
+            num_unread,
+            self._clock.now() - gathered.began_at,
+        )
+        self._send(Reply(gathered.command.call, refused=refused, ranks=ranks))
 
     def _register(
         self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float

@@ -12,7 +12,7 @@ from manylora.types import Tier
 __all__ = ["busiest", "merge_stats", "merge_statuses"]
 
 HEIGHT = {Tier.DISK: 0, Tier.HOST: 1, Tier.DEVICE: 2}
-STATES = ("idle", "evicting", "loading", "active")
+STATES = ("idle", "evicting", "failed", "loading", "active")
 """States of an adapter; over several engines the latest in this order is reported."""
 
 
@@ -44,9 +44,11 @@ def merge_statuses(parts: Sequence[Sequence[AdapterStatus]]) -> tuple[AdapterSta
 
 
 def busiest(statuses: Iterable[AdapterStatus], num_adapters: int) -> tuple[AdapterStatus, ...]:
-    """Return adapters by highest tier, then those with requests, then the most used; as an engine does."""
+    """Return adapters by highest tier, then those with requests or failures, then the most used; as an engine does."""
 
     def use(status: AdapterStatus) -> tuple[int, bool, int]:
+        if status.error is not None:
+            return HEIGHT[Tier.HOST], True, status.num_requests
         return HEIGHT[status.tier], status.num_running + status.num_waiting > 0, status.num_requests
 
     return tuple(heapq.nlargest(num_adapters, statuses, key=use))
@@ -67,6 +69,7 @@ def _merge(statuses: Sequence[AdapterStatus]) -> AdapterStatus:
         num_hits=sum(one.num_hits for one in statuses),
         last_used_s=min(used, default=None),
         price=max(prices, default=None),
+        error=next((one.error for one in statuses if one.error is not None), None),
     )
 
 

@@ -21,7 +21,7 @@ dropped).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from collections.abc import Sequence as Seq
 from math import isfinite
 
@@ -229,6 +229,10 @@ class PageCache:
             return None
         self._adapter_pages[key] = tuple(pages)
         return self._adapter_pages[key]
+
+    def adapters(self) -> Collection[AdapterKey]:
+        """Return the adapters that have pages: those on the device, or loading to it."""
+        return self._adapter_pages.keys()
 
     def adapter_pages(self, key: AdapterKey) -> tuple[int, ...]:
         """Return the pages of an adapter that is on the device."""

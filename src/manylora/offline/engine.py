@@ -57,12 +57,13 @@ class Engine:
         step_log: File for one JSON line per step and per load, for ``manylora calibrate``.
         request_log: File for one JSON line per finished request: sizes, no text.
         build: Builds the engine's parts; ``None`` for the builder of the configuration.
-        options: Fields of ``ModelConfig``, ``MemoryConfig``, ``SchedulerConfig``, ``AdapterConfig``, and ``seed`` and
-            ``simulate`` of ``EngineConfig``, by name.
+        options: Fields of ``ModelConfig``, ``MemoryConfig``, ``SchedulerConfig``, ``AdapterConfig``, and ``seed``,
+            ``simulate`` and ``cache_dir`` of ``EngineConfig``, by name.
 
     Raises:
         ConfigError: An option is unknown or invalid, or the model cannot be served.
-        AdapterError: An adapter cannot be served.
+        AdapterError: An adapter cannot be served, as its configuration and the header of its weights show. Weights are
+            read when they are needed, and a fault in them fails the generations that need them.
     """
 
     def __init__(
@@ -309,6 +310,7 @@ def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         adapters=AdapterConfig(**pick(AdapterConfig)),
         seed=left.pop("seed", 0),
         simulate=left.pop("simulate", None),
+        cache_dir=left.pop("cache_dir", None),
     )
     if left:
         raise ConfigError(f"Got unknown option {next(iter(left))!r}, expected a field of EngineConfig or its parts")

@@ -188,8 +188,8 @@ class Server:
         version = metadata.version("manylora")
         model = self._engine_config.model
         digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
-        # An adapter named at start may be loaded again from its directory.
-        roots = [*self._config.lora_dirs, *(module.path for module in self._modules)]
+        # An adapter named at start may be loaded again from its directory; those found are below a folder of adapters.
+        roots = [*self._config.lora_dirs, *(module.path for module in self._modules if module.is_required)]
         context = Context(
             engine_config=self._engine_config,
             config=self._config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from manylora.adapters.layout import make_version
@@ -15,7 +16,7 @@ from manylora.config import EngineConfig
 from manylora.costs.fitted import FittedCost
 from manylora.costs.model import CostModel, FixedCost
 from manylora.errors import AdapterError, AdapterNotFound
-from manylora.ports import EngineParts
+from manylora.ports import EngineParts, check_each
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.sim.target import SimulatedTarget, find_target, make_token_source
 from manylora.types import AdapterVersion
@@ -63,6 +64,10 @@ class SimulatedReader:
         layout = find_method(settings).lay_out(ranks, self._base)
         key = hashlib.blake2b(self._base.fingerprint.encode() + content + weights, digest_size=16).hexdigest()
         return make_version(layout, self._base.page, key=key, source=str(path), disk_bytes=len(weights) or None)
+
+    def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+        """Return the version of each adapter, or the reason against it."""
+        return check_each(self.read, adapters)
 
 
 def build_simulated_parts(

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
-
 from manylora.adapters.lora.settings import LoraSettings
 from manylora.adapters.lora.targeting import Targeting
 from manylora.adapters.method import ModuleWeights
@@ -213,8 +211,6 @@ def _check_pair(
             raise AdapterError(
                 name, f"lora_{side} of {where} has shape {list(tensor.shape)}, expected {list(expected)}{hint}"
             )
-        if not np.isfinite(tensor.as_float32()).all():
-            raise AdapterError(name, f"lora_{side} of {where} holds numbers that are not finite (NaN or infinity)")
     return ModuleWeights(module, rank, targeting.scale(stored_name), a, b)
 
 

@@ -49,7 +49,7 @@ def inspect_folder(
     base = None if model is None else _describe(model)
     report = inspect_adapter(Path(path).expanduser(), base, max_bytes=AdapterConfig().max_adapter_bytes)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n")
+        sys.stdout.write(json.dumps(asdict(report), indent=2, default=bytes.hex) + "\n")
     else:
         _show(report, base)
     if report.fits is False:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, panel, resolve_model
-from manylora.cli.options.values import collect_adapters
+from manylora.cli.options.values import collect_adapters, parse_cache_dir
 from manylora.cli.views.terminal import fail, note, out
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.errors import AdapterNotFound
@@ -80,12 +80,15 @@ def generate(
     note(f"loading {model}")
     from manylora import Engine  # imports torch
 
+    options = chosen.all()
+    if options.get("cache_dir") is not None:
+        options["cache_dir"] = parse_cache_dir(options["cache_dir"])
     jobs = [(prompt, name) for prompt in prompts for name in names]
     with Engine(
         checkpoint,
         adapters={name: adapters[name] for name in names if name is not None},
         served_model_name=served_name,
-        **chosen.all(),
+        **options,
     ) as engine:
         named = [name for _, name in jobs]
         if chat or system is not None:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from manylora.cli.options.config_file import read_config_file
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LoraModules, ModelArgument, panel, resolve_model
-from manylora.cli.options.values import collect_adapters, parse_adapter
+from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
 from manylora.cli.options.vllm_flags import spread_lists, take_out
 from manylora.cli.views.terminal import note
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
@@ -99,6 +99,7 @@ def serve(
         scheduler=chosen.make(SchedulerConfig),
         adapters=chosen.make(AdapterConfig),
     )
+    engine = replace(engine, cache_dir=parse_cache_dir(engine.cache_dir))
     _log_to_stderr(log_level)
     _check_early(engine)
     note(f"starting {model} with {len(adapters)} adapters; its address follows when it is ready")

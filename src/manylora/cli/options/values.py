@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = [
     "collect_adapters",
     "parse_adapter",
     "parse_address",
+    "parse_cache_dir",
     "parse_setting",
     "parse_size",
     "repeat_option",
@@ -88,7 +90,9 @@ def adapters_below(folder: str) -> dict[str, str]:
             f"Got --lora-dir {folder!r}, which is an adapter: expected the folder it is in, "
             f"or --lora-modules {root.resolve().name}={folder}"
         )
-    return {config.parent.name: str(config.parent) for config in sorted(root.glob(f"*/{CONFIG_FILE}"))}
+    with os.scandir(root) as entries:
+        found = {entry.name: entry.path for entry in entries if os.path.exists(os.path.join(entry.path, CONFIG_FILE))}
+    return dict(sorted(found.items()))
 
 
 def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
@@ -99,9 +103,17 @@ def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str
         found.extend(adapters_below(folder).items())
     for name, path in found:
         other = adapters.setdefault(name, path)
-        if Path(other).resolve() != Path(path).resolve():
+        if other != path and Path(other).resolve() != Path(path).resolve():
             raise ConfigError(f"Got two adapters named {name!r}: {other} and {path}")
     return adapters
+
+
+def parse_cache_dir(text: str | None) -> str | None:
+    """Return the folder of ``--cache-dir``: the user's own without a value, ``None`` for ``off``."""
+    if text is None:
+        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return os.path.join(os.path.expanduser(caches), "manylora")
+    return None if text == "off" else os.path.expanduser(text)
 
 
 def repeat_option(

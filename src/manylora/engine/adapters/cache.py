@@ -15,10 +15,10 @@ Source: Chameleon, section 4.2; S-LoRA, section 5.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 
 from manylora.adapters.residency import Residency, TierState
-from manylora.config import AdapterConfig
+from manylora.config import DEFAULT_HOST_BYTES, AdapterConfig
 from manylora.costs.cold_start import Route
 from manylora.engine.adapters.loads import Load, LoadsInFlight
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
@@ -55,6 +55,7 @@ class AdapterCache:
         self._page_cache = page_cache
         self._executor = executor
         self._config = config
+        self._host_limit = DEFAULT_HOST_BYTES if config.host_bytes is None else config.host_bytes
         self._costs = costs
         self._is_pinned = is_pinned
         self._emit = emit
@@ -63,6 +64,7 @@ class AdapterCache:
         self._loads = LoadsInFlight(costs)
         self._host: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
         self._warming: dict[AdapterKey, None] = {}
+        self._failed: dict[AdapterKey, None] = {}
         self.cold: dict[AdapterKey, Placement] = {}
         self.num_active = 0  # versions that a running sequence uses
         self.host_bytes = 0
@@ -96,6 +98,32 @@ class AdapterCache:
         return len(self._host)
 
     @property
+    def num_known(self) -> int:
+        """Versions that a name or a sequence refers to."""
+        return len(self._residencies)
+
+    @property
+    def failed(self) -> Collection[AdapterKey]:
+        """Versions whose last read failed."""
+        return self._failed.keys()
+
+    def in_pages(self) -> Collection[AdapterKey]:
+        """Return the versions on the device, or loading to it."""
+        return self._page_cache.adapters()
+
+    def num_loading(self, tier: Tier) -> int:
+        """Return the number of loads to ``tier`` in flight."""
+        return sum([load.tier is tier for load in self._loads])
+
+    def recent_host(self) -> Iterator[AdapterKey]:
+        """Return the versions in the host tier, the most recently used first."""
+        return reversed(self._host)
+
+    def has_spare_host(self, version: AdapterVersion) -> bool:
+        """Whether a version fits into the host tier and no copy must be dropped for it."""
+        return not self._is_over(self.host_bytes + version.host_bytes, len(self._host) + 1)
+
+    @property
     def has_loads(self) -> bool:
         """Whether any load is in flight."""
         return bool(self._loads)
@@ -106,11 +134,14 @@ class AdapterCache:
 
     # -- registration ------------------------------------------------------------------------------------------------
 
-    def add(self, version: AdapterVersion, now: float) -> None:
-        """Add a version whose weights the executor holds in the host tier."""
+    def add(self, version: AdapterVersion, now: float, tier: Tier = Tier.HOST) -> None:
+        """Add a version whose weights the executor holds in the host tier, or that is on disk and was not read yet."""
         residency = self._residencies.setdefault(version.key, Residency(version))
         residency.is_retired = False
-        if residency.host is TierState.ABSENT:
+        if tier is Tier.HOST:
+            self._failed.pop(version.key, None)
+            residency.error = None
+        if tier is Tier.HOST and residency.host is TierState.ABSENT:
             residency.begin(Tier.HOST)
             residency.end(Tier.HOST, ok=True)
             self._host[version.key] = version.host_bytes
@@ -287,11 +318,14 @@ class AdapterCache:
         self._loads.ended(load, now, ok=ok)
         if load.tier is Tier.HOST:
             self.num_disk_loads += ok
+            residency.error = result.error
             if ok:
+                self._failed.pop(key, None)
                 self._host[key] = load.version.host_bytes
                 self.host_bytes += load.version.host_bytes
                 self._trim_host(now)
             else:
+                self._failed[key] = None
                 # Meanwhile, the same content may have been read for a registration that was refused.
                 self._executor.drop_adapter(key, Tier.HOST)
         elif ok:
@@ -329,6 +363,7 @@ class AdapterCache:
         if residency.host is TierState.RESIDENT:
             self._drop_host(residency, now)
         self._page_cache.forget_adapter(key, now)
+        self._failed.pop(key, None)
         del self._residencies[key]
 
     def _drop_host(self, residency: Residency, now: float) -> None:
@@ -341,7 +376,7 @@ class AdapterCache:
 
     def _is_over(self, num_bytes: int, num_adapters: int) -> bool:
         limit = self._config.max_cpu_loras
-        return num_bytes > self._config.host_bytes or (limit is not None and num_adapters > limit)
+        return num_bytes > self._host_limit or (limit is not None and num_adapters > limit)
 
     def _has_host_room(self, version: AdapterVersion) -> bool:
         """Whether one more fits within the limit once every copy that may be dropped is dropped."""

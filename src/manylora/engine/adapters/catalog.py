@@ -1,19 +1,20 @@
 """The catalog of adapters: operations by name, on top of the cache's operations on versions.
 
-Every method runs on the loop's thread and returns at once; files were read before, in another process.
+Every method runs on the loop's thread and returns at once; files were read or checked before, in another process.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from manylora.adapters.registry import AdapterRegistry, NamedAdapter
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound
 from manylora.scheduling import Sequence
-from manylora.types import AdapterVersion, Tier
+from manylora.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["AdapterCatalog"]
 
@@ -27,6 +28,7 @@ class AdapterCatalog:
         num_pages: Pages in the pool.
         pages_needed: Most KV pages that a request in flight may need.
         in_flight: Returns every waiting and running sequence.
+        on_unread: Called with each version that was registered without its weights.
     """
 
     def __init__(
@@ -37,12 +39,17 @@ class AdapterCatalog:
         num_pages: int,
         pages_needed: Callable[[Sequence], int],
         in_flight: Callable[[], list[Sequence]],
+        on_unread: Callable[[AdapterVersion], None],
     ) -> None:
         self._registry = registry
         self._cache = cache
         self._num_pages = num_pages
         self._pages_needed = pages_needed
         self._in_flight = in_flight
+        self._on_unread = on_unread
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._registry
 
     def resolve(self, model: str, base_name: str) -> NamedAdapter | None:
         """Return the adapter a request names, ``None`` for the base; an exact name wins over ``base:adapter``.
@@ -59,10 +66,13 @@ class AdapterCatalog:
             return self._registry.get(adapter)
         raise ModelNotFound(f"The model {model!r} does not exist", param="model")
 
-    def register(self, name: str, version: AdapterVersion, now: float, *, replace: bool = False) -> AdapterStatus:
-        """Point a name to a version whose weights the executor holds in the host tier.
+    def register(
+        self, name: str, version: AdapterVersion, now: float, *, replace: bool = False, tier: Tier = Tier.HOST
+    ) -> AdapterStatus:
+        """Point a name to a version whose weights the executor holds in the host tier, or that is on disk.
 
         Earlier requests keep the version that the name had then. If the version is refused, its host copy is dropped.
+        A version on disk is read when a sequence needs it, or in the background.
 
         Raises:
             AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
@@ -73,9 +83,12 @@ class AdapterCatalog:
             is_pinned = self._check_can_register(name, version, replace=replace)
             old = self._registry.add(name, version, replace=replace)
         except ManyloraError:
-            self._cache.refuse(version)
+            if tier is Tier.HOST:
+                self._cache.refuse(version)
             raise
-        self._cache.add(version, now)
+        self._cache.add(version, now, tier)
+        if tier is Tier.DISK:
+            self._on_unread(version)
         self._cache.refresh(version.key, now)
         if old is not None and old.key != version.key:
             self._forget_if_unnamed(old, now)
@@ -141,6 +154,7 @@ class AdapterCatalog:
             num_hits=named.num_hits,
             last_used_s=None if used_at is None else now - used_at,
             price=self._cache.price(named.version.key, now),
+            error=residency.error,
         )
 
     def statuses(self, now: float) -> tuple[AdapterStatus, ...]:
@@ -148,14 +162,34 @@ class AdapterCatalog:
         return tuple(self.status(named.name, now) for named in self._registry.all())
 
     def busiest(self, num_adapters: int, now: float) -> tuple[AdapterStatus, ...]:
-        """Return the status of a few, by tier, then with requests first, then by use; for views of thousands."""
+        """Return the status of a few: by tier, then with requests or failures, then by use; for views of thousands."""
 
         def use(named: NamedAdapter) -> tuple[int, bool, int]:
             residency = self._cache.residency(named.version.key)
+            if residency.error is not None:
+                return _HEIGHT[Tier.HOST], True, named.num_requests
             return _HEIGHT[residency.tier], residency.is_referenced, named.num_requests
 
-        busiest = heapq.nlargest(num_adapters, self._registry.all(), key=use)
+        # Of the others, which are idle and unused, as many as are asked for will do: those in host memory, then any.
+        in_host = self._named(islice(self._cache.recent_host(), num_adapters))
+        failed = self._named(islice(self._cache.failed, num_adapters))
+        some = [*self._in_use(), *failed, *in_host, *self._registry.first(num_adapters)]
+        candidates = {named.name: named for named in some}
+        busiest = heapq.nlargest(num_adapters, candidates.values(), key=use)
         return tuple(self.status(named.name, now) for named in busiest)
+
+    def in_use(self, now: float) -> tuple[AdapterStatus, ...]:
+        """Return the status of every adapter that has had a request, is pinned, or has pages; for metrics."""
+        return tuple(self.status(named.name, now) for named in self._in_use())
+
+    def _in_use(self) -> list[NamedAdapter]:
+        registry = self._registry
+        named = [*registry.used(), *registry.pinned(), *self._named(self._cache.in_pages())]
+        return list({one.name: one for one in named}.values())
+
+    def _named(self, keys: Iterable[AdapterKey]) -> list[NamedAdapter]:
+        """Return the records of all names of some versions."""
+        return [self._registry.get(name) for key in keys for name in self._registry.names_of(key)]
 
     def num_pinned_pages(self, besides: AdapterVersion | None = None) -> int:
         """Return the pages of pinned versions other than ``besides``."""

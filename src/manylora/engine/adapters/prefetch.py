@@ -14,6 +14,8 @@ Three rules keep a wrong guess harmless:
   item is not. One that is only forecast (``forecast.py``, off by default) is priced by the same rule as the items it
   would displace, and only while no request waits.
 
+Adapters that were registered without their weights are read after all others, for no request (``background.py``).
+
 Source: Chameleon, section 4.2, "Prefetching"; look-ahead of ten after "vLLM multi-LoRA" (spec VL-5).
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from manylora.adapters.residency import TierState
 from manylora.config import AdapterConfig
+from manylora.engine.adapters.background import BackgroundReads
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.forecast import Forecast
 from manylora.memory import Depth, PageCache, num_blocks
@@ -42,6 +45,7 @@ class Prefetcher:
         self._look_ahead = config.look_ahead
         self._block_size = block_size
         self._forecast = Forecast() if config.forecast else None
+        self._background = BackgroundReads(cache) if config.background_reads else None
         self.num_prefetches = 0
 
     def asked(self, key: AdapterKey, now: float) -> None:
@@ -49,13 +53,20 @@ class Prefetcher:
         if self._forecast is not None:
             self._forecast.used(key, now)
 
-    def launch(self, now: float) -> None:
-        """Start prefetches."""
+    def add_unread(self, version: AdapterVersion) -> None:
+        """Add a version that was registered without its weights."""
+        if self._background is not None:
+            self._background.add(version)
+
+    def launch(self, now: float, *, is_busy: bool) -> None:
+        """Start prefetches, and a background read; ``is_busy`` says whether requests are in flight."""
         idle = [tier for tier in (Tier.HOST, Tier.DEVICE) if not self._cache.is_link_busy(tier)]
         if idle and self._look_ahead and len(self._policy):
             self._prefetch_upcoming(idle, now)
         elif idle and self._forecast is not None and not len(self._policy):
             self._prefetch_due(self._forecast, idle, now)
+        if self._background is not None and self._background.has_work:
+            self._background.launch(now, is_busy=is_busy)
 
     def _prefetch_upcoming(self, idle: list[Tier], now: float) -> None:
         """Prefetch for waiting sequences, in their order."""

@@ -7,8 +7,9 @@ comparison per module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,11 +20,13 @@ from manylora.execution.lora.comparison import apply_naive, apply_padded, apply_
 from manylora.execution.lora.grouped import apply_grouped, apply_ragged
 from manylora.execution.lora.parts import GroupParts, Part
 from manylora.execution.lora.tables import PADDED, RAGGED, BatchTables, LoraSpace, RowBlocks, TableRows
+from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.resident import ResidentAdapter
 
 __all__ = [
     "LORA_KERNELS",
     "TABLE_KERNELS",
+    "ArrivingBatch",
     "LoraBatch",
     "LoraKernel",
     "LoraSegment",
@@ -128,8 +131,28 @@ class LoraBatch:
         return (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
 
 
+class ArrivingBatch:
+    """A batch with adapters on their way to the device: each group waits for its weights, behind the base product.
+
+    One step's; the batch inside may be kept for the steps after it, which need not wait.
+    """
+
+    def __init__(self, batch: LoraBatch, arriving: Sequence[ArrivingAdapter]) -> None:
+        self._batch = batch
+        self._arriving = arriving
+
+    def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
+        """Return the parts of ``group``, ``None`` if no adapter of the step has it."""
+        parts = self._batch.parts(group, is_sampled=is_sampled)
+        return None if parts is None else replace(parts, wait=partial(self._wait, group))
+
+    def _wait(self, group: str) -> None:
+        for adapter in self._arriving:
+            adapter.wait(group)
+
+
 class StepLora(Protocol):
-    """A step's adapters as modules see them: a ``LoraBatch``, or the tables of a captured graph."""
+    """A step's adapters as modules see them: a ``LoraBatch``, one that waits, or the tables of a captured graph."""
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it."""

@@ -34,6 +34,7 @@ class GroupParts:
         tables: Returns the step's tables, for table-driven kernels; the first call makes them.
         span: The group in those tables.
         is_scaled: Whether any adapter of the step has a column scale here, so that the group needs an epilogue.
+        wait: Waits for weights that are on their way; to be called before a kernel reads them.
     """
 
     parts: tuple[Part, ...]
@@ -41,3 +42,4 @@ class GroupParts:
     tables: Callable[[], StepTables] | None = None
     span: GroupSpan | None = None
     is_scaled: bool = False
+    wait: Callable[[], None] | None = None

@@ -38,6 +38,8 @@ def adapted_product(
         return linear(x, weight, bias)
     out = linear(x, weight, None if parts.is_scaled else bias)
     rows = out.view(-1, out.shape[-1])
+    if parts.wait is not None:
+        parts.wait()
     step.kernel(x.reshape(-1, x.shape[-1]), rows, parts)
     if parts.is_scaled:
         apply_epilogue(rows, bias, parts)

@@ -61,6 +61,8 @@ class AdaptedEmbedding(nn.Module):
         lora = self._step.lora
         parts = lora.parts(self._group) if lora is not None else None
         if parts is not None:
+            if parts.wait is not None:
+                parts.wait()
             assert self._step.token_ids is not None
             rows = out.view(-1, out.shape[-1])
             add_embedding(parts, self._step.token_ids, rows, self._scale)

@@ -13,6 +13,7 @@ import torch
 
 from manylora.adapters.layout import AdapterLayout
 from manylora.adapters.packed import PackedAdapter
+from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.page_tensor import image_tensor
 from manylora.execution.storage.resident import ResidentAdapter, read_in_place
 from manylora.execution.storage.tile_tables import GroupDirectory, TileTemplate, make_template
@@ -23,14 +24,16 @@ __all__ = ["HostAdapter", "HostTier"]
 
 @dataclass(slots=True, eq=False)
 class HostAdapter:
-    """An adapter ready to be copied: its pages ``[num_pages, elements]`` and their layout.
+    """An adapter's pages ``[num_pages, elements]`` and their layout, ready to be copied as far as they have arrived.
 
     ``template`` is the layout for table-driven kernels; ``None`` where no such kernel is in use.
     """
 
     layout: AdapterLayout
     image: torch.Tensor
+    arrival: Arrival
     template: TileTemplate | None = None
+    _source: torch.Tensor | None = None
     _in_place: ResidentAdapter | None = field(default=None, init=False)
 
     @property
@@ -47,6 +50,15 @@ class HostAdapter:
             self._in_place = read_in_place(self.layout, self.image)
         return self._in_place
 
+    def advance(self, num_pages: int) -> None:
+        """Take pages up to ``num_pages``, which a reader process has filled."""
+        if self._source is not None:
+            first = self.arrival.num_arrived
+            self.image[first:num_pages] = self._source[first:num_pages]
+            if num_pages == len(self._source):
+                self._source = None
+        self.arrival.advance(num_pages)
+
 
 class HostTier:
     """Packed adapters by key; ``is_pinned`` keeps them page-locked, so that copies to a GPU run beside its work."""
@@ -59,18 +71,39 @@ class HostTier:
 
     def put(self, packed: PackedAdapter) -> HostAdapter:
         """Keep an adapter and return the kept one; the same content again changes nothing."""
+        adapter = self.begin(packed)
+        if not adapter.arrival.is_complete:
+            adapter.advance(packed.version.num_pages)
+        return adapter
+
+    def begin(self, packed: PackedAdapter) -> HostAdapter:
+        """Keep an adapter whose image is still empty, and return it; or the kept one, if that is complete."""
         key = packed.version.key
-        with self._lock:
-            if key in self._adapters:
-                return self._adapters[key]
-        image = image_tensor(packed.image)
+        if (kept := self._complete(key)) is not None:
+            return kept
+        source = image_tensor(packed.image)
         template = make_template(packed.layout, self._directory) if self._directory is not None else None
-        adapter = HostAdapter(packed.layout, image.pin_memory() if self._is_pinned else image, template)
+        # Page-locked memory is of our own making, so pages are copied once more as they come.
+        image = torch.empty_like(source, pin_memory=True) if self._is_pinned else source
+        arrival = Arrival(len(source))
+        adapter = HostAdapter(packed.layout, image, arrival, template, source if self._is_pinned else None)
         with self._lock:
-            return self._adapters.setdefault(key, adapter)
+            self._adapters[key] = adapter
+        return adapter
+
+    def _complete(self, key: AdapterKey) -> HostAdapter | None:
+        adapter = self.get(key)
+        return adapter if adapter is not None and adapter.arrival.is_complete else None
+
+    def fail(self, key: AdapterKey, adapter: HostAdapter, error: str) -> None:
+        """Forget an adapter that will not be complete, and tell those that wait for it."""
+        with self._lock:
+            if self._adapters.get(key) is adapter:
+                del self._adapters[key]
+        adapter.arrival.fail(error)
 
     def get(self, key: AdapterKey) -> HostAdapter | None:
-        """Return the adapter, ``None`` when it is not in the host tier."""
+        """Return the adapter, which may still be arriving; ``None`` when it is not in the host tier."""
         with self._lock:
             return self._adapters.get(key)
 

@@ -1,7 +1,8 @@
 """The link from host memory to the pages: as fast as the machine, or slowed down to a stated bandwidth.
 
-A paced link gives any machine the ratio of copy to step that another one has, so that cold starts can be measured
-without the other one. The copy goes in slices and sleeps between them, on the thread that copies. Steps beside it lose
+A copy goes in slices, in the order of the pages, and each slice is announced: a step may use the first layers while
+the last are being copied. A paced link gives any machine the ratio of copy to step that another one has, so that cold
+starts can be measured without the other one. It sleeps between slices, on the thread that copies. Steps beside it lose
 no more of the processor and the memory than the bytes themselves cost.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,8 +18,11 @@ from manylora.execution.storage.page_tensor import PageTensor
 
 __all__ = ["Link"]
 
+SLICE_BYTES = 4 * 1024 * 1024
+"""Bytes of a slice: a small part of a large adapter, and hundreds of times what announcing it costs."""
+
 SLICE_S = 2e-3
-"""Time of a slice at the stated bandwidth, about: longer than what waking up from a sleep takes."""
+"""Time of a slice at a stated bandwidth, about: longer than what waking up from a sleep takes."""
 
 
 class Link:
@@ -34,18 +38,21 @@ class Link:
         self._bytes_per_s = bytes_per_s
         self._is_closed = threading.Event()
 
-    def copy(self, pages: Sequence[int], image: torch.Tensor) -> None:
-        """Fill ``pages`` with the rows of ``image`` ``[len(pages), elements]``."""
-        if self._bytes_per_s is None:
-            self._pages.write(pages, image)
-            return
-        page_s = image[0].nbytes / self._bytes_per_s
-        num_together = max(1, int(SLICE_S / page_s))
+    def copy(self, pages: Sequence[int], image: torch.Tensor, announce: Callable[[int], None]) -> None:
+        """Fill ``pages`` with the rows of ``image`` ``[len(pages), elements]``.
+
+        ``announce`` is called after each slice with the number of pages that are filled; on a GPU, whose copy is in the
+        current stream.
+        """
+        page_s = 0.0 if self._bytes_per_s is None else image[0].nbytes / self._bytes_per_s
+        num_together = max(1, int(SLICE_S / page_s) if page_s else SLICE_BYTES // image[0].nbytes)
         began_at = time.perf_counter()
         for first in range(0, len(pages), num_together):
             last = min(first + num_together, len(pages))
             self._pages.write(pages[first:last], image[first:last])
-            self._is_closed.wait(began_at + last * page_s - time.perf_counter())
+            if page_s:
+                self._is_closed.wait(began_at + last * page_s - time.perf_counter())
+            announce(last)
 
     def close(self) -> None:
         """Let a copy in flight end at the machine's bandwidth."""

@@ -83,3 +83,8 @@ class PageTensor:
             return
         for row, page, count in consecutive(pages):
             self._bytes[page : page + count].copy_(source[row : row + count], non_blocking=True)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Fill ``pages`` with zeros."""
+        for _, page, count in consecutive(pages):
+            self._bytes[page : page + count] = 0

@@ -6,16 +6,18 @@ that hold the interpreter lock. It maps the finished image and keeps it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from queue import LifoQueue
 
 from manylora.adapters.packed import PackedAdapter
-from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
-from manylora.execution.storage.reader_process import ReaderProcess
-from manylora.types import AdapterVersion
+from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
+from manylora.types import AdapterKey, AdapterVersion
 
-__all__ = ["HostReader"]
+__all__ = ["HostReader", "reason_of"]
 
 NUM_READERS = 2
 """Most processes: as many as the threads that register adapters, or that re-read them."""
@@ -24,15 +26,20 @@ NUM_READERS = 2
 class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
-    ``max_bytes`` is the largest weight file accepted, ``dtype`` as in ``read_adapter``.
+    Args:
+        settings: Settings of the reader processes.
+        store: The host tier.
+        first: The first process, which may be starting already.
     """
 
-    def __init__(self, base: BaseShape, store: HostTier, *, max_bytes: int, dtype: str | None = None) -> None:
+    def __init__(self, settings: ReaderSettings, store: HostTier, first: ReaderProcess | None = None) -> None:
         self._store = store
-        self._processes = [ReaderProcess(base, max_bytes=max_bytes, dtype=dtype) for _ in range(NUM_READERS)]
+        self._processes = [first or ReaderProcess(), *(ReaderProcess() for _ in range(NUM_READERS - 1))]
+        self._first_digests: dict[AdapterKey, bytes] = {}  # of versions with a provisional key, once they were read
         # Last in, first out: the second process starts only when two adapters are read at once.
         self._free: LifoQueue[ReaderProcess] = LifoQueue()
         for process in reversed(self._processes):
+            process.configure(settings)
             self._free.put(process)
 
     def read(self, name: str, path: str) -> AdapterVersion:
@@ -41,33 +48,66 @@ class HostReader:
         Raises:
             AdapterError: It cannot be served on this base.
         """
-        packed = self._read(name, path)
+        with self._free_process() as process:
+            packed = process.read(name, path)
         self._store.put(packed)
         return packed.version
 
-    def read_again(self, version: AdapterVersion) -> HostAdapter:
-        """Bring a known version back into the host tier and return it.
+    def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+        """Check adapters by name and path without their weights, which stay on disk until ``read_again``."""
+        with self._free_process() as process:
+            return process.check(adapters)
+
+    def read_again(
+        self, version: AdapterVersion, begun: Callable[[HostAdapter], None] = lambda adapter: None
+    ) -> HostAdapter:
+        """Bring a registered version into the host tier, layer by layer, and return it when it is complete.
+
+        ``begun`` is called with the adapter before its first page is there, or with one that is complete already.
 
         Raises:
             AdapterError: Its directory is gone or broken, or holds other weights now.
         """
-        packed = self._read(version.source, version.source)
-        if packed.version.key != version.key:
-            raise AdapterError(
-                version.source,
-                f"its files changed since it was registered (version {version.key[:12]} then, "
-                f"{packed.version.key[:12]} now); register it again",
-            )
-        return self._store.put(packed)
+        adapter: HostAdapter | None = None
+        if version.key in self._first_digests:
+            version = replace(version, layer_digests=self._first_digests[version.key])
+
+        def begin(packed: PackedAdapter) -> None:
+            nonlocal adapter
+            adapter = self._store.begin(packed)
+            begun(adapter)
+
+        def advance(num_pages: int) -> None:
+            assert adapter is not None, "an adapter begins before its pages come"
+            if not adapter.arrival.is_complete:
+                adapter.advance(num_pages)
+
+        try:
+            with self._free_process() as process:
+                digests = process.read_layers(version, begin, advance)
+        except BaseException as error:
+            if adapter is not None:
+                self._store.fail(version.key, adapter, reason_of(error))
+            raise
+        assert adapter is not None
+        if digests:
+            self._first_digests[version.key] = digests
+        return adapter
 
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.close()
 
-    def _read(self, name: str, path: str) -> PackedAdapter:
+    @contextmanager
+    def _free_process(self) -> Iterator[ReaderProcess]:
         process = self._free.get()
         try:
-            return process.read(name, path)
+            yield process
         finally:
             self._free.put(process)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error in words, without the name of the adapter."""
+    return error.reason if isinstance(error, AdapterError) else str(error) or type(error).__name__

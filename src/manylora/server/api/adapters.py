@@ -168,6 +168,7 @@ def _status_json(status: AdapterStatus) -> dict[str, Any]:
         "num_hits": status.num_hits,
         "last_used_s": status.last_used_s,
         "price": status.price,
+        "error": status.error,
     }
 
 
@@ -183,11 +184,10 @@ async def get_adapter(request: Request) -> Response:
     """``GET /adapters/{name}``."""
     context = _admin_context(request)
     name = request.path_params["name"]
-    _, statuses = await context.fleet.snapshot()
-    for status in statuses:
-        if status.name == name:
-            return json_response(_status_json(status))
-    raise _unknown(name)
+    _, statuses = await context.fleet.snapshot(name=name)
+    if not statuses:
+        raise _unknown(name)
+    return json_response(_status_json(statuses[0]))
 
 
 def _action(verb: str, act: Callable[[FleetAdapters, str], Awaitable[AdapterStatus]]) -> Route:

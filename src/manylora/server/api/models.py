@@ -43,10 +43,16 @@ async def list_models(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_inference(request)
     context.fleet.check_serving()
-    loaded = context.fleet.adapters.loaded
-    cards = [_card(context, context.fleet.served_name)]
-    cards += [_card(context, name, loaded[name]) for name in sorted(loaded)]
-    return json_response({"object": "list", "data": cards})
+    adapters = context.fleet.adapters
+    content = context.model_list.get(adapters.num_changes)
+    if content is None:
+        loaded = adapters.loaded
+        cards = [_card(context, context.fleet.served_name)]
+        cards += [_card(context, name, loaded[name]) for name in sorted(loaded)]
+        content = msgspec.json.encode({"object": "list", "data": cards})
+        context.model_list.clear()
+        context.model_list[adapters.num_changes] = content
+    return Response(content, media_type="application/json")
 
 
 async def get_model(request: Request) -> Response:
@@ -112,7 +118,7 @@ async def metrics(request: Request) -> Response:
     """``GET /metrics``: Prometheus text."""
     context = context_of(request)
     try:
-        stats, statuses = await context.fleet.snapshot()
+        stats, statuses = await context.fleet.snapshot(only_in_use=True)
     except ManyloraError:  # no engine serves: metrics of the API process alone
         text = context.metrics.render(context.fleet, None, ())
     else:

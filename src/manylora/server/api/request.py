@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,6 +74,8 @@ class Context:
         started_at: Start of the server, in seconds since the epoch.
         epoch_s: Returns the time in seconds since the epoch.
         monotonic_s: Returns a time in seconds that never steps back.
+        model_list: The answer of ``/v1/models``, under the number of changes of the adapters at the time; routers ask
+            for it every few seconds.
     """
 
     engine_config: EngineConfig
@@ -87,6 +89,7 @@ class Context:
     started_at: int
     epoch_s: Callable[[], float]
     monotonic_s: Callable[[], float]
+    model_list: dict[int, bytes] = field(default_factory=dict)
 
 
 def context_of(request: Request) -> Context:

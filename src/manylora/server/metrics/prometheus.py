@@ -121,11 +121,11 @@ class Metrics(Collector):
         Args:
             fleet: The engines.
             stats: Their snapshot; ``None`` while no engine serves.
-            statuses: Their adapters.
+            statuses: Their adapters that are in use: unused ones have no series of their own.
         """
         self._fleet, self._stats, self._statuses = fleet, stats, statuses
         if stats is not None:
-            self._by_adapter.keep_only({status.name for status in statuses})
+            self._by_adapter.keep_only(fleet.adapters.loaded)
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

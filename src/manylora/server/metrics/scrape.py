@@ -6,7 +6,6 @@ at zero when it is restarted, as Prometheus expects of a restarted process.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,7 +27,7 @@ def snapshot_metrics(
 
     Args:
         stats: Gauges and counters.
-        statuses: Every adapter.
+        statuses: The adapters in use.
         config: The engine's configuration, for the values that are labels.
         served_name: The label ``model_name``.
         now_s: The time in seconds since the epoch.
@@ -101,13 +100,13 @@ def _own_metrics(stats: EngineStats, statuses: Sequence[AdapterStatus]) -> Itera
         "prefix": stats.num_prefix_pages,
         "adapter": stats.num_adapter_pages,
     }
-    tiers = Counter(status.tier for status in statuses)
+    tiers = {Tier.DISK: stats.num_only_disk, Tier.HOST: stats.num_only_host, Tier.DEVICE: stats.num_resident}
     loads = {Tier.DEVICE: stats.num_loads, Tier.HOST: stats.num_disk_loads}
     by_owner = [([owner], num) for owner, num in pages.items()]
     by_tier = [([tier.value], tiers[tier]) for tier in Tier]
     loads_by_tier = [([tier.value], num) for tier, num in loads.items()]
     yield _family(GaugeMetricFamily, "manylora_pages", "Pages by owner.", ["owner"], by_owner)
-    yield _family(GaugeMetricFamily, "manylora_adapters", "Registered adapters by highest tier.", ["tier"], by_tier)
+    yield _family(GaugeMetricFamily, "manylora_adapters", "Adapter versions by highest tier.", ["tier"], by_tier)
     yield _family(CounterMetricFamily, "manylora_adapter_loads", "Adapter loads completed.", ["tier"], loads_by_tier)
     for name, text, field in (
         ("manylora_cold_starts", "Requests that got a first token, their adapter missing at first.", "num_starts"),
@@ -125,6 +124,7 @@ def _own_metrics(stats: EngineStats, statuses: Sequence[AdapterStatus]) -> Itera
         ("manylora_adapters_resident", "Adapter versions on the device.", stats.num_resident),
         ("manylora_adapters_loading", "Adapter versions on their way to the device.", stats.num_loading),
         ("manylora_adapters_active", "Adapter versions that running requests use.", stats.num_active),
+        ("manylora_adapters_failed", "Adapter versions whose weights could not be read.", stats.num_failed),
         ("manylora_host_adapters", "Adapter versions in the host tier.", stats.num_host),
         ("manylora_host_bytes", "Bytes of the host tier in use.", stats.host_bytes),
     ):
@@ -144,7 +144,7 @@ def _adapter_metrics(statuses: Sequence[AdapterStatus], served_name: str) -> Ite
     yield _family(
         GaugeMetricFamily,
         "vllm:lora_adapter_loaded",
-        "1 for every adapter in memory, by the highest level it is in.",
+        "1 for every adapter in memory that is on the device or was requested, by its highest level.",
         ["model_name", "adapter_name", "level", "pinned", "rank"],
         [
             ([served_name, one.name, LEVELS[one.tier], str(one.is_pinned).lower(), str(one.version.rank)], 1.0)

@@ -54,6 +54,7 @@ class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
     last_used_s: float | None
     latency: Latency
     price: float | None = None
+    error: str | None = None
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,4 +108,5 @@ def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:
         last_used_s=status.last_used_s,
         latency=latency,
         price=status.price,
+        error=status.error,
     )

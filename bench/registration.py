@@ -1,0 +1,298 @@
+"""The cost of adapters that are registered and not used: at the start, in memory, and while others are served.
+
+    python bench/registration.py [--quick] [--counts 100,1000,10000]
+
+A small Llama with random weights, and folders of adapters of ranks 8 to 32 on all its linears. `manylora serve` starts
+on each number of folders, twice: with an empty cache of content hashes and with the one that the first start left. Each
+time the same hundred adapters are asked, by Zipf's law, from a fixed number of connections. All folders of one rank but
+the hundred share one weight file by hard links, so that they need little disk.
+
+* *seconds to ready*: from the start of the process to the line that says so, and the part of it that registration takes
+  by the engine's log;
+* *memory*: resident memory of the API's process and of the engine's, and their growth per adapter;
+* *requests per second*: of the hundred adapters, with background reads off, so that the numbers of adapters compare;
+* *decision*: time of a scheduling decision with as many versions registered, without a model, as
+  `bench/results/decision.md` measures it;
+* `/metrics` and `/v1/models`: median times, and the bytes of `/metrics`.
+
+Writes `results/registration.json` and `.md`, with the cost of an adapter by part: header, listing and command line,
+messages and the engine's registry, memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+import torch
+from publishing import arguments, publish, table
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from manylora.adapters.header import HeaderReader
+from manylora.adapters.shape import BaseShape
+from manylora.adapters.stamp import stamp_files
+from manylora.bench.core import Scale, measure_decision
+from manylora.bench.synthetic import write_synthetic_adapter
+from manylora.cli.options.values import collect_adapters
+from manylora.clock import WallClock
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.execution.build import build_parts
+from manylora.execution.device import describe_machine
+
+RANKS = (8, 16, 24, 32)
+NUM_USED = 100
+ZIPF = 1.0
+NUM_CONNECTIONS = 16
+NUM_IN, NUM_OUT = 32, 16
+VOCAB = 256
+KIB = 1024
+
+
+def make_base(folder: Path) -> BaseShape:
+    """Write a small Llama with random weights and a tokenizer of bytes; return its shape."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokens = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCAB)}, unk_token="t0"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokens).save_pretrained(str(folder))
+    parts = build_parts(
+        EngineConfig(model=ModelConfig(model=str(folder)), memory=MemoryConfig(num_pages=16)), WallClock()
+    )
+    parts.close()
+    return parts.base
+
+
+def make_adapters(folder: Path, base: BaseShape, count: int) -> None:
+    """Write adapters `a00000` and so on: the used ones with weights of their own, the others as links of four."""
+    rng = np.random.default_rng(0)
+    originals = [write_synthetic_adapter(folder.parent / f"rank{rank}", base, rank, rng) for rank in RANKS]
+    for index in range(count):
+        place = folder / f"a{index:05}"
+        rank = index % len(RANKS)
+        if index < NUM_USED:
+            write_synthetic_adapter(place, base, RANKS[rank], rng)
+            continue
+        place.mkdir(parents=True)
+        shutil.copy(originals[rank] / "adapter_config.json", place)
+        os.link(originals[rank] / "adapter_model.safetensors", place / "adapter_model.safetensors")
+
+
+class Served:
+    """`manylora serve` on a folder of adapters; ready on entering."""
+
+    def __init__(self, base: Path, adapters: Path, cache: Path) -> None:
+        self._command = [sys.executable, "-m", "manylora", "serve", str(base), "--lora-dir", str(adapters)]
+        self._command += ["--port", "0", "--cache-dir", str(cache), "--memory", "256MiB", "--no-background-reads"]
+        self._log: list[str] = []
+
+    def __enter__(self) -> Served:
+        began_at = time.perf_counter()
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        threading.Thread(target=self._read_log, daemon=True).start()
+        line = self.process.stdout.readline()
+        self.ready_s = time.perf_counter() - began_at
+        found = re.search(r"http://\S+", line)
+        assert found is not None, "\n".join(self._log[-20:])
+        self.url = found.group()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    @property
+    def registered_s(self) -> float:
+        """Seconds from the command to register adapters to its end, in the engine."""
+        return max(
+            float(took) for line in self._log for took in re.findall(r"adapters_registered .*took_s=([\d.]+)", line)
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Return the resident bytes of the API's process and of the engine's."""
+        api = psutil.Process(self.process.pid)
+        engine = next(one for one in api.children() if "engine_process" in " ".join(one.cmdline()))
+        return {"api": api.memory_info().rss, "engine": engine.memory_info().rss}
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        self._log.extend(self.process.stderr)
+
+
+async def ask(url: str, seconds: float) -> dict[str, float]:
+    """Ask the used adapters for some time; return requests per second, and times of the other routes meanwhile."""
+    rng = np.random.default_rng(1)
+    shares = 1.0 / np.arange(1, NUM_USED + 1) ** ZIPF
+    order = iter(rng.choice(NUM_USED, 1_000_000, p=shares / shares.sum()).tolist())
+    num_done = 0
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+
+        async def one(name: str) -> None:
+            prompt = rng.integers(1, VOCAB, NUM_IN).tolist()
+            body = {"model": name, "prompt": prompt, "max_tokens": NUM_OUT, "temperature": 0, "ignore_eos": True}
+            async with session.post("/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+
+        async def connection(until: float) -> None:
+            nonlocal num_done
+            while time.perf_counter() < until:
+                await one(f"a{next(order):05}")
+                num_done += 1
+
+        for index in range(NUM_USED):  # so that none is cold
+            await one(f"a{index:05}")
+        began_at = time.perf_counter()
+        await asyncio.gather(*(connection(began_at + seconds) for _ in range(NUM_CONNECTIONS)))
+        figures = {"requests_per_s": num_done / (time.perf_counter() - began_at)}
+        for route in ("/metrics", "/v1/models", "/status"):
+            times = []
+            for _ in range(7):
+                began_at = time.perf_counter()
+                async with session.get(route) as answer:
+                    assert answer.status == 200
+                    content = await answer.read()
+                times.append(time.perf_counter() - began_at)
+            figures[f"{route} ms"] = 1e3 * statistics.median(times)
+            figures[f"{route} bytes"] = len(content)
+    return figures
+
+
+def decision_us(count: int, turns: int) -> float:
+    """Return the microseconds of a decision of the core with so many versions registered."""
+    scale = Scale(running=64, waiting=200, adapters=count, goal_us=0.0, used=NUM_USED)
+    return measure_decision("fifo", "price", scale, num_steps=turns).launch_us
+
+
+def parts_us(base: BaseShape, folder: Path, count: int) -> dict[str, float]:
+    """Return microseconds per adapter of the parts that can be measured alone."""
+    found: dict[str, str] = {}
+
+    def per_adapter(work: Callable[[], object]) -> float:
+        began_at = time.perf_counter()
+        work()
+        return 1e6 * (time.perf_counter() - began_at) / count
+
+    def collect() -> None:
+        found.update(collect_adapters((), [str(folder)]))
+
+    listing = per_adapter(collect)
+    headers = HeaderReader(base, max_bytes=1 << 34, dtype="auto")
+    checking = per_adapter(lambda: [headers.read(name, path) for name, path in found.items()])
+    stamping = per_adapter(lambda: [stamp_files(name, Path(path), base, "auto") for name, path in found.items()])
+    return {"listing folders": listing, "configuration and header": checking, "of which the stamp": stamping}
+
+
+def run(base_folder: Path, base: BaseShape, place: Path, count: int, seconds: float, turns: int) -> dict[str, Any]:
+    """Return the figures of one number of adapters."""
+    folder = place / f"adapters{count}"
+    make_adapters(folder, base, count)
+    time.sleep(2.1)  # contents of files just written are not kept
+    cache = place / f"cache{count}"
+    figures: dict[str, Any] = {"adapters": count}
+    for kind in ("cold", "warm"):
+        with Served(base_folder, folder, cache) as served:
+            one: dict[str, Any] = {"ready_s": served.ready_s, "registered_s": served.registered_s}
+            one["memory"] = served.memory()
+            one |= asyncio.run(ask(served.url, seconds))
+            figures[kind] = one
+    figures["decision_us"] = decision_us(count, turns)
+    figures["parts_us"] = parts_us(base, folder, count)
+    shutil.rmtree(folder)
+    return figures
+
+
+def cost_of_one(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the growth per adapter from the fewest to the most."""
+    few, many = runs[0], runs[-1]
+    more = max(1, many["adapters"] - few["adapters"])
+
+    def growth(pick: Callable[[dict[str, Any]], float]) -> float:
+        return (pick(many) - pick(few)) / more
+
+    return {
+        "start, us": 1e6 * growth(lambda run: run["cold"]["ready_s"]),
+        "registration in the engine, us": 1e6 * growth(lambda run: run["cold"]["registered_s"]),
+        **{f"{part}, us": many["parts_us"][part] for part in many["parts_us"]},
+        "memory of the API, bytes": growth(lambda run: run["cold"]["memory"]["api"]),
+        "memory of the engine, bytes": growth(lambda run: run["cold"]["memory"]["engine"]),
+        "/v1/models, us": 1e3 * growth(lambda run: run["cold"]["/v1/models ms"]),
+        "/metrics, us": 1e3 * growth(lambda run: run["cold"]["/metrics ms"]),
+    }
+
+
+def report(runs: Sequence[dict[str, Any]]) -> str:
+    """Return the figures as Markdown."""
+    heads = ["", *(f"{run['adapters']:,}" for run in runs)]
+    mib = 2**20
+    rows: list[list[object]] = []
+    for kind in ("cold", "warm"):
+        rows += [
+            [f"seconds to ready, {kind} hash cache", *(f"{run[kind]['ready_s']:.2f}" for run in runs)],
+            ["of which registration, s", *(f"{run[kind]['registered_s']:.3f}" for run in runs)],
+            [f"requests per second, {kind}", *(f"{run[kind]['requests_per_s']:.1f}" for run in runs)],
+        ]
+    cold = [run["cold"] for run in runs]
+    rows += [
+        ["memory of the API, MiB", *(f"{one['memory']['api'] / mib:.0f}" for one in cold)],
+        ["memory of the engine, MiB", *(f"{one['memory']['engine'] / mib:.0f}" for one in cold)],
+        ["decision, us", *(f"{run['decision_us']:.1f}" for run in runs)],
+        *([f"`{route}`, ms", *(f"{one[f'{route} ms']:.1f}" for one in cold)] for route in ("/metrics", "/v1/models")),
+        ["`/status`, ms", *(f"{one['/status ms']:.1f}" for one in cold)],
+        ["`/metrics`, KiB", *(f"{one['/metrics bytes'] / KIB:.0f}" for one in cold)],
+    ]
+    lines = ["# Registered adapters", "", f"{describe_machine(torch.device('cpu'))}.", "", *table(heads, rows)]
+    lines += [
+        "",
+        "Of one more adapter:",
+        "",
+        *table(["", ""], [[k, f"{v:,.1f}"] for k, v in cost_of_one(runs).items()]),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="100 and 300 adapters, two seconds each")
+    parser.add_argument("--counts", default="100,1000,10000")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of requests, for each start")
+    options = parser.parse_args()
+    counts = (100, 300) if options.quick else tuple(map(int, options.counts.split(",")))
+    seconds, turns = (2.0, 50) if options.quick else (options.seconds, 2000)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        base = make_base(place / "base")
+        runs = []
+        for count in counts:
+            runs.append(run(place / "base", base, place, count, seconds, turns))
+            print(runs[-1], flush=True)
+    figures = {"command": "python bench/registration.py", "runs": runs, "of one more": cost_of_one(runs)}
+    publish("registration", figures, report(runs), is_kept=not options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Content hashes: a digest of each layer's weights, and the identity of a version over them.
+
+The digests make a tree of two levels. A version that is read again is compared layer by layer, so that its first layers
+may be used before the last have been read, and no layer is used before it has been compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from manylora.adapters.method import ModuleWeights
+from manylora.adapters.shape import BaseShape
+from manylora.types import AdapterKey
+
+__all__ = ["by_layer", "content_key", "digest_layer", "split_digests"]
+
+DIGEST_BYTES = 20
+
+
+def by_layer(weights: Iterable[ModuleWeights]) -> list[list[ModuleWeights]]:
+    """Return the weights of each layer, in the order of the layers in an ``AdapterLayout``."""
+    ordered = sorted(weights, key=lambda w: w.module.turn)
+    return [list(layer) for _, layer in groupby(ordered, key=lambda w: w.module.turn)]
+
+
+def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
+    """Hash the inputs of a layer's arithmetic: each module's name, rank, scale and stored weights.
+
+    File metadata, key order, training settings and file names are left out: two uploads of the same weights are one
+    version. Every part is preceded by its length, so that different lists of parts never hash alike.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+    def add(part: bytes | memoryview) -> None:
+        digest.update(struct.pack("<Q", len(part)))
+        digest.update(part)
+
+    for w in sorted(weights, key=lambda w: w.module.name):
+        add(w.module.name.encode())
+        add(struct.pack("<Qd", w.rank, w.scale))
+        # Unambiguous: a third tensor is always the column scale.
+        for tensor in w.tensors:
+            add(tensor.dtype.encode())
+            add(tensor.data.data)
+    return digest.digest()
+
+
+def content_key(base: BaseShape, digests: Sequence[bytes]) -> AdapterKey:
+    """Return the identity of an adapter on a base, by the digests of its layers."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest.update(struct.pack("<Q", len(base.fingerprint)))
+    digest.update(base.fingerprint.encode())
+    for one in digests:
+        digest.update(one)
+    return AdapterKey(digest.hexdigest())
+
+
+def split_digests(digests: bytes) -> list[bytes]:
+    """Return the digests of ``AdapterVersion.layer_digests`` one by one."""
+    return [digests[first : first + DIGEST_BYTES] for first in range(0, len(digests), DIGEST_BYTES)]

@@ -1,0 +1,122 @@
+"""Check an adapter without its weights: its configuration, and the names, types and shapes in its weight file's header.
+
+Thousands of adapters are registered at a start, and few of them are used soon. The header is a few kilobytes before
+megabytes of weights. Every fault but one of the numbers themselves shows in it, and so do all sizes of the version.
+Most adapters of a service have one of a few shapes, so that all checks are done once per shape.
+
+A ``.bin`` file has no header and is read whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from manylora.adapters.config import parse_config, read_config_file
+from manylora.adapters.hash_cache import KnownContent
+from manylora.adapters.layout import make_version
+from manylora.adapters.methods import find_method
+from manylora.adapters.precision import choose_dtype_unread
+from manylora.adapters.read import check_directory, find_weights, read_adapter
+from manylora.adapters.shape import BaseShape
+from manylora.adapters.stamp import make_stamp, provisional_key
+from manylora.adapters.tensors import StoredTensor
+from manylora.adapters.weight_source import LocalFile, parse_header, read_header_bytes
+from manylora.types import AdapterVersion
+
+__all__ = ["HeaderReader"]
+
+MAX_SHAPES = 4096
+"""Outcomes that are kept."""
+
+
+class HeaderReader:
+    """Checks adapters for one base, by header; for one thread.
+
+    Args:
+        base: The base model.
+        max_bytes: Largest weight file.
+        dtype: Type of the packed weights, as of ``read_adapter``.
+        known: Returns the content of files by their stamp, if they were read before.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        *,
+        max_bytes: int,
+        dtype: str | None = None,
+        known: Callable[[str], KnownContent | None] = lambda stamp: None,
+    ) -> None:
+        self._base = base
+        self._max_bytes = max_bytes
+        self._dtype = dtype or base.page.dtype
+        self._known = known
+        self._shapes: dict[tuple[object, ...], AdapterVersion] = {}
+
+    def read(self, name: str, path: str | Path) -> AdapterVersion:
+        """Return the version of an adapter, by content hash if that is known, else with a provisional key.
+
+        Raises:
+            AdapterError: It cannot be served on this base, as far as its header shows.
+        """
+        directory = check_directory(name, path)
+        config = read_config_file(name, directory)
+        weights = find_weights(name, directory)
+        if weights.suffix == ".bin":
+            return read_adapter(name, directory, self._base, max_bytes=self._max_bytes, dtype=self._dtype).version
+        source = LocalFile(name, weights, self._max_bytes)
+        try:
+            status = source.status()
+            header = read_header_bytes(name, source)
+        finally:
+            source.close()
+        stamp = make_stamp(self._base, self._dtype, config, weights, status)
+        content = self._known(stamp)
+        shape = self._shape(name, config, header, status.st_size, None if content is None else content.dtype)
+        if content is None:
+            return replace(shape, key=provisional_key(stamp), source=str(directory))
+        return replace(shape, key=content.key, source=str(directory), layer_digests=content.layer_digests)
+
+    def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
+        """Return the version of all adapters with this configuration and header, without key and source."""
+        tensors = hashlib.blake2b(header, digest_size=16).digest(), num_bytes, dtype
+        written = (config, *tensors)
+        shape = self._shapes.get(written)
+        if shape is not None:
+            return shape
+        fields = parse_config(name, config)
+        meant = (_in_order(fields), *tensors)
+        shape = self._shapes.get(meant)
+        if shape is None:
+            shape = self._check(name, fields, parse_header(name, header, num_bytes), num_bytes, dtype)
+        if len(self._shapes) >= MAX_SHAPES:
+            self._shapes.clear()
+        self._shapes[written] = self._shapes[meant] = shape
+        return shape
+
+    def _check(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, StoredTensor],
+        num_bytes: int,
+        dtype: str | None,
+    ) -> AdapterVersion:
+        method = find_method(config)
+        weights = method.parse(name, config).match(tensors, self._base)
+        ranks = {w.module.name: w.rank for w in weights}
+        layout = method.lay_out(ranks, self._base, dtype or choose_dtype_unread(weights, self._dtype))
+        return make_version(layout, self._base.page, key="", source="", disk_bytes=num_bytes)
+
+
+def _in_order(config: Mapping[str, Any]) -> str:
+    """Return a configuration as text; PEFT writes the targets, a set, in an order that differs from run to run."""
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and all(isinstance(one, str) for one in targets):
+        config = {**config, "target_modules": sorted(targets)}
+    return json.dumps(config, sort_keys=True)

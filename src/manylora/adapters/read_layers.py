@@ -1,0 +1,160 @@
+"""Read a registered adapter again, layer by layer: its first layers can be used while the last are on their way.
+
+::
+
+    header    names, types and places of all tensors: everything is checked but the numbers, and the layout is known
+    layer 0   a range of the file -> compared with its digest -> packed | its full pages may be used
+    layer 1        (read while layer 0 is packed)                        | ...
+
+A layer is used once it is known to hold the weights that were registered, never before. Without digests of the layers,
+the pages count as full when the last layer has been read and the content hash of all is right.
+
+A version with a provisional key (``stamp``) is read for the first time: its files must have the stamp that they were
+registered with before the first byte is read and after the last. Then its content is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from numpy.typing import NDArray
+
+from manylora.adapters.config import read_config
+from manylora.adapters.content import by_layer, content_key, digest_layer, split_digests
+from manylora.adapters.hash_cache import KnownContent
+from manylora.adapters.layout import AdapterLayout
+from manylora.adapters.method import ModuleWeights
+from manylora.adapters.methods import find_method
+from manylora.adapters.packed import pack_groups
+from manylora.adapters.precision import choose_dtype, exact_dtypes
+from manylora.adapters.read import check_directory, check_finite, find_weights, read_tensors
+from manylora.adapters.shape import BaseShape
+from manylora.adapters.stamp import is_provisional, provisional_key, stamp_files
+from manylora.adapters.weight_source import LocalFile, fetch, read_header
+from manylora.errors import AdapterError
+from manylora.types import AdapterKey, AdapterVersion
+
+__all__ = ["LayerReader"]
+
+
+class LayerReader:
+    """A registered version whose files are open; a context, which closes them.
+
+    A ``.bin`` file has no header that could be read alone, and is read whole.
+
+    Args:
+        version: The version, as it was registered.
+        base: The base model.
+        max_bytes: Largest weight file.
+        asked_dtype: Type of packed weights that is asked for, as of ``read_adapter``.
+
+    Raises:
+        AdapterError: Its files are gone or broken, or belong to another version now.
+    """
+
+    def __init__(
+        self, version: AdapterVersion, base: BaseShape, *, max_bytes: int, asked_dtype: str | None = None
+    ) -> None:
+        self.first_content: KnownContent | None = None
+        """The content of a version with a provisional key, once it was read for the first time."""
+        self._version = version
+        self._base = base
+        self._name = version.source
+        self._asked_dtype = asked_dtype or base.page.dtype
+        self._digests = split_digests(version.layer_digests)
+        self._is_first = is_provisional(version.key) and not self._digests
+        directory = check_directory(self._name, version.source)
+        if self._is_first and self._stamp() != version.key:
+            raise self._changed()
+        config = read_config(self._name, directory)
+        method = find_method(config)
+        settings = method.parse(self._name, config)
+        file = find_weights(self._name, directory)
+        self._source: LocalFile | None = None
+        if file.suffix == ".bin":
+            tensors, _ = read_tensors(self._name, directory, max_bytes)
+        else:
+            self._source = LocalFile(self._name, file, max_bytes)
+        try:
+            if self._source is not None:
+                tensors = read_header(self._name, self._source)
+            weights = settings.match(tensors, base)
+            dtype = version.dtype or choose_dtype(self._fetch(weights), base.page.dtype)
+            self.layout: AdapterLayout = method.lay_out({w.module.name: w.rank for w in weights}, base, dtype)
+            self._layers = by_layer(weights)
+            is_same = self.layout.num_pages == version.num_pages
+            if self._digests:
+                is_same = is_same and len(self._digests) == len(self._layers)
+                is_same = is_same and self._is_content(self._digests)
+            if not is_same:
+                raise self._changed()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._source is not None:
+            self._source.close()
+
+    def pack(self, image: NDArray[Any]) -> Iterator[int]:
+        """Fill an image of the layout; yield the number of its pages, from the first on, that hold their final content.
+
+        Raises:
+            AdapterError: A layer cannot be read, or holds other weights than those that were registered.
+        """
+        digests: list[bytes] = []
+        exact: list[str] = []
+        with ThreadPoolExecutor(1) as ahead:
+            coming = ahead.submit(self._fetch, self._layers[0])
+            for number, (groups, num_full) in enumerate(self.layout.layers()):
+                weights = coming.result()
+                is_last = number + 1 == len(self._layers)
+                if not is_last:
+                    coming = ahead.submit(self._fetch, self._layers[number + 1])
+                digests.append(digest_layer(weights))
+                if self._digests and digests[-1] != self._digests[number]:
+                    raise self._changed()
+                check_finite(self._name, weights)
+                if self._is_first and self._asked_dtype == "auto":
+                    of_layer = exact_dtypes(weights)
+                    exact = of_layer if number == 0 else [dtype for dtype in exact if dtype in of_layer]
+                pack_groups(self._name, image, groups, weights, self.layout.dtype)
+                if self._digests and not is_last:
+                    yield num_full
+        if not self._is_content(digests) or (self._is_first and self._stamp() != self._version.key):
+            raise self._changed()
+        if self._is_first:
+            dtype = exact[0] if exact else self._asked_dtype
+            self.first_content = KnownContent(content_key(self._base, digests), dtype, b"".join(digests))
+        yield self.layout.num_pages
+
+    def _stamp(self) -> AdapterKey:
+        """Return the provisional key that the files have now."""
+        stamp, _ = stamp_files(self._name, Path(self._version.source), self._base, self._asked_dtype)
+        return provisional_key(stamp)
+
+    def _is_content(self, digests: list[bytes]) -> bool:
+        """Whether layers of these digests are the version, as far as its content is known."""
+        if not is_provisional(self._version.key):
+            return content_key(self._base, digests) == self._version.key
+        return self._is_first or digests == self._digests
+
+    def _fetch(self, weights: Sequence[ModuleWeights]) -> Sequence[ModuleWeights]:
+        return weights if self._source is None else fetch(self._source, weights)
+
+    def _changed(self) -> AdapterError:
+        return AdapterError(
+            self._name,
+            f"its files changed since it was registered (version {self._version.key[:12]} then); register it again",
+        )

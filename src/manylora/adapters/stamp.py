@@ -1,0 +1,67 @@
+"""Stamps: the identity of an adapter's files before their weights are read.
+
+A stamp is a hash over the base, the content of ``adapter_config.json``, and the place, size and times of the weight
+file. As long as the stamp is the same, so is the content: a write, a rename or a copy changes a time or an inode. A
+stamp serves twice. It finds the content hash of an earlier read (``hash_cache``). Without one, it is the *provisional
+key* of the version, which keeps that key for the life of the engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from manylora.adapters.config import read_config_file
+from manylora.adapters.read import find_weights
+from manylora.adapters.shape import BaseShape
+from manylora.errors import AdapterError
+from manylora.types import AdapterKey
+
+__all__ = ["is_provisional", "make_stamp", "provisional_key", "stamp_files"]
+
+_PREFIX = "file-"
+"""No content hash begins so: a hash is hexadecimal."""
+
+
+def provisional_key(stamp: str) -> AdapterKey:
+    """Return the key of a version whose weights were not read yet."""
+    return AdapterKey(_PREFIX + stamp)
+
+
+def is_provisional(key: AdapterKey) -> bool:
+    """Whether a key stands for the files of a version and not for its content."""
+    return key.startswith(_PREFIX)
+
+
+def make_stamp(base: BaseShape, dtype: str, config: bytes, weights: Path, status: os.stat_result) -> str:
+    """Return the stamp of an adapter's files.
+
+    Args:
+        base: The base model.
+        dtype: The asked type of packed weights, on which the type of a known version depends.
+        config: Content of ``adapter_config.json``.
+        weights: The weight file.
+        status: Its status, of the open file.
+    """
+    digest = hashlib.blake2b(digest_size=20)
+    place = os.path.realpath(weights)
+    times = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    digest.update(repr((base.fingerprint, dtype, place, times)).encode())
+    digest.update(config)
+    return digest.hexdigest()
+
+
+def stamp_files(name: str, directory: Path, base: BaseShape, dtype: str) -> tuple[str, float]:
+    """Return the stamp of the files in a directory, and the time of their last change in seconds since the epoch.
+
+    Raises:
+        AdapterError: A file is missing; names the adapter ``name``.
+    """
+    config = read_config_file(name, directory)
+    weights = find_weights(name, directory)
+    try:
+        status = os.stat(weights)
+    except OSError as error:
+        raise AdapterError(name, f"cannot open {weights.name}: {error.strerror}") from error
+    return make_stamp(base, dtype, config, weights, status), max(status.st_mtime, status.st_ctime)

@@ -1,0 +1,188 @@
+"""Weight files by ranges: where bytes come from, and the places of tensors in them.
+
+A range is all that an object store or a registry over HTTP serves as well as a disk. Another source is another class
+with two members.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manylora.adapters.method import ModuleWeights
+from manylora.adapters.tensors import MAX_HEADER_BYTES, StoredTensor, open_regular
+from manylora.errors import AdapterError
+
+__all__ = ["LocalFile", "WeightSource", "fetch", "parse_header", "read_header", "read_header_bytes"]
+
+_BITS: Mapping[str, int] = (
+    {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
+    | {"I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+    | {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
+)
+"""Bits of an element, by safetensors' names of the types."""
+
+
+class WeightSource(Protocol):
+    """A weight file; safe from any thread."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes, at the time it was opened."""
+        ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return a range of it, all of ``length`` bytes. Blocks.
+
+        Raises:
+            AdapterError: The range lies beyond its end, or cannot be read.
+        """
+        ...
+
+
+class LocalFile:
+    """A file on disk; a ``WeightSource``. Messages name the adapter ``name``.
+
+    Raises:
+        AdapterError: It is missing, unreadable, not regular, or larger than ``max_bytes``.
+    """
+
+    def __init__(self, name: str, path: Path, max_bytes: int) -> None:
+        self._name = name
+        self._path = path
+        self._file: BinaryIO = open_regular(name, path, max_bytes)
+        self.size = self.status().st_size
+
+    def status(self) -> os.stat_result:
+        """Return the present status of the file."""
+        return os.fstat(self._file.fileno())
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return a range of the file."""
+        parts = []
+        while length:
+            try:
+                part = os.pread(self._file.fileno(), length, offset)
+            except OSError as error:
+                raise AdapterError(self._name, f"cannot read {self._path.name}: {error.strerror}") from error
+            if not part:
+                raise AdapterError(self._name, f"{self._path.name} is damaged: it ends at byte {offset}")
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_header(name: str, source: WeightSource) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by key, without their bytes.
+
+    Raises:
+        AdapterError: It is no safetensors file, or damaged.
+    """
+    return parse_header(name, read_header_bytes(name, source), source.size)
+
+
+def read_header_bytes(name: str, source: WeightSource) -> bytes:
+    """Return the header of a safetensors file, without its length; errors as of ``read_header``."""
+    length = int.from_bytes(source.read(0, 8), "little") if source.size >= 8 else source.size
+    if length > source.size - 8:
+        raise _damaged(name, "its header claims to be longer than the file")
+    if length > MAX_HEADER_BYTES:
+        raise _damaged(name, f"it has a header of more than {MAX_HEADER_BYTES} bytes")
+    return source.read(8, length)
+
+
+def parse_header(name: str, header: bytes, num_bytes: int) -> dict[str, StoredTensor]:
+    """Return the tensors that a header lists, by key, each with its range in the file.
+
+    Args:
+        name: The adapter, for messages.
+        header: The header, without its length.
+        num_bytes: Size of the file, which the tensors fill to the last byte, without holes.
+
+    Raises:
+        AdapterError: It is no header of a safetensors file of that size.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(items)
+        if len(unique) != len(items):
+            raise ValueError("a key appears twice")
+        return unique
+
+    try:
+        entries = json.loads(header, object_pairs_hook=pairs)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(name, f"its header is not valid JSON: {type(error).__name__}") from error
+    if not isinstance(entries, dict) or not header.startswith(b"{"):
+        raise _damaged(name, "its header is no object")
+    metadata = entries.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise _damaged(name, "its metadata is no text by name")
+    front = 8 + len(header)
+    tensors = {key: _tensor(name, key, entry, front) for key, entry in entries.items()}
+    last = front
+    for begin, end in sorted(tensor.place for tensor in tensors.values() if tensor.place is not None):
+        if begin != last:
+            raise _damaged(name, "its tensors overlap, or leave a hole")
+        last = end
+    if last != num_bytes:
+        raise _damaged(name, f"its tensors take {last - front} bytes, and it has {num_bytes - front} of them")
+    return tensors
+
+
+def fetch(source: WeightSource, weights: Iterable[ModuleWeights]) -> list[ModuleWeights]:
+    """Return the weights with the bytes that were not read yet; adjacent tensors are read at once."""
+    weights = list(weights)
+    places = sorted({tensor.place for w in weights for tensor in w.tensors if tensor.place is not None})
+    data: dict[tuple[int, int], NDArray[np.uint8]] = {}
+    first = 0
+    for number, (_, end) in enumerate(places):
+        if number + 1 == len(places) or places[number + 1][0] != end:
+            begin = places[first][0]
+            content = np.frombuffer(source.read(begin, end - begin), np.uint8)
+            data |= {place: content[place[0] - begin : place[1] - begin] for place in places[first : number + 1]}
+            first = number + 1
+
+    def whole(tensor: StoredTensor) -> StoredTensor:
+        return tensor if tensor.place is None else StoredTensor(tensor.dtype, tensor.shape, data[tensor.place])
+
+    return [
+        replace(w, a=whole(w.a), b=whole(w.b), column_scale=None if w.column_scale is None else whole(w.column_scale))
+        for w in weights
+    ]
+
+
+def _tensor(name: str, key: str, entry: Any, front: int) -> StoredTensor:
+    """Return a tensor of a header; its bytes are counted from ``front`` on."""
+    try:
+        dtype, shape, offsets = entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"])
+        is_valid = dtype in _BITS and len(offsets) == 2
+        is_valid = is_valid and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets))
+    except (KeyError, TypeError):
+        is_valid = False
+    if not is_valid:
+        raise _damaged(name, f"tensor {_show(key)} is malformed")
+    begin, end = offsets
+    if math.prod(shape) * _BITS[dtype] != 8 * (end - begin):
+        raise _damaged(name, f"tensor {_show(key)} has {end - begin} bytes, which its shape does not take")
+    return StoredTensor(dtype, shape, np.empty(0, np.uint8), (front + begin, front + end))
+
+
+def _damaged(name: str, reason: str) -> AdapterError:
+    return AdapterError(name, f"adapter_model.safetensors is damaged or is no safetensors file: {reason}")
+
+
+def _show(key: str) -> str:
+    return repr(key if len(key) <= 160 else key[:157] + "...")

@@ -1,0 +1,126 @@
+"""Progress of an adapter's pages on their way: from a file into the host image, and from the image to the device.
+
+Pages arrive in order, so a number says all. One thread advances it; steps wait for it, and the next hop watches it. It
+ends with the last page or with a failure, and either way every waiting thread goes on.
+
+On a GPU, pages have *arrived* once their copy is in the copying stream, followed by an event. A waiting step makes its
+own stream wait for that event, and its thread goes on launching.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from manylora.adapters.layout import GroupLayout
+from manylora.execution.storage.resident import ResidentAdapter
+
+__all__ = ["Arrival", "ArrivingAdapter"]
+
+
+class Arrival:
+    """How many of an adapter's pages have arrived, counted from its first; safe from any thread."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._changed = threading.Condition()
+        self._counts: list[int] = []
+        self._events: list[Any] = []
+        self._error: str | None = None
+        self._watchers: list[Callable[[], None]] = []
+
+    @property
+    def num_arrived(self) -> int:
+        """Pages that have arrived."""
+        return self._counts[-1] if self._counts else 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pages have arrived."""
+        return self.num_arrived == self._num_pages
+
+    @property
+    def error(self) -> str | None:
+        """The reason why no more pages will arrive, if they will not."""
+        return self._error
+
+    def advance(self, num_pages: int, event: Any = None) -> None:
+        """Count pages up to ``num_pages`` as arrived, on a GPU once ``event`` has happened; nothing after a failure."""
+        with self._changed:
+            if self._error is not None:
+                return
+            self._counts.append(num_pages)
+            self._events.append(event)
+            watchers = self._notify()
+        for watcher in watchers:
+            watcher()
+
+    def fail(self, error: str) -> None:
+        """Give the pages up that have not arrived; the first reason stays, and nothing changes once all are there."""
+        with self._changed:
+            if self._is_over:
+                return
+            self._error = error
+            watchers = self._notify()
+        for watcher in watchers:
+            watcher()
+
+    def wait(self, num_pages: int) -> Any:
+        """Wait for the first ``num_pages`` or a failure; return the event that a stream has to wait for, if any."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or (self._counts and self._counts[-1] >= num_pages))
+            place = bisect_left(self._counts, num_pages)
+            return self._events[place] if place < len(self._events) else None
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher`` now and after every change to come, on the thread that makes it."""
+        with self._changed:
+            if not self._is_over:
+                self._watchers.append(watcher)
+        watcher()
+
+    @property
+    def _is_over(self) -> bool:
+        return self.is_complete or self._error is not None
+
+    def _notify(self) -> list[Callable[[], None]]:
+        """Wake the waiting threads; return the watchers, which are let go of after the last change."""
+        self._changed.notify_all()
+        watchers = self._watchers
+        self._watchers = [] if self._is_over else list(watchers)
+        return watchers
+
+
+class ArrivingAdapter:
+    """An adapter on its way to the device, for one step.
+
+    Args:
+        weights: Views of its pages, which fill up.
+        groups: Its groups, for the pages that each needs.
+        arrival: The progress of the pages.
+    """
+
+    def __init__(self, weights: ResidentAdapter, groups: Mapping[str, GroupLayout], arrival: Arrival) -> None:
+        self.weights = weights
+        self._groups = groups
+        self._arrival = arrival
+        self._num_awaited = -1
+
+    @property
+    def error(self) -> str | None:
+        """The reason why it will not arrive; a step has computed on zeros then."""
+        return self._arrival.error
+
+    def wait(self, group: str) -> None:
+        """Wait for the weights of a group, on this thread or on the current stream, or for a failure."""
+        layout = self._groups.get(group)
+        num_pages = layout.num_pages_needed if layout is not None else 0
+        if num_pages > self._num_awaited:
+            self._num_awaited = num_pages
+            event = self._arrival.wait(num_pages)
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
