@@ -6,6 +6,7 @@
     model       a module tree over them, its linears replaced for LoRA               model/modules
     pages       as many as fit beside it                                             page_budget, storage
     attention   with fused launches, and decode steps as captured graphs             attention, fusion, decode_graphs
+    assistant   workers for adapters that are not on the device yet                  assist
     runner      runs one step; checked on two sequences                              runner, self_check
     executor    threads for steps, copies and reads                                  executor
 """
@@ -14,11 +15,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.execution.assist.start import open_assistant
 from manylora.execution.attention.step import (
     AttentionKernel,
     TorchAttentionKernel,
@@ -49,6 +54,9 @@ from manylora.execution.storage.tile_tables import GroupDirectory
 from manylora.ports import EngineParts
 from manylora.types import AdapterKey
 
+if TYPE_CHECKING:
+    from manylora.execution.assist.exchange import Assistant
+
 __all__ = ["build_parts"]
 
 logger = logging.getLogger(__name__)
@@ -61,6 +69,7 @@ def build_parts(
     make_sampler: Callable[[BaseShape], TokenSampler] | None = None,
     load: Callable[[ModelConfig], LoadedModel] = load_model,
     weights: BaseWeights | None = None,
+    open_assistant: Callable[[torch.device, BaseShape], Assistant | None] = open_assistant,
 ) -> EngineParts:
     """Load the model and build everything a live ``EngineCore`` needs.
 
@@ -70,6 +79,7 @@ def build_parts(
         make_sampler: Builds the sampler from the base's shape; by default a sampler without grammars.
         load: Loads the model; another function for a model without a folder.
         weights: Base weights that another process froze; loaded when ``None``.
+        open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them.
 
     Raises:
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
@@ -120,7 +130,8 @@ def build_parts(
             )
     sampler = make_sampler(base) if make_sampler is not None else Sampler(base.vocab_size, base.eos_token_ids, device)
     resident: dict[AdapterKey, ResidentAdapter] = {}
-    runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs)
+    assistant = open_assistant(device, base)
+    runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs, assistant)
     check_sequences_are_separate(runner, base, num_pages)
     if graphs is not None and device.type == "cuda":
         graphs.warm()
@@ -136,8 +147,15 @@ def build_parts(
         reader=reader,
         resident=resident,
         clock=clock,
-        reads_host=device.type == "cpu" and directory is None,  # tables hold places in the pool alone
+        # Tables hold places in the pool alone: without an assistant, they cannot name an image.
+        reads_host=assistant is not None or (device.type == "cpu" and directory is None),
     )
+
+    def close() -> None:
+        executor.close()
+        if assistant is not None:
+            assistant.close()
+
     logger.info(
         "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
         base.name,
@@ -153,7 +171,7 @@ def build_parts(
         num_pages=num_pages,
         executor=executor,
         reader=reader,
-        close=executor.close,
+        close=close,
         machine=describe_machine(device),
         is_accelerated=device.type != "cpu",
         reads_host=executor.reads_host,

@@ -37,6 +37,8 @@ __all__ = ["FutureWork", "TorchExecutor"]
 
 logger = logging.getLogger(__name__)
 
+_NO_TOKEN = SampledToken(token_id=0)
+
 ResultT = TypeVar("ResultT", StepResult, LoadResult)
 
 
@@ -154,7 +156,8 @@ class TorchExecutor:
             for key, image in images.items()
         }
         result = self._runner.run(fill_in(plan, self._tokens), in_host)
-        self._tokens = result.tokens
+        # A step that was planned ahead awaits the tokens of failed sequences too; its own result for them is dropped.
+        self._tokens = result.tokens | dict.fromkeys(result.failed, _NO_TOKEN)
         return replace(result, device_s=time.perf_counter() - began_at)
 
     def _copy(self, load: AdapterLoad) -> None:
