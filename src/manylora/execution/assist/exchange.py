@@ -260,6 +260,8 @@ class Assistant:
             before = self._groups.get(module.group)
             num_out = max(before.num_out if before else 0, module.offset + module.out_features)
             self._groups[module.group] = _Group(module.in_features, num_out, module.kind is ModuleKind.EMBEDDING)
+        for compiled in (lora_kernel, product_kernel, gather_kernel):
+            compiled()  # now, not within a step
         self._inputs = _Inputs()
         self._serve = serve
         self._workers = [self._new_worker() for _ in range(num_workers or count_workers())]

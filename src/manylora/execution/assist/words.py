@@ -6,7 +6,7 @@ Only imported where numba is installed (``kernels.cpu.support.find_compiled``).
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray, njit, types
 from numpy.typing import NDArray
 
 from manylora.execution.assist import protocol
@@ -29,6 +29,8 @@ __all__ = [
     "TASK_FIELDS",
     "Words",
     "await_word",
+    "is_reached",
+    "pause",
     "read_word",
     "serve",
     "swap_word",
@@ -47,29 +49,40 @@ RESULT, RESULT_BYTES, FIRST_KERNEL, FIRST_POINTERS, SECOND_KERNEL, SECOND_POINTE
 SPINS = 1000
 """Looks at a word until the core is offered to other threads: about 30 us."""
 
-is_reached = njit(cache=True)(protocol.is_reached)
-decide = njit(cache=True)(protocol.decide)
+_WORDS, _WORD = types.uint32[::1], types.int64
+# With their types, so that they are compiled (or read from numba's cache) at the import, and not within a step.
+is_reached = njit(types.boolean(_WORD, _WORD), cache=True)(protocol.is_reached)
+decide = njit(_WORD(_WORD, _WORD, _WORD, _WORD), cache=True)(protocol.decide)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(_WORD(_WORDS, _WORD), nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def read_word(words: Words, index: int) -> int:
     """Return a word."""
     return np.int64(load_word(words, index))  # type: ignore[return-value]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(types.void(_WORDS, _WORD, _WORD), nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def write_word(words: Words, index: int, value: int) -> None:
     """Write a word."""
     store_word(words, index, np.uint32(value))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(types.boolean(_WORDS, _WORD, _WORD, _WORD), nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def swap_word(words: Words, index: int, expected: int, value: int) -> bool:
     """Write a word if it is ``expected``, in one step; return whether it was."""
     return compare_exchange(words, index, np.uint32(expected), np.uint32(value))  # type: ignore[no-any-return]
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(_WORD(_WORD), nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def pause(spins: int) -> int:
+    """Wait for a moment between two looks at a word; return the number of pauses."""
+    relax()
+    if spins > SPINS:
+        yield_core()
+    return spins + 1
+
+
+@njit(types.void(_WORDS, _WORD, _WORD), nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def await_word(words: Words, index: int, number: int) -> None:
     """Return once a word is at ``number`` or behind it."""
     spins = 0
@@ -77,7 +90,7 @@ def await_word(words: Words, index: int, number: int) -> None:
         spins = pause(spins)
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(_WORD(_WORDS, types.int64[:, ::1], _WORD), nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def serve(words: Words, tasks: NDArray[np.int64], number: int) -> int:
     """Serve exchanges after ``number``; return the last one at the end of the step, or -1 once the worker is held.
 
@@ -106,12 +119,3 @@ def serve(words: Words, tasks: NDArray[np.int64], number: int) -> int:
             spins = pause(spins)
         else:
             return number if action == REST else -1
-
-
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def pause(spins: int) -> int:
-    """Wait for a moment between two looks at a word; return the number of pauses."""
-    relax()
-    if spins > SPINS:
-        yield_core()
-    return spins + 1
