@@ -286,8 +286,11 @@ class Assistant:
         return self._step
 
     def forget(self) -> None:
-        """Let go of the last step's adapters."""
+        """Let go of the last step's adapters, but for those that a stuck worker may read."""
         self._step = None
+        for worker in self._workers:
+            if worker.is_sound:
+                worker.forget()
 
     def close(self) -> None:
         """End all threads, once the device has executed all steps."""
@@ -297,7 +300,8 @@ class Assistant:
         self._stream.close()
 
     def _new_worker(self) -> Worker:
-        return Worker(self._stream, len(self._groups), self._serve)
+        # Each group once, over all rows or over the sampled ones; twice as many leave room for a model that does both.
+        return Worker(self._stream, 2 * len(self._groups), self._serve)
 
 
 def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
@@ -308,7 +312,7 @@ def _task(group: _Group, x: torch.Tensor, result: torch.Tensor, parts: Sequence[
     """Return the work for inputs ``x`` of one worker; ``parts`` count in its rows."""
     tables = [(part.start, part.stop, part.weights) for part in parts]
     if group.is_embedding:
-        return Task.of(result, [(gather_kernel(), lora_arguments(x, result, make_tables(tables)))])
+        return Task.of(result, [(gather_kernel(), lora_arguments(x, result, make_tables(tables)))], parts)
     kernels = []
     many = [table for table in tables if table[1] - table[0] > MAX_READ_ROWS]
     few = [table for table in tables if table[1] - table[0] <= MAX_READ_ROWS]
@@ -316,4 +320,4 @@ def _task(group: _Group, x: torch.Tensor, result: torch.Tensor, parts: Sequence[
         kernels.append((product_kernel(), product_arguments(x, result, make_product_tables(many), 1)))
     if few:
         kernels.append((lora_kernel(), lora_arguments(x, result, make_tables(few))))
-    return Task.of(result, kernels)
+    return Task.of(result, kernels, parts)

@@ -56,22 +56,26 @@ class Task:
     Args:
         result: ``[rows, out]``, float32, in the worker's memory.
         kernels: Up to two addresses of kernels, each with its arguments.
+        weights: The weights that these read by address, kept alive.
+        pointers: The arguments as the kernels get them.
+        line: The task's line in a worker's ring.
     """
 
     result: torch.Tensor
     kernels: Sequence[tuple[int, Arguments]]
+    weights: object
     pointers: tuple[ctypes.Array[ctypes.c_void_p], ...]
     line: tuple[int, ...]
 
     @classmethod
-    def of(cls, result: torch.Tensor, kernels: Sequence[tuple[int, Arguments]]) -> Task:
-        """Return the task with its line of the ring."""
+    def of(cls, result: torch.Tensor, kernels: Sequence[tuple[int, Arguments]], weights: object) -> Task:
+        """Return the task."""
         pointers = tuple(point_to(arguments) for _, arguments in kernels)
         line = [result.data_ptr(), result.nbytes]
         for (kernel, _), pointer in zip(kernels, pointers, strict=True):
             line += [kernel, ctypes.addressof(pointer)]
         line += [0] * (TASK_FIELDS - len(line))
-        return cls(result, kernels, pointers, tuple(line))
+        return cls(result, kernels, weights, pointers, tuple(line))
 
 
 class Worker:
@@ -90,7 +94,7 @@ class Worker:
         self.result = torch.empty(0)
         self._stream = stream
         self._tasks = np.zeros((1 << (num_tasks - 1).bit_length(), TASK_FIELDS), np.int64)
-        self._posted: list[Task] = []  # of the step; kept alive until the next one
+        self._posted: list[Task] = []  # of the step; a worker that is stuck may read their memory as long as it lives
         self._number = 0
         self._is_open = True
         self._serve = serve
@@ -142,8 +146,13 @@ class Worker:
         """Let it sleep once it has served the exchanges so far."""
         write_word(self.words, LAST, self._number)
 
+    def forget(self) -> None:
+        """Let go of the last step's tasks; not within a step."""
+        self._posted.clear()
+
     def close(self) -> None:
-        """End the thread, unless it is stuck."""
+        """End the thread, unless it is stuck; a step that was broken off is over."""
+        self.end()
         self._is_open = False
         self._wake.set()
         if self.is_sound:
@@ -162,7 +171,7 @@ class Worker:
             logger.error("assist_worker_lost is_alive=%s", self._thread.is_alive())
             done = (done + 1) % MODULUS
         if protocol.may_release(read_word(words, POSTED), done, read_word(words, LAST)):
-            self.result.zero_()
+            self.result.numpy().fill(0)  # not by torch: memory made within a step belongs to its inference mode
             write_word(words, DONE, (done + RELEASED) % MODULUS)
 
     def _run(self) -> None:
