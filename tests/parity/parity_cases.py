@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import EngineStats
+from manylora.execution.assist.start import OpenAssistant, open_assistant
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.plan import StepPlan
@@ -217,6 +218,9 @@ def make_cases() -> list[Case]:
     return cases
 
 
+SLOW_LINK = 100_000
+"""Bytes a second at which hardly a copy arrives within the run."""
+
 COLD = AdapterConfig(link_bytes_per_s=1_000_000, eviction="none", max_cpu_loras=5)
 """Every request is cold: no adapter idles on the device, half are on disk, and a copy lasts for several steps."""
 
@@ -227,7 +231,16 @@ DOOMED = (
 """Requests that are cancelled in the middle of a prompt, and of an answer."""
 
 
-def run_oracle(architecture: str, path: Path, *, lora_kernel: str = "grouped", is_cold: bool = False) -> OracleResult:
+def run_oracle(
+    architecture: str,
+    path: Path,
+    *,
+    lora_kernel: str = "grouped",
+    is_cold: bool = False,
+    open_assistant: OpenAssistant = open_assistant,
+    num_tokens: int = NUM_TOKENS,
+    link_bytes_per_s: int | None = COLD.link_bytes_per_s,
+) -> OracleResult:
     """Serve the cases, compare with the reference and return the differences.
 
     Args:
@@ -235,13 +248,26 @@ def run_oracle(architecture: str, path: Path, *, lora_kernel: str = "grouped", i
         path: Where model and adapters are written.
         lora_kernel: The implementation of adapters' arithmetic.
         is_cold: Serve as ``COLD`` says, and the ``DOOMED`` requests as well.
+        open_assistant: Starts workers for adapters in host memory, as in ``build_parts``.
+        num_tokens: Tokens of an answer.
+        link_bytes_per_s: Speed of copies to the device, if it is cold.
     """
     config = (ARCHITECTURES | FURTHER_ARCHITECTURES)[architecture]
     make_model(config, path / "base")
     folders = make_adapters(architecture, path / "base", path / "adapters")
     result = OracleResult(architecture)
     cases = make_cases()
-    answers, logits = _serve(path / "base", folders, cases, result, lora_kernel, is_cold=is_cold)
+    answers, logits = _serve(
+        path / "base",
+        folders,
+        cases,
+        result,
+        lora_kernel,
+        open_assistant,
+        num_tokens,
+        link_bytes_per_s,
+        is_cold=is_cold,
+    )
     _compare(path / "base", folders, cases, answers, logits, result)
     return result
 
@@ -252,6 +278,9 @@ def _serve(
     cases: list[Case],
     result: OracleResult,
     lora_kernel: str,
+    open_assistant: OpenAssistant,
+    num_tokens: int,
+    link_bytes_per_s: int | None,
     *,
     is_cold: bool,
 ) -> tuple[dict[str, list[int]], dict[str, dict[int, torch.Tensor]]]:
@@ -260,14 +289,14 @@ def _serve(
         model=ModelConfig(model=str(model_path), device="cpu", lora_kernel=lora_kernel),
         memory=MemoryConfig(block_size=8, num_pages=4000),
         scheduler=SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=16),
-        adapters=COLD if is_cold else AdapterConfig(),
+        adapters=replace(COLD, link_bytes_per_s=link_bytes_per_s) if is_cold else AdapterConfig(),
     )
-    parts = build_parts(engine, clock)
+    parts = build_parts(engine, clock, open_assistant=open_assistant)
     assert isinstance(parts.executor, TorchExecutor)
     versions = {name: parts.reader.read(name, str(folder)) for name, folder in folders.items()}
     result.num_narrow = sum(version.weight_bytes < 4 * _num_weights(folders[n]) for n, version in versions.items())
     # All adapters fit, the KV of all requests does not: some must be pre-empted.
-    kv_pages = sum(-(-(len(case.prompt) + NUM_TOKENS) // engine.memory.block_size) for case in cases)
+    kv_pages = sum(-(-(len(case.prompt) + num_tokens) // engine.memory.block_size) for case in cases)
     num_pages = sum(version.num_pages for version in versions.values()) + kv_pages // 2
     assert num_pages <= parts.num_pages
     core = EngineCore(
@@ -314,11 +343,11 @@ def _serve(
             answers[output.request_id].extend(token.token_id for token in output.tokens)
             result.num_cached_tokens += output.num_cached_tokens if output.finish else 0
         for case in doomed:
-            num_tokens = {"chunked": 1, "decoding": len(case.prompt) + 5}[case.request_id]
-            if num_run[case.request_id] >= num_tokens and core.cancel(case.request_id, now):
+            least = {"chunked": 1, "decoding": len(case.prompt) + 5}[case.request_id]
+            if num_run[case.request_id] >= least and core.cancel(case.request_id, now):
                 result.num_cancelled_in_host += case.request_id in in_host
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     requests = [
         Request(request_id=c.request_id, prompt=c.prompt, sampling=greedy, model=c.adapter or BASE_NAME) for c in asked
     ]
@@ -369,7 +398,7 @@ def _compare(
             result.max_error = max(result.max_error, error if error == error else float("inf"))
             result.num_wrong_tokens += int(expected[row].argmax()) != tokens[row + 1]
             result.num_rows += 1
-        assert len(answers[case.request_id]) == NUM_TOKENS
+        assert len(answers[case.request_id]) == len(answers[cases[0].request_id])
         spreads.append(float(expected[list(rows)].std()))
     result.logit_std = min(spreads)
 

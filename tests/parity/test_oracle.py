@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, run_oracle
+from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, SLOW_LINK, run_oracle
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES])
@@ -55,6 +55,30 @@ def test_cold_requests_equal_peft(architecture: str, lora_kernel: str, tmp_path:
     assert result.num_in_host > 16
     assert result.num_cancelled_in_host > 0
     assert result.num_preemptions > 0
+    assert result.num_chunked_prompts > 0
+    assert result.stats is not None
+    assert result.stats.num_disk_loads > 0
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES])
+def test_assisted_requests_equal_peft(architecture: str, tmp_path: Path) -> None:
+    """Workers compute adapters in host memory, on the path of a GPU whose stream is a thread."""
+    pytest.importorskip("numba")
+    from manylora.execution.assist.exchange import Assistant
+    from manylora.execution.assist.stream import ThreadStream
+
+    result = run_oracle(
+        architecture,
+        tmp_path,
+        is_cold=True,
+        open_assistant=lambda device, base: Assistant(ThreadStream(), base, num_workers=2),
+        num_tokens=24,
+        link_bytes_per_s=SLOW_LINK,
+    )
+    assert result.max_error <= 1e-4
+    assert result.num_wrong_tokens == 0
+    assert result.num_rows == 16 * 24
+    assert result.num_in_host > 16
     assert result.num_chunked_prompts > 0
     assert result.stats is not None
     assert result.stats.num_disk_loads > 0

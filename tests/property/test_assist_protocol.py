@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from manylora.execution.assist import protocol
 from manylora.execution.assist.protocol import FAR, MODULUS, RELEASED, SERVE, STEP
 
 pytest.importorskip("numba")
+from manylora.execution.assist.stream import DeviceStream
 from manylora.execution.assist.words import DONE, POSTED, TASK_FIELDS
 from manylora.execution.assist.workers import Task, Worker
 
@@ -29,7 +30,7 @@ Rules = SimpleNamespace
 
 
 class RecordingStream:
-    """Writes operations down, by name."""
+    """Writes a worker's operations down, by name."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[str, int]] = []
@@ -45,20 +46,11 @@ class RecordingStream:
         assert index == DONE
         self.operations.append(("wait", value))
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def join(self) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
 
 def stream_program(num_exchanges: int, first: int) -> list[tuple[str, int]]:
     """Return the stream's operations of a step, as a worker enqueues them, with the copies around them."""
     stream = RecordingStream()
-    worker = Worker(stream, 2 * num_exchanges, serve=lambda words, tasks, number: number)
+    worker = Worker(cast(DeviceStream, stream), 2 * num_exchanges, serve=lambda words, tasks, number: number)
     worker._number = first
     task = Task(torch.empty(0), (), None, (), (0,) * TASK_FIELDS)
     for _ in range(num_exchanges):

@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-import torch
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
-from manylora.execution.assist.start import open_assistant
+from manylora.execution.assist.start import OpenAssistant, open_assistant
 from manylora.execution.attention.step import (
     AttentionKernel,
     TorchAttentionKernel,
@@ -54,9 +51,6 @@ from manylora.execution.storage.tile_tables import GroupDirectory
 from manylora.ports import EngineParts
 from manylora.types import AdapterKey
 
-if TYPE_CHECKING:
-    from manylora.execution.assist.exchange import Assistant
-
 __all__ = ["build_parts"]
 
 logger = logging.getLogger(__name__)
@@ -69,7 +63,7 @@ def build_parts(
     make_sampler: Callable[[BaseShape], TokenSampler] | None = None,
     load: Callable[[ModelConfig], LoadedModel] = load_model,
     weights: BaseWeights | None = None,
-    open_assistant: Callable[[torch.device, BaseShape], Assistant | None] = open_assistant,
+    open_assistant: OpenAssistant = open_assistant,
 ) -> EngineParts:
     """Load the model and build everything a live ``EngineCore`` needs.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +14,12 @@ from manylora.execution.kernels.cpu.support import find_compiled
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import Assistant
 
-__all__ = ["open_assistant"]
+__all__ = ["OpenAssistant", "open_assistant"]
 
 logger = logging.getLogger(__name__)
+
+OpenAssistant = Callable[[torch.device, BaseShape], "Assistant | None"]
+"""Starts an assistant for a device and a base, where there can be one."""
 
 
 def open_assistant(device: torch.device, base: BaseShape) -> Assistant | None:

@@ -1,4 +1,4 @@
-"""Workers: threads that compute the rows of an exchange, and the supervisor that stands in for one that fails.
+"""Workers: threads that compute the rows of an exchange, and the supervisor that releases the stream if one fails.
 
 A worker serves a whole step in one call without the interpreter lock. Between steps it sleeps. It is the only reader of
 its part of x and the only writer of its part of the result, and a step gives it the same rows in every exchange, so a
@@ -109,7 +109,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the stream may still need it, or a stand-in."""
+        """Whether the stream may still wait for it."""
         done = read_word(self.words, DONE)
         return not protocol.is_reached(done - done % STEP, read_word(self.words, LAST))
 
