@@ -40,6 +40,14 @@ BASE = make_base(256)
 NUM_EXCHANGES = 3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def many_shares() -> Iterator[None]:
+    """Split the rows of toy adapters as those of large ones: their arithmetic would not pay for a handoff."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("manylora.execution.assist.shares.HANDOFF_S", 0.0)
+        yield
+
+
 @dataclass
 class Rig:
     """An assistant, and adapters of every stored type in host memory."""
@@ -131,8 +139,10 @@ def test_a_failed_worker_costs_its_own_rows_alone(row_counts: list[int], faults:
     rig = Rig(serve=source, patience_s=0.02 if STICK in faults.values() else 600.0)
     try:
         lost = rig.check(row_counts)
-        if not any(number < source.num_served for number in faults):
+        # With little patience, a busy machine may take any worker for stuck: it costs its rows, and no more.
+        if STICK not in faults.values() and not any(number < source.num_served for number in faults):
             assert lost == []
+        rig.assistant._supervisor._patience_s = 600.0
         source.faults = {}
         source.may_go.set()  # workers that stuck go on, in memory that no step uses any more
         assert rig.check(row_counts) == []
@@ -173,6 +183,8 @@ def test_shares_cover_all_rows_at_about_equal_cost(segments: list[tuple[int, flo
 def test_few_rows_take_one_core() -> None:
     cost = RowCost(fixed_s=1e-3, row_s=1e-4)
     assert [len(split_rows([(n, cost)], 8)) - 1 for n in (1, 10, 11, 40, 400)] == [1, 1, 2, 4, 8]
+    slow = RowCost(fixed_s=1e-3, row_s=1e-4, handoff_s=1e-3)
+    assert [len(split_rows([(n, slow)], 8)) - 1 for n in (1, 10, 40, 90, 1000)] == [1, 1, 2, 3, 8]
 
 
 @pytest.fixture

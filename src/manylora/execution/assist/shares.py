@@ -1,7 +1,9 @@
 """How many cores a step's rows go to, and which rows go to which: by measured tokens per core (CaraServe, 4.2).
 
 A core's time for ``n`` rows of an adapter is ``fixed + n * row``: reading the weights, and arithmetic. A second core
-halves the arithmetic, and reads the weights again. It pays from ``fixed / row`` rows on, the *tokens per core*.
+halves the arithmetic, and reads the weights again. It pays from ``fixed / row`` rows on, the *tokens per core*. And it
+adds a wait, a copy and a sum to the stream, so the number of cores also stays below the one at which these cost as much
+as the arithmetic that another core saves: the root of the time of all rows over that of a handoff.
 
 The figures are measured once for each class of (inputs, outputs, rank), the first time that an adapter of that class is
 assisted; the rank counts as its next power of two.
@@ -28,13 +30,20 @@ __all__ = ["RowCost", "adapter_cost", "split_rows"]
 PROBE_ROWS = (16, 64)
 ROUNDS = 3
 
+HANDOFF_S = 10e-6
+"""A wait, a copy and a sum of one exchange, in seconds, on a GPU's stream and in the thread that launches them."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """A core's time in seconds: ``fixed_s`` for any rows of an adapter, and ``row_s`` for each of them."""
+    """A core's time in seconds: ``fixed_s`` for any rows of an adapter, and ``row_s`` for each of them.
+
+    ``handoff_s`` is the stream's, for the exchanges with one more core.
+    """
 
     fixed_s: float
     row_s: float
+    handoff_s: float = 0.0
 
     @property
     def tokens_per_core(self) -> float:
@@ -45,7 +54,8 @@ class RowCost:
 def adapter_cost(groups: Iterable[ResidentGroup]) -> RowCost:
     """Return the cost of an adapter's rows in all these groups of a step."""
     costs = [_class_cost(*_class_of(group)) for group in groups]
-    return RowCost(sum(cost.fixed_s for cost in costs), sum(cost.row_s for cost in costs))
+    fixed_s, row_s = sum(cost.fixed_s for cost in costs), sum(cost.row_s for cost in costs)
+    return RowCost(fixed_s, row_s, HANDOFF_S * len(costs))
 
 
 def split_rows(segments: Sequence[tuple[int, RowCost]], num_workers: int) -> list[int]:
@@ -57,6 +67,9 @@ def split_rows(segments: Sequence[tuple[int, RowCost]], num_workers: int) -> lis
     """
     total = sum(num_rows for num_rows, _ in segments)
     wanted = math.ceil(sum(num_rows / cost.tokens_per_core for num_rows, cost in segments))
+    handoff_s = max(cost.handoff_s for _, cost in segments)
+    if handoff_s > 0:
+        wanted = min(wanted, round(math.sqrt(sum(num_rows * cost.row_s for num_rows, cost in segments) / handoff_s)))
     num = max(1, min(num_workers, wanted, total))
     row_costs = [np.full(n, cost.fixed_s / max(n, 1) + cost.row_s) for n, cost in segments]
     ends = np.cumsum(np.concatenate(row_costs))

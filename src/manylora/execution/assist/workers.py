@@ -158,21 +158,24 @@ class Worker:
         if self.is_sound:
             self._thread.join()
 
-    def check(self, is_late: bool) -> None:
-        """Hold the worker if it died, or owes an exchange and ``is_late``; release the stream when it waits for it."""
-        words = self.words
-        done = read_word(words, DONE)
+    def check(self, posted: int, done: int, is_late: bool) -> None:
+        """Hold the worker if it died or is late; release the stream if it waits for a held one.
+
+        ``posted`` and ``done`` are its words, and ``is_late`` says that both are unchanged for too long. A worker that
+        owes nothing is not late.
+        """
         if not protocol.is_held(done):
-            is_owing = protocol.is_reached(read_word(words, POSTED), (done + STEP) % MODULUS)
-            if self._thread.is_alive() and not (is_owing and is_late):
+            is_owing = protocol.is_reached(posted, (done + STEP) % MODULUS)
+            is_alive = self._thread.is_alive()
+            if is_alive and not (is_owing and is_late):
                 return
-            if not swap_word(words, DONE, done, (done + 1) % MODULUS):
-                return
-            logger.error("assist_worker_lost is_alive=%s", self._thread.is_alive())
+            if not swap_word(self.words, DONE, done, (done + 1) % MODULUS):
+                return  # it has just completed an exchange
+            logger.error("assist_worker_lost is_alive=%s", is_alive)
             done = (done + 1) % MODULUS
-        if protocol.may_release(read_word(words, POSTED), done, read_word(words, LAST)):
+        if protocol.may_release(read_word(self.words, POSTED), done, read_word(self.words, LAST)):
             self.result.numpy().fill(0)  # not by torch: memory made within a step belongs to its inference mode
-            write_word(words, DONE, (done + RELEASED) % MODULUS)
+            write_word(self.words, DONE, (done + RELEASED) % MODULUS)
 
     def _run(self) -> None:
         number = 0
@@ -213,14 +216,14 @@ class Supervisor:
         while self._is_open:
             self._wake.wait()
             self._wake.clear()
-            seen: dict[Worker, tuple[int, float]] = {}
+            seen: dict[Worker, tuple[int, int, float]] = {}
             while self._is_open and any(worker.is_busy for worker in self._workers):
                 now = time.monotonic()
                 for worker in self._workers:
                     # A change of either word is progress: of the stream towards the worker, or of the worker.
-                    state = read_word(worker.words, POSTED) * MODULUS + read_word(worker.words, DONE)
-                    if worker not in seen or seen[worker][0] != state:
-                        seen[worker] = (state, now)
-                    worker.check(now - seen[worker][1] > self._patience_s)
+                    posted, done = read_word(worker.words, POSTED), read_word(worker.words, DONE)
+                    if worker not in seen or seen[worker][:2] != (posted, done):
+                        seen[worker] = (posted, done, now)
+                    worker.check(posted, done, now - seen[worker][2] > self._patience_s)
                 if self._wake.wait(CHECK_S):
                     self._wake.clear()
