@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -134,7 +134,7 @@ class AssistedStep:
         self,
         stream: DeviceStream,
         groups: dict[str, _Group],
-        memory: _Inputs,
+        inputs: _Inputs,
         workers: Sequence[Worker],
         segments: tuple[LoraSegment, ...],
     ) -> None:
@@ -147,13 +147,7 @@ class AssistedStep:
         self._shares = {is_sampled: self._divide(workers, is_sampled) for is_sampled in (False, True)}
         used = {share.worker: None for shares in self._shares.values() for share in shares}
         self.workers = tuple(used)
-        num_rows = max((share.last for shares in self._shares.values() for share in shares), default=0)
-        memory.reserve(stream, num_rows * max((group.row_bytes for group in self._groups.values()), default=0))
-        self._inputs = memory.data
-        most_out = max((group.num_out for group in self._groups.values()), default=0)
-        for shares in self._shares.values():
-            for share in shares:
-                share.worker.reserve(4 * (share.last - share.first) * most_out)
+        self._inputs = inputs
 
     def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> _Reply | None:
         """Enqueue the inputs for a group."""
@@ -204,7 +198,7 @@ class AssistedStep:
             return None
         num_rows = self._shares[is_sampled][-1].last
         dtype = torch.int64 if group.is_embedding else torch.float32
-        x = self._inputs[: num_rows * group.row_bytes].view(dtype).view(num_rows, -1)
+        x = self._inputs.reserve(self._stream, num_rows * group.row_bytes).view(dtype).view(num_rows, -1)
         inputs: list[tuple[int, int, torch.Tensor]] = []
         tasks: list[tuple[_Share, Task]] = []
         parts: list[Part] = []
@@ -218,20 +212,22 @@ class AssistedStep:
                     parts.append(Part(start, stop, weights))
                 at += stop - start
             if own:
-                result = share.worker.result[: at * group.num_out].view(at, group.num_out)
+                result = share.worker.reserve(at * group.num_out).view(at, group.num_out)
                 tasks.append((share, _task(group, x[share.first : share.last], result, own)))
         return _Reply(self._stream, inputs, tasks, parts) if tasks else None
 
 
-@dataclass(slots=True)
 class _Inputs:
-    """Host memory for the inputs of one exchange."""
+    """Host memory for the inputs of one exchange; it grows, and tasks keep the earlier one as long as they use it."""
 
-    data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    def __init__(self) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8)
 
-    def reserve(self, stream: DeviceStream, num_bytes: int) -> None:
-        if self.data.nbytes < num_bytes:
-            self.data = stream.host_memory(1 << (num_bytes - 1).bit_length())
+    def reserve(self, stream: DeviceStream, num_bytes: int) -> torch.Tensor:
+        """Return its first bytes."""
+        if self._data.nbytes < num_bytes:
+            self._data = stream.host_memory(1 << (num_bytes - 1).bit_length())
+        return self._data[:num_bytes]
 
 
 class Assistant:

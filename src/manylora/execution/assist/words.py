@@ -26,6 +26,8 @@ __all__ = [
     "LAST",
     "NUM_WORDS",
     "POSTED",
+    "RESULT",
+    "RESULT_BYTES",
     "TASK_FIELDS",
     "Words",
     "await_word",

@@ -26,6 +26,8 @@ from manylora.execution.assist.words import (
     LAST,
     NUM_WORDS,
     POSTED,
+    RESULT,
+    RESULT_BYTES,
     TASK_FIELDS,
     Words,
     read_word,
@@ -91,7 +93,7 @@ class Worker:
 
     def __init__(self, stream: DeviceStream, num_tasks: int, serve: Serve = serve) -> None:
         self.words: Words = stream.host_memory(4 * NUM_WORDS).numpy().view(np.uint32)
-        self.result = torch.empty(0)
+        self._result = torch.empty(0, dtype=torch.float32)
         self._stream = stream
         self._tasks = np.zeros((1 << (num_tasks - 1).bit_length(), TASK_FIELDS), np.int64)
         self._posted: list[Task] = []  # of the step; a worker that is stuck may read their memory as long as it lives
@@ -118,10 +120,11 @@ class Worker:
         """Whether it missed an exchange of the step; asked between ``end`` and the next ``begin``."""
         return protocol.has_failed(read_word(self.words, DONE), self._number)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Have a result of so many bytes; not within a step."""
-        if self.result.nbytes < num_bytes:
-            self.result = self._stream.host_memory(1 << (num_bytes - 1).bit_length()).view(torch.float32)
+    def reserve(self, num_elements: int) -> torch.Tensor:
+        """Return memory of its own for a result; all its results lie in the same, as far as they fit."""
+        if self._result.numel() < num_elements:
+            self._result = self._stream.host_memory(4 << (num_elements - 1).bit_length()).view(torch.float32)
+        return self._result[:num_elements]
 
     def begin(self) -> None:
         """Wake it for a step."""
@@ -174,7 +177,8 @@ class Worker:
             logger.error("assist_worker_lost is_alive=%s", is_alive)
             done = (done + 1) % MODULUS
         if protocol.may_release(read_word(self.words, POSTED), done, read_word(self.words, LAST)):
-            self.result.numpy().fill(0)  # not by torch: memory made within a step belongs to its inference mode
+            owed = self._tasks[(done - 1) // STEP % len(self._tasks)]
+            ctypes.memset(int(owed[RESULT]), 0, int(owed[RESULT_BYTES]))
             write_word(self.words, DONE, (done + RELEASED) % MODULUS)
 
     def _run(self) -> None:
