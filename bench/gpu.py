@@ -4,7 +4,8 @@
 
 Sections, in order: `machine` (copy bandwidth, host link), `kernels` (LoRA and attention: bytes per second and share of
 the copy's), `steps` (decoding with adapters against the base alone, and against the floor), `families` (naive, grouped,
-one launch), `loads` (adapter copies, and what decoding feels of them), `live` (Chameleon against FIFO without a cache,
+one launch), `loads` (adapter copies, and what decoding feels of them), `assist` (prompts whose adapter is computed by
+the CPU: handoff, and against synchronous calls), `live` (Chameleon against FIFO without a cache,
 and the simulator's prediction). Each writes its rows at once; one that fails leaves its error in its place.
 `--cpu-smoke` walks the same code on a toy model in Triton's interpreter: its figures mean nothing.
 """
@@ -284,6 +285,16 @@ class Bench:
             }
         ]
 
+    def assist(self) -> list[dict[str, Any]]:
+        from gpu_assist import assist_rows
+
+        ranks = self.sizes.ranks[1::2]
+        by_rank = {}
+        for rank in ranks:
+            (version,), page = self.adapters(1, rank, ALL_LINEAR)
+            by_rank[rank] = (version, page)
+        return assist_rows(self.engine, self.sizes, by_rank, self.device)
+
     def live(self) -> list[dict[str, Any]]:
         engine, sizes = self.engine, self.sizes
         adapter_set = AdapterSet(count=sizes.live_adapters, ranks=sizes.ranks, targets=QV)
@@ -393,7 +404,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
     parser.add_argument("--minutes", type=float, default=7.0, help="no section starts after this")
-    parser.add_argument("--sections", default="machine,kernels,steps,families,loads,live")
+    parser.add_argument("--sections", default="machine,kernels,steps,families,loads,assist,live")
     parser.add_argument("--cpu-smoke", action="store_true")
     options = parser.parse_args()
     if not (options.cpu_smoke or torch.cuda.is_available()):

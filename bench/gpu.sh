@@ -15,7 +15,7 @@ export PYTHONPATH="$PWD/src:$PWD/bench${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFE
 
 missing=$("$python" - <<'PY'
 from importlib.util import find_spec
-needed = ("torch", "triton", "transformers", "safetensors", "tokenizers", "msgspec", "numpy", "jinja2")
+needed = ("torch", "triton", "numba", "transformers", "safetensors", "tokenizers", "msgspec", "numpy", "jinja2")
 print(" ".join(name for name in needed if find_spec(name) is None))
 PY
 )
@@ -37,7 +37,8 @@ if "$python" -c "import pytest" 2>/dev/null; then
     # shellcheck disable=SC2086
     timeout 150 "$python" -m pytest -q $parallel -p no:cacheprovider -o addopts= -o filterwarnings=default -o timeout=0 \
         tests/unit/test_triton_lora.py tests/unit/test_triton_attention.py \
-        tests/unit/test_triton_norm.py tests/unit/test_triton_gate.py tests/unit/test_triton_fused.py >"$out/kernel_tests.txt" 2>&1
+        tests/unit/test_triton_norm.py tests/unit/test_triton_gate.py tests/unit/test_triton_fused.py \
+        tests/unit/test_assist_cuda.py >"$out/kernel_tests.txt" 2>&1
     tail -n 15 "$out/kernel_tests.txt"
 else
     echo "pytest is missing: kernels were not compared with their reference" | tee "$out/kernel_tests.txt"

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import time
 import warnings
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import structs
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
@@ -45,10 +42,10 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import EngineStats
+from manylora.execution.assist.start import OpenAssistant, open_assistant
 from manylora.execution.build import build_parts
-from manylora.execution.executor import FutureWork, TorchExecutor
-from manylora.plan import ARRIVING, ON_DEVICE, AdapterLoad, LoadResult, StepPlan
-from manylora.ports import Work
+from manylora.execution.executor import TorchExecutor
+from manylora.plan import ARRIVING, ON_DEVICE, StepPlan
 from manylora.types import AdapterKey, Output, Request, SamplingParams, Tier
 
 VOCAB = 320
@@ -128,7 +125,6 @@ class OracleResult:
     num_in_host: int = 0
     num_cancelled_cold: int = 0
     num_arriving: int = 0
-    num_arriving_from_disk: int = 0
     stats: EngineStats | None = None
     smallest_effect: float = float("inf")
 
@@ -223,7 +219,10 @@ def make_cases() -> list[Case]:
     return cases
 
 
-COLD = AdapterConfig(link_bytes_per_s=1_000_000, eviction="none", max_cpu_loras=5)
+SLOW_LINK = 100_000
+"""Bytes a second at which hardly a copy arrives within the run."""
+
+COLD = AdapterConfig(link_bytes_per_s=1_000_000, eviction="none", max_cpu_loras=5, look_ahead=0)
 """Every request is cold: no adapter idles on the device, half are on disk, and a copy lasts for several steps."""
 
 EARLY_GAP_S = 0.06
@@ -236,54 +235,15 @@ DOOMED = (
 """Requests that are cancelled in the middle of a prompt, and of an answer."""
 
 
-class EarlyExecutor:
-    """Tells the core that a load is done as soon as it has begun, and lets steps wait for the layers.
-
-    Loads from disk begin together with those to the device. A drop waits for the load it would cut short.
-    """
-
-    def __init__(self, executor: TorchExecutor, clock: WallClock, result: OracleResult) -> None:
-        self._executor = executor
-        self._clock = clock
-        self._result = result
-        self._loads: dict[tuple[AdapterKey, Tier], Work] = {}
-
-    def launch(self, plan: StepPlan, now: float) -> Work:
-        sequences = []
-        for part in plan.sequences:
-            is_arriving = part.adapter is not None and not self._is_over(part.adapter, Tier.DEVICE)
-            if is_arriving and part.adapter is not None:
-                self._result.num_arriving += 1
-                self._result.num_arriving_from_disk += not self._is_over(part.adapter, Tier.HOST)
-            sequences.append(structs.replace(part, placement=ARRIVING) if is_arriving else part)
-        return self._executor.launch(replace(plan, sequences=tuple(sequences)), now)
-
-    def load_adapter(self, load: AdapterLoad, now: float) -> Work:
-        self._loads[load.version.key, load.tier] = self._executor.load_adapter(load, now)
-        done: Future[LoadResult] = Future()
-        done.set_result(LoadResult())
-        self._clock.wake()
-        return FutureWork(done)
-
-    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        while not self._is_over(key, tier):
-            time.sleep(0.001)
-        self._executor.drop_adapter(key, tier)
-
-    def _is_over(self, key: AdapterKey, tier: Tier) -> bool:
-        work = self._loads.get((key, tier))
-        result = work.poll(0.0) if work is not None else LoadResult()
-        assert result is None or (isinstance(result, LoadResult) and result.error is None)
-        return result is not None
-
-
 def run_oracle(
     architecture: str,
     path: Path,
     *,
     lora_kernel: str = "grouped",
-    is_cold: bool = False,
-    is_early: bool = False,
+    cold_start: str | None = None,
+    open_assistant: OpenAssistant = open_assistant,
+    num_tokens: int = NUM_TOKENS,
+    link_bytes_per_s: int | None = COLD.link_bytes_per_s,
 ) -> OracleResult:
     """Serve the cases, compare with the reference and return the differences.
 
@@ -291,15 +251,27 @@ def run_oracle(
         architecture: A name in ``ARCHITECTURES`` or ``FURTHER_ARCHITECTURES``.
         path: Where model and adapters are written.
         lora_kernel: The implementation of adapters' arithmetic.
-        is_cold: Serve as ``COLD`` says, and the ``DOOMED`` requests as well.
-        is_early: Steps begin while the weights are on their way, and wait for each layer.
+        cold_start: Serve as ``COLD`` says, in this mode, and the ``DOOMED`` requests as well; ``None`` for warm.
+        open_assistant: Starts workers for adapters in host memory, as in ``build_parts``.
+        num_tokens: Tokens of an answer.
+        link_bytes_per_s: Speed of copies to the device, if it is cold.
     """
     config = (ARCHITECTURES | FURTHER_ARCHITECTURES)[architecture]
     make_model(config, path / "base")
     folders = make_adapters(architecture, path / "base", path / "adapters")
     result = OracleResult(architecture)
     cases = make_cases()
-    answers, logits = _serve(path / "base", folders, cases, result, lora_kernel, is_cold=is_cold, is_early=is_early)
+    answers, logits = _serve(
+        path / "base",
+        folders,
+        cases,
+        result,
+        lora_kernel,
+        open_assistant,
+        num_tokens,
+        link_bytes_per_s,
+        cold_start=cold_start,
+    )
     _compare(path / "base", folders, cases, answers, logits, result)
     return result
 
@@ -310,40 +282,46 @@ def _serve(
     cases: list[Case],
     result: OracleResult,
     lora_kernel: str,
+    open_assistant: OpenAssistant,
+    num_tokens: int,
+    link_bytes_per_s: int | None,
     *,
-    is_cold: bool,
-    is_early: bool,
+    cold_start: str | None,
 ) -> tuple[dict[str, list[int]], dict[str, dict[int, torch.Tensor]]]:
     clock = WallClock()
     engine = EngineConfig(
         model=ModelConfig(model=str(model_path), device="cpu", lora_kernel=lora_kernel),
         memory=MemoryConfig(block_size=8, num_pages=4000),
         scheduler=SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=16),
-        adapters=COLD if is_cold else AdapterConfig(),
+        adapters=AdapterConfig()
+        if cold_start is None
+        else replace(COLD, cold_start=cold_start, link_bytes_per_s=link_bytes_per_s),
     )
-    parts = build_parts(engine, clock)
+    parts = build_parts(engine, clock, open_assistant=open_assistant)
     assert isinstance(parts.executor, TorchExecutor)
     versions = {name: parts.reader.read(name, str(folder)) for name, folder in folders.items()}
     result.num_narrow = sum(version.weight_bytes < 4 * _num_weights(folders[n]) for n, version in versions.items())
     # All adapters fit, the KV of all requests does not: some must be pre-empted.
-    kv_pages = sum(-(-(len(case.prompt) + NUM_TOKENS) // engine.memory.block_size) for case in cases)
+    kv_pages = sum(-(-(len(case.prompt) + num_tokens) // engine.memory.block_size) for case in cases)
     num_pages = sum(version.num_pages for version in versions.values()) + kv_pages // 2
     assert num_pages <= parts.num_pages
     core = EngineCore(
         base=parts.base,
         num_pages=num_pages,
-        executor=EarlyExecutor(parts.executor, clock, result) if is_early else parts.executor,
+        executor=parts.executor,
         scheduler=engine.scheduler,
         memory=engine.memory,
         adapters=engine.adapters,
         served_name=BASE_NAME,
         reads_host=parts.reads_host,
+        waits_by_layer=parts.waits_by_layer,
+        is_accelerated=parts.is_accelerated,
     )
     keys: dict[AdapterKey | None, str | None] = {None: None}
     for name, version in versions.items():
         core.adapters.register(name, version, clock.now())
         keys[version.key] = name
-    doomed = DOOMED if is_cold else ()
+    doomed = () if cold_start is None else DOOMED
     asked = [*cases[:6], *doomed, *cases[6:]]
     by_prompt = {(case.adapter, case.prompt): case.request_id for case in asked}
     logits: dict[str, dict[int, torch.Tensor]] = {case.request_id: {} for case in asked}
@@ -360,9 +338,10 @@ def _serve(
             num_run[request_id] = sequence.start + sequence.num_tokens
             tier = sequence.placement.tier
             result.num_in_host += tier is Tier.HOST
+            result.num_arriving += sequence.placement is ARRIVING
             if sequence.placement is not ON_DEVICE:
                 started_cold.add(request_id)
-            elif not is_early:  # a step that waits for the layers is the only one that does
+            elif cold_start != "layers":  # a step that waits for the layers is the only one that does
                 started_cold.discard(request_id)
         result.num_mixed_steps += len({s.adapter for s in plan.sequences}) > 4
         result.num_chunked_prompts += sum(1 for s in plan.sequences if 0 < s.start < s.num_prompt_tokens - 1)
@@ -376,15 +355,15 @@ def _serve(
             answers[output.request_id].extend(token.token_id for token in output.tokens)
             result.num_cached_tokens += output.num_cached_tokens if output.finish else 0
         for case in doomed:
-            num_tokens = {"chunked": 1, "decoding": len(case.prompt) + 5}[case.request_id]
-            if num_run[case.request_id] >= num_tokens and core.cancel(case.request_id, now):
+            least = {"chunked": 1, "decoding": len(case.prompt) + 5}[case.request_id]
+            if num_run[case.request_id] >= least and core.cancel(case.request_id, now):
                 result.num_cancelled_cold += case.request_id in started_cold
 
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     requests = [
         Request(request_id=c.request_id, prompt=c.prompt, sampling=greedy, model=c.adapter or BASE_NAME) for c in asked
     ]
-    start, gap_s = clock.now(), EARLY_GAP_S if is_early else 0.0
+    start, gap_s = clock.now(), EARLY_GAP_S if cold_start == "layers" else 0.0
     arrivals = [(start + number * gap_s, request) for number, request in enumerate(requests)]
     try:
         EngineLoop(core, clock, on_outputs=take, arrivals=arrivals).run()
@@ -432,7 +411,7 @@ def _compare(
             result.max_error = max(result.max_error, error if error == error else float("inf"))
             result.num_wrong_tokens += int(expected[row].argmax()) != tokens[row + 1]
             result.num_rows += 1
-        assert len(answers[case.request_id]) == NUM_TOKENS
+        assert len(answers[case.request_id]) == len(answers[cases[0].request_id])
         spreads.append(float(expected[list(rows)].std()))
     result.logit_std = min(spreads)
 

@@ -6,6 +6,7 @@
     model       a module tree over them, its linears replaced for LoRA               model/modules
     pages       as many as fit beside it                                             page_budget, storage
     attention   with fused launches, and decode steps as captured graphs             attention, fusion, decode_graphs
+    assistant   workers for adapters that are not on the device yet                  assist
     runner      runs one step; checked on two sequences                              runner, self_check
     executor    threads for steps, copies and reads                                  executor
 """
@@ -20,6 +21,7 @@ from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
 from manylora.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
 from manylora.errors import ConfigError
+from manylora.execution.assist.start import OpenAssistant, open_assistant
 from manylora.execution.attention.step import (
     AttentionKernel,
     TorchAttentionKernel,
@@ -67,6 +69,7 @@ def build_parts(
     make_sampler: Callable[[BaseShape], TokenSampler] | None = None,
     load: Callable[[ModelConfig], LoadedModel] = load_model,
     weights: BaseWeights | None = None,
+    open_assistant: OpenAssistant = open_assistant,
 ) -> EngineParts:
     """Load the model and build everything a live ``EngineCore`` needs.
 
@@ -76,6 +79,7 @@ def build_parts(
         make_sampler: Builds the sampler from the base's shape; by default a sampler without grammars.
         load: Loads the model; another function for a model without a folder.
         weights: Base weights that another process froze; loaded when ``None``.
+        open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them.
 
     Raises:
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
@@ -144,7 +148,8 @@ def _build(
             )
     sampler = make_sampler(base) if make_sampler is not None else Sampler(base.vocab_size, base.eos_token_ids, device)
     resident: dict[AdapterKey, ResidentAdapter] = {}
-    runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs)
+    assistant = open_assistant(device, base)
+    runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs, assistant)
     check_sequences_are_separate(runner, base, num_pages)
     if graphs is not None and device.type == "cuda":
         graphs.warm()
@@ -162,8 +167,15 @@ def _build(
         reader=reader,
         resident=resident,
         clock=clock,
-        reads_host=device.type == "cpu" and directory is None,  # tables hold places in the pool alone
+        # Tables hold places in the pool alone: without an assistant, they cannot name an image.
+        reads_host=assistant is not None or (device.type == "cpu" and directory is None),
     )
+
+    def close() -> None:
+        executor.close()
+        if assistant is not None:
+            assistant.close()
+
     logger.info(
         "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
         base.name,
@@ -179,7 +191,7 @@ def _build(
         num_pages=num_pages,
         executor=executor,
         reader=reader,
-        close=executor.close,
+        close=close,
         machine=describe_machine(device),
         is_accelerated=device.type != "cpu",
         reads_host=executor.reads_host,

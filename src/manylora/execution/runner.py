@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from manylora.execution.storage.resident import ResidentAdapter
 from manylora.plan import PlannedSequence, StepPlan, StepResult
 from manylora.types import AdapterKey, SampledToken
 
+if TYPE_CHECKING:
+    from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
+
 __all__ = ["LogitsHook", "ModelRunner", "TokenSampler"]
 
 LogitsHook = Callable[[StepPlan, torch.Tensor], None]
@@ -29,6 +32,8 @@ LogitsHook = Callable[[StepPlan, torch.Tensor], None]
 
 _NONE: Mapping[AdapterKey, ResidentAdapter] = {}
 _NONE_ARRIVING: Mapping[AdapterKey, ArrivingAdapter] = {}
+
+_LOST = "a worker on the CPU failed while it computed the adapter's part of a step"
 
 
 class TokenSampler(Protocol):
@@ -52,6 +57,7 @@ class ModelRunner:
         resident: Adapters on the device by key; changed by the executor.
         space: Makes the tables of a table-driven LoRA kernel.
         graphs: Runs decode steps, where it can.
+        assistant: Computes adapters in host memory beside the device; without one, kernels read them in place.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class ModelRunner:
         attention: AttentionKernel | None = None,
         ops: DeviceOps | None = None,
         graphs: DecodeGraphs | None = None,
+        assistant: Assistant | None = None,
     ) -> None:
         self._model = model
         self._step = step
@@ -75,6 +82,7 @@ class ModelRunner:
         self._attention: AttentionKernel = attention or TorchAttentionKernel(pages)
         self._ops = ops or make_device_ops(pages.flat.device)
         self._graphs = graphs
+        self._assistant = assistant
         self._last_lora: LoraBatch | None = None
         self.logits_hook: LogitsHook | None = None
 
@@ -100,21 +108,37 @@ class ModelRunner:
         sequences = _by_adapter(plan.sequences)
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
         elsewhere = {**in_host, **{key: one.weights for key, one in arriving.items()}} if arriving else in_host
-        lora = self._lora_batch(sequences, elsewhere)
-        logits: torch.Tensor | None = None
+        segments, assisted = self._segments(sequences, elsewhere, in_host)
+        lora = self._lora_batch(segments)
+        assist = self._assistant.begin(assisted) if self._assistant is not None and assisted else None
         failed: dict[int, str] = {}
-        if arriving:
-            assert lora is not None, "the adapters on their way are those of sequences"
-            logits = self._forward(sequences, ArrivingBatch(lora, tuple(arriving.values())))
-            failed = {s.seq_id: error for s in sequences if (error := _error_of(s, arriving)) is not None}
-        elif self._graphs is not None:
-            logits = self._graphs.run(sequences, lora.segments if lora else ())
-        if logits is None:
-            logits = self._forward(sequences, lora)
-        if failed:
-            plan = StepPlan(step_id=plan.step_id, sequences=tuple(s for s in plan.sequences if s.seq_id not in failed))
-            logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in failed]]
-            sampled = [s for s in sampled if s.seq_id not in failed]
+        try:
+            logits: torch.Tensor | None = None
+            if arriving:
+                assert lora is not None, "the adapters on their way are those of sequences"
+                logits = self._forward(sequences, ArrivingBatch(lora, tuple(arriving.values())), assist)
+                failed = {s.seq_id: error for s in sequences if (error := _error_of(s, arriving)) is not None}
+            elif self._graphs is not None and assist is None:
+                logits = self._graphs.run(sequences, segments)
+            if logits is None:
+                logits = self._forward(sequences, lora, assist)
+            if failed:
+                kept = tuple(s for s in plan.sequences if s.seq_id not in failed)
+                plan = StepPlan(step_id=plan.step_id, sequences=kept)
+                logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in failed]]
+                sampled = [s for s in sampled if s.seq_id not in failed]
+            tokens = self._sample(plan, logits, sampled)
+        finally:
+            lost = assist.finish() if assist is not None else ()
+        if lost:
+            failed |= dict.fromkeys(_find_lost(sequences, lost), _LOST)
+            tokens = {key: token for key, token in tokens.items() if key not in failed}
+        return StepResult(tokens=tokens, failed=failed)
+
+    def _sample(
+        self, plan: StepPlan, logits: torch.Tensor, sampled: Sequence[PlannedSequence]
+    ) -> dict[int, SampledToken]:
+        """Return the tokens of the sampled rows; when it returns, the device is done with the step."""
         if self.logits_hook is not None:
             row_of = {sequence.seq_id: row for row, sequence in enumerate(sampled)}
             order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
@@ -122,20 +146,24 @@ class ModelRunner:
         if not sampled:
             # No token is read back, which would wait for the device; and pages may change owners once we return.
             self._ops.wait()
-            return StepResult(failed=failed)
+            return {}
         tokens = self._sampler.sample(logits, sampled)
-        return StepResult(tokens={s.seq_id: token for s, token in zip(sampled, tokens, strict=True)}, failed=failed)
+        return {sequence.seq_id: token for sequence, token in zip(sampled, tokens, strict=True)}
 
     def forget_batch(self) -> None:
         """Let go of the last step's adapters, which are kept for the next: they may hold images of the host tier."""
         self._last_lora = None
+        if self._assistant is not None:
+            self._assistant.forget()
 
-    def _forward(self, sequences: Sequence[PlannedSequence], lora: StepLora | None) -> torch.Tensor:
+    def _forward(
+        self, sequences: Sequence[PlannedSequence], lora: StepLora | None, assist: AssistedStep | None
+    ) -> torch.Tensor:
         """Call the model; return logits ``[n, vocab]`` of the sampled rows, float32."""
         batch = self._attention.prepare(sequences)
         ids = [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]]
         token_ids = self._ops.upload(np.asarray(ids, dtype=np.int64))
-        self._step.lora, self._step.token_ids = lora, token_ids
+        self._step.lora, self._step.token_ids, self._step.assist = lora, token_ids, assist
         try:
             output = self._model(
                 input_ids=token_ids[None],
@@ -145,15 +173,19 @@ class ModelRunner:
                 paged=batch,
             )
         finally:
-            self._step.lora = self._step.token_ids = None
+            self._step.lora = self._step.token_ids = self._step.assist = None
         logits: torch.Tensor = output.logits
         return logits[0].float()
 
-    def _lora_batch(
-        self, sequences: Sequence[PlannedSequence], elsewhere: Mapping[AdapterKey, ResidentAdapter]
-    ) -> LoraBatch | None:
-        """Return the step's segments, ``None`` when no sequence has an adapter."""
+    def _segments(
+        self,
+        sequences: Sequence[PlannedSequence],
+        elsewhere: Mapping[AdapterKey, ResidentAdapter],
+        in_host: Mapping[AdapterKey, ResidentAdapter],
+    ) -> tuple[tuple[LoraSegment, ...], tuple[LoraSegment, ...]]:
+        """Return the step's segments: those of the kernels here, and those that the assistant computes."""
         segments: list[LoraSegment] = []
+        assisted: list[LoraSegment] = []
         row = sampled = first = 0
         while first < len(sequences):
             key = sequences[first].adapter
@@ -164,12 +196,17 @@ class ModelRunner:
                 last += 1
             if key is not None:
                 weights = elsewhere[key] if key in elsewhere else self._resident[key]
-                segments.append(LoraSegment(weights, start, row, sampled_start, sampled))
+                chosen = assisted if self._assistant is not None and key in in_host else segments
+                chosen.append(LoraSegment(weights, start, row, sampled_start, sampled))
             first = last
+        return tuple(segments), tuple(assisted)
+
+    def _lora_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
+        """Return the batch of these segments, ``None`` when there are none."""
         if not segments:
             self._last_lora = None
-        elif self._last_lora is None or self._last_lora.segments != tuple(segments):
-            self._last_lora = LoraBatch(tuple(segments), self._space)
+        elif self._last_lora is None or self._last_lora.segments != segments:
+            self._last_lora = LoraBatch(segments, self._space)
         return self._last_lora
 
 
@@ -189,3 +226,17 @@ def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:
 def _sampled_rows(sequences: Sequence[PlannedSequence]) -> list[int]:
     ends = accumulate(sequence.num_tokens for sequence in sequences)
     return [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.is_sampled]
+
+
+def _find_lost(sequences: Sequence[PlannedSequence], lost: Sequence[LostRows]) -> set[int]:
+    """Return the sequences that have any of these rows."""
+    found: set[int] = set()
+    row = sampled = 0
+    for sequence in sequences:
+        rows, own = row + sequence.num_tokens, sampled + sequence.is_sampled
+        for part in lost:
+            start, stop = (sampled, own) if part.is_sampled else (row, rows)
+            if max(start, part.start) < min(stop, part.stop):
+                found.add(sequence.seq_id)
+        row, sampled = rows, own
+    return found

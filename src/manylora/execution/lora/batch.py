@@ -16,6 +16,7 @@ import torch
 
 from manylora.errors import ConfigError
 from manylora.execution.kernels.triton.support import find_triton
+from manylora.execution.lora.assisted import Assist
 from manylora.execution.lora.comparison import apply_naive, apply_padded, apply_reference
 from manylora.execution.lora.grouped import apply_grouped, apply_ragged
 from manylora.execution.lora.parts import GroupParts, Part
@@ -163,12 +164,14 @@ class StepLora(Protocol):
 class StepContext:
     """The running step as adapted modules see it; set before the model is called, cleared after.
 
-    ``token_ids`` ``[rows]`` are for adapters of the embedding.
+    ``token_ids`` ``[rows]`` are for adapters of the embedding. ``lora`` are the adapters that the kernel reads, and
+    ``assist`` those that workers on the CPU read for it.
     """
 
     kernel: LoraKernel
     lora: StepLora | None = None
     token_ids: torch.Tensor | None = None
+    assist: Assist | None = None
 
 
 def add_embedding(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.lora import LoraTables
     from manylora.execution.kernels.cpu.products import ProductTables
 
-__all__ = ["apply_grouped", "apply_ragged"]
+__all__ = ["MAX_READ_ROWS", "apply_grouped", "apply_ragged"]
 
 # Up to this many rows, reading the weights row by row is faster than tiles of a product.
 MAX_READ_ROWS = 8

@@ -6,15 +6,20 @@
     one or more                     out = x W^T                += LoRA      *= scale of row's adapter     += bias
 
 Plain LoRA takes the first line: no launch and no memory for column scales.
+
+The inputs of assisted rows leave for the CPU before the base product is launched, and their LoRA is added behind it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from manylora.execution.kernels.linear import linear
+from manylora.execution.lora.assisted import Reply
 from manylora.execution.lora.batch import StepContext
-from manylora.execution.lora.parts import GroupParts
+from manylora.execution.lora.parts import GroupParts, Part
 
 __all__ = ["adapted_product", "apply_epilogue"]
 
@@ -34,31 +39,45 @@ def adapted_product(
     """
     lora = step.lora
     parts = lora.parts(group, is_sampled=is_sampled) if lora is not None else None
-    if parts is None:
+    reply = step.assist.send(group, x, is_sampled=is_sampled) if step.assist is not None else None
+    if parts is None and reply is None:
         return linear(x, weight, bias)
-    out = linear(x, weight, None if parts.is_scaled else bias)
+    is_scaled = (parts is not None and parts.is_scaled) or (reply is not None and reply.is_scaled)
+    out = linear(x, weight, None if is_scaled else bias)
     rows = out.view(-1, out.shape[-1])
-    if parts.wait is not None:
-        parts.wait()
-    step.kernel(x.reshape(-1, x.shape[-1]), rows, parts)
-    if parts.is_scaled:
-        apply_epilogue(rows, bias, parts)
+    if parts is not None:
+        if parts.wait is not None:
+            parts.wait()
+        step.kernel(x.reshape(-1, x.shape[-1]), rows, parts)
+    if reply is not None:
+        reply.add_to(rows)
+    if is_scaled:
+        apply_epilogue(rows, bias, parts, reply)
     return out
 
 
-def apply_epilogue(out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts) -> None:
+def apply_epilogue(
+    out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts | None, reply: Reply | None = None
+) -> None:
     """Multiply each row by the column scale of its adapter, then add the bias to all rows.
 
     ``out`` ``[rows, out]`` is the base product with LoRA, changed in place.
     """
-    if parts.tables is not None and parts.span is not None:
+    if parts is not None and parts.tables is not None and parts.span is not None:
         parts.tables().scale(out, parts.span)
-    else:
-        for part in parts.parts:
-            for module in part.weights.modules:
-                for piece in module.column_scale:
-                    start = module.offset + piece.col
-                    columns = out[part.start : part.stop, start : start + piece.weight.shape[1]]
-                    columns.mul_(piece.weight.to(out.dtype))
+    elif parts is not None:
+        scale_columns(out, parts.parts)
+    if reply is not None:
+        scale_columns(out, reply.parts)
     if bias is not None:
         out.add_(bias)
+
+
+def scale_columns(out: torch.Tensor, parts: Iterable[Part]) -> None:
+    """Multiply the rows of ``parts`` by their column scales, piece by piece; those may be in page-locked memory."""
+    for part in parts:
+        for module in part.weights.modules:
+            for piece in module.column_scale:
+                start = module.offset + piece.col
+                columns = out[part.start : part.stop, start : start + piece.weight.shape[1]]
+                columns.mul_(piece.weight.to(out.device, out.dtype, non_blocking=True))

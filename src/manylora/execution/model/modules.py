@@ -57,16 +57,20 @@ class AdaptedEmbedding(nn.Module):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' vectors plus each row's adapter."""
+        step = self._step
+        reply = step.assist.send(self._group, token_ids) if step.assist is not None else None
         out = cast(torch.Tensor, self.base(token_ids))
-        lora = self._step.lora
-        parts = lora.parts(self._group) if lora is not None else None
+        parts = step.lora.parts(self._group) if step.lora is not None else None
+        rows = out.view(-1, out.shape[-1])
         if parts is not None:
             if parts.wait is not None:
                 parts.wait()
-            assert self._step.token_ids is not None
-            rows = out.view(-1, out.shape[-1])
-            add_embedding(parts, self._step.token_ids, rows, self._scale)
-            apply_epilogue(rows, None, parts)
+            assert step.token_ids is not None
+            add_embedding(parts, step.token_ids, rows, self._scale)
+        if reply is not None:
+            reply.add_to(rows, self._scale)
+        if parts is not None or reply is not None:
+            apply_epilogue(rows, None, parts, reply)
         return out
 
 

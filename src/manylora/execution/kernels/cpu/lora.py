@@ -25,7 +25,15 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
+from manylora.execution.kernels.cpu.openmp import (
+    FAST_MATH,
+    Arguments,
+    Team,
+    barrier,
+    compile_kernel,
+    num_threads,
+    thread_num,
+)
 from manylora.execution.kernels.cpu.streams import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.kernels.cpu.tables import (
     BEGIN,
@@ -50,7 +58,7 @@ from manylora.execution.kernels.cpu.tables import (
 from manylora.execution.kernels.cpu.vectors import as_float32
 from manylora.execution.storage.resident import ResidentGroup
 
-__all__ = ["LoraTables", "apply_compiled", "lora_kernel", "make_tables"]
+__all__ = ["LoraTables", "apply_compiled", "expand_piece", "lora_arguments", "lora_kernel", "make_tables"]
 
 # Distance of the prefetch, in rows of weights.
 AHEAD = 2
@@ -109,10 +117,15 @@ def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, tables: LoraT
     Inputs ``x`` ``[rows, in]`` and outputs ``[rows, out]`` are float32 and contiguous. Offsets in the tables count
     elements of the piece's type.
     """
+    team.run(lora_kernel(), *lora_arguments(x, out, tables))
+
+
+def lora_arguments(x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> Arguments:
+    """Return the kernel's arguments, with arguments as in ``apply_compiled``."""
     scratch = torch.empty(x.shape[0], tables.max_rank)
     lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
     sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, tables.memory.num_bytes], dtype=np.int64)
-    team.run(lora_kernel(), sizes, x, out, tables.memory.address, tables.shrink, tables.expand, scratch)
+    return sizes, x, out, tables.memory.address, tables.shrink, tables.expand, scratch
 
 
 def _rest(weights: Any, at: int, x: Any, x_at: int, number: int) -> Any:

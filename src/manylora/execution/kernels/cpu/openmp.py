@@ -19,7 +19,17 @@ import numpy as np
 import torch
 from numba import carray, cfunc, types
 
-__all__ = ["FAST_MATH", "Team", "barrier", "compile_kernel", "num_threads", "open_team", "thread_num"]
+__all__ = [
+    "FAST_MATH",
+    "Arguments",
+    "Team",
+    "barrier",
+    "compile_kernel",
+    "num_threads",
+    "open_team",
+    "point_to",
+    "thread_num",
+]
 
 FAST_MATH = {"reassoc", "contract", "nsz"}
 """Sums may be taken in any order; NaN and infinity keep their meaning."""
@@ -28,6 +38,9 @@ FAST_MATH = {"reassoc", "contract", "nsz"}
 thread_num = types.ExternalFunction("omp_get_thread_num", types.int32())
 num_threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 barrier = types.ExternalFunction("GOMP_barrier", types.void())
+
+Arguments = tuple[np.ndarray | torch.Tensor | int, ...]
+"""Arguments of a kernel: contiguous arrays, and addresses as numbers."""
 
 _compiled: list[Any] = []  # kept alive with the process, since their addresses are in use
 
@@ -45,11 +58,15 @@ class Team:
 
         A number among them is an address. Returns when all threads are done; the interpreter lock is free meanwhile.
         """
-        addresses = [
-            a.data_ptr() if isinstance(a, torch.Tensor) else a if isinstance(a, int) else a.ctypes.data for a in arrays
-        ]
-        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._parallel(kernel, pointers, torch.get_num_threads(), 0)
+        self._parallel(kernel, point_to(arrays), torch.get_num_threads(), 0)
+
+
+def point_to(arguments: Arguments) -> ctypes.Array[ctypes.c_void_p]:
+    """Return pointers to ``arguments``, which must live as long as the pointers are in use."""
+    addresses = [
+        a.data_ptr() if isinstance(a, torch.Tensor) else a if isinstance(a, int) else a.ctypes.data for a in arguments
+    ]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def open_team(library: Path) -> Team | None:

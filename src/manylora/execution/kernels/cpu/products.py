@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, compile_kernel, num_threads, thread_num
+from manylora.execution.kernels.cpu.openmp import FAST_MATH, Arguments, Team, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import (
     COLUMN,
     DTYPE,
@@ -52,7 +52,7 @@ from manylora.execution.kernels.cpu.tiles import (
 from manylora.execution.kernels.cpu.vectors import LANES, as_float32
 from manylora.execution.storage.resident import ResidentGroup
 
-__all__ = ["ProductTables", "apply_products", "make_product_tables", "product_kernel"]
+__all__ = ["ProductTables", "apply_products", "make_product_tables", "product_arguments", "product_kernel"]
 
 # Columns of a part's line: rows of the batch; pieces of A and of B^T; its start among all work, and the work of
 # AXPY_ROWS of its rows.
@@ -110,14 +110,19 @@ def make_product_tables(parts: list[tuple[int, int, ResidentGroup]]) -> ProductT
 
 def apply_products(team: Team, x: torch.Tensor, out: torch.Tensor, tables: ProductTables) -> None:
     """Add LoRA of all parts in ``tables`` into ``out``; with arguments as in ``lora.apply_compiled``."""
+    team.run(product_kernel(), *product_arguments(x, out, tables, torch.get_num_threads()))
+
+
+def product_arguments(x: torch.Tensor, out: torch.Tensor, tables: ProductTables, threads: int) -> Arguments:
+    """Return the kernel's arguments for ``threads`` threads, otherwise with arguments as in ``lora.apply_compiled``."""
     # A tile of A may reach beyond the last rank; and a pitch that is no power of two keeps rows apart in a cache.
     pitch = -(-tables.max_rank // 16) * 16 + 16
     panel = max(DOT_RANKS * (SHRINK_COLS + LANES), tables.max_rank * EXPAND_COLS)
-    scratch = torch.empty(torch.get_num_threads(), BLOCK_ROWS * pitch + panel)
+    scratch = torch.empty(threads, BLOCK_ROWS * pitch + panel)
     lengths = [len(tables.parts), len(tables.shrink), len(tables.expand), tables.cost]
     memory = tables.memory
     sizes = np.array([*lengths, *x.shape, out.shape[1], memory.num_bytes, pitch, scratch.shape[1]], dtype=np.int64)
-    team.run(product_kernel(), sizes, x, out, memory.address, tables.parts, tables.shrink, tables.expand, scratch)
+    return sizes, x, out, memory.address, tables.parts, tables.shrink, tables.expand, scratch
 
 
 def _copy(source: Any, at: int, stride: int, num_rows: int, num_cols: int, panel: Any, width: int) -> None:

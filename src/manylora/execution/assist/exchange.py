@@ -1,0 +1,319 @@
+"""The exchange of a step: rows of adapters that are not on the device, computed by workers from their host images.
+
+::
+
+    launching thread   x of the rows -> host | flag   base product   wait | result -> device | add    next group
+    stream                ======== ==           ===============      .... ========= ====
+    workers                          x A^T B^T, from the image ======
+
+The launching thread enqueues the whole step and waits for nothing. All inputs of a group leave before its base product,
+so the device computes that meanwhile. Inputs and results travel in float32: a core's arithmetic for a row takes several
+times as long as the link, and the kernels are those of a CPU.
+
+All exchanges of a step share one place for inputs and one for each worker's results: the stream executes in order
+(``protocol``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from manylora.adapters.shape import BaseShape, ModuleKind
+from manylora.execution.assist.shares import adapter_cost, split_rows
+from manylora.execution.assist.stream import DeviceStream
+from manylora.execution.assist.words import serve
+from manylora.execution.assist.workers import PATIENCE_S, Serve, Supervisor, Task, Worker
+from manylora.execution.kernels.cpu.gather import gather_kernel
+from manylora.execution.kernels.cpu.lora import lora_arguments, lora_kernel, make_tables
+from manylora.execution.kernels.cpu.products import make_product_tables, product_arguments, product_kernel
+from manylora.execution.lora.batch import LoraSegment
+from manylora.execution.lora.grouped import MAX_READ_ROWS
+from manylora.execution.lora.parts import Part
+
+__all__ = ["Assistant", "AssistedStep", "LostRows", "count_workers"]
+
+MAX_WORKERS = 16
+
+
+def count_workers() -> int:
+    """Return the number of workers for this machine: its cores, without those of the step and of the other threads."""
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) - 2))
+
+
+@dataclass(frozen=True, slots=True)
+class LostRows:
+    """Rows ``[start, stop)`` of a step, or among its sampled rows, whose worker failed."""
+
+    start: int
+    stop: int
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group of the base: its inputs and outputs, and whether its input is token ids."""
+
+    num_in: int
+    num_out: int
+    is_embedding: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's input."""
+        return 8 if self.is_embedding else 4 * self.num_in
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Share:
+    """A worker's rows.
+
+    Args:
+        worker: The worker.
+        first: The first of its rows, among the assisted ones of the step; ``last`` is behind its last one.
+        runs: The same rows in the step, as (start, stop, segment).
+    """
+
+    worker: Worker
+    first: int
+    last: int
+    runs: tuple[tuple[int, int, LoraSegment], ...]
+
+
+class _Reply:
+    """The reply of an exchange; see ``lora.assisted.Reply``. Prepared once for a batch, ``numbers`` are the step's."""
+
+    def __init__(
+        self,
+        stream: DeviceStream,
+        inputs: Sequence[tuple[int, int, torch.Tensor]],
+        tasks: Sequence[tuple[_Share, Task]],
+        parts: Sequence[Part],
+    ) -> None:
+        self._stream = stream
+        self._inputs = inputs
+        self._tasks = tasks
+        self._numbers: list[int] = []
+        self.parts = parts
+        self.is_scaled = any(part.weights.is_scaled for part in parts)
+
+    def send(self, x: torch.Tensor) -> None:
+        """Enqueue the inputs, from those of all rows ``[rows, in]``, and the workers' flags."""
+        for start, stop, place in self._inputs:
+            self._stream.copy(place, x[start:stop].to(place.dtype).contiguous())
+        self._numbers = [share.worker.post(task) for share, task in self._tasks]
+
+    def add_to(self, out: torch.Tensor, scale: torch.Tensor | float | None = None) -> None:
+        """Enqueue the waits, the way back and the sums."""
+        arrived = []
+        for (share, task), number in zip(self._tasks, self._numbers, strict=True):
+            share.worker.wait(number)
+            rows = torch.empty(task.result.shape, dtype=torch.float32, device=out.device)
+            self._stream.copy(rows, task.result)
+            arrived.append((share, rows))
+        self._stream.join()
+        for share, rows in arrived:
+            if scale is not None:
+                rows = rows * scale
+            first = 0
+            for start, stop, _ in share.runs:
+                out[start:stop].add_(rows[first : first + stop - start])
+                first += stop - start
+
+
+class AssistedStep:
+    """A step's assisted segments, and their exchanges; see ``lora.assisted.Assist``.
+
+    Kept while the segments stay the same, with the tasks that were prepared.
+    """
+
+    def __init__(
+        self,
+        stream: DeviceStream,
+        groups: dict[str, _Group],
+        inputs: _Inputs,
+        workers: Sequence[Worker],
+        segments: tuple[LoraSegment, ...],
+    ) -> None:
+        self.segments = segments
+        self._stream = stream
+        self._groups = {
+            name: group for name, group in groups.items() if any(name in s.adapter.groups for s in segments)
+        }
+        self._replies: dict[tuple[str, bool], _Reply | None] = {}
+        self._shares = {is_sampled: self._divide(workers, is_sampled) for is_sampled in (False, True)}
+        used = {share.worker: None for shares in self._shares.values() for share in shares}
+        self.workers = tuple(used)
+        self._inputs = inputs
+
+    def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> _Reply | None:
+        """Enqueue the inputs for a group."""
+        key = (group, is_sampled)
+        if key not in self._replies:
+            self._replies[key] = self._prepare(group, is_sampled)
+        reply = self._replies[key]
+        if reply is not None:
+            reply.send(x.reshape(-1, 1 if self._groups[group].is_embedding else x.shape[-1]))
+        return reply
+
+    def finish(self) -> list[LostRows]:
+        """Let the workers sleep; return the rows of those that failed. The device has executed the step."""
+        for worker in self.workers:
+            worker.end()
+        return [
+            LostRows(start, stop, is_sampled)
+            for is_sampled, shares in self._shares.items()
+            for share in shares
+            if share.worker.has_failed
+            for start, stop, _ in share.runs
+        ]
+
+    def _divide(self, workers: Sequence[Worker], is_sampled: bool) -> list[_Share]:
+        rows = [(*_rows(segment, is_sampled), segment) for segment in self.segments]
+        rows = [(start, stop, segment) for start, stop, segment in rows if stop > start]
+        if not rows:
+            return []
+        costs = []
+        for start, stop, segment in rows:
+            linear = [w for name, w in segment.adapter.groups.items() if not self._groups[name].is_embedding]
+            costs.append((stop - start, adapter_cost(linear)))
+        firsts = split_rows(costs, len(workers))
+        shares = []
+        for worker, first, last in zip(workers, firsts, firsts[1:], strict=False):
+            runs, at = [], 0
+            for start, stop, segment in rows:
+                low, high = max(first - at, 0), min(last - at, stop - start)
+                if low < high:
+                    runs.append((start + low, start + high, segment))
+                at += stop - start
+            shares.append(_Share(worker, first, last, tuple(runs)))
+        return shares
+
+    def _prepare(self, name: str, is_sampled: bool) -> _Reply | None:
+        group = self._groups.get(name)
+        if group is None or not self._shares[is_sampled]:
+            return None
+        num_rows = self._shares[is_sampled][-1].last
+        dtype = torch.int64 if group.is_embedding else torch.float32
+        x = self._inputs.reserve(self._stream, num_rows * group.row_bytes).view(dtype).view(num_rows, -1)
+        inputs: list[tuple[int, int, torch.Tensor]] = []
+        tasks: list[tuple[_Share, Task]] = []
+        parts: list[Part] = []
+        for share in self._shares[is_sampled]:
+            own: list[Part] = []
+            at = 0
+            for start, stop, segment in share.runs:
+                if (weights := segment.adapter.groups.get(name)) is not None:
+                    inputs.append((start, stop, x[share.first + at : share.first + at + stop - start]))
+                    own.append(Part(at, at + stop - start, weights))
+                    parts.append(Part(start, stop, weights))
+                at += stop - start
+            if own:
+                result = share.worker.reserve(at * group.num_out).view(at, group.num_out)
+                tasks.append((share, _task(group, x[share.first : share.last], result, own)))
+        return _Reply(self._stream, inputs, tasks, parts) if tasks else None
+
+
+class _Inputs:
+    """Host memory for the inputs of one exchange; it grows, and tasks keep the earlier one as long as they use it."""
+
+    def __init__(self) -> None:
+        self._data = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, stream: DeviceStream, num_bytes: int) -> torch.Tensor:
+        """Return its first bytes."""
+        if self._data.nbytes < num_bytes:
+            self._data = stream.host_memory(1 << (num_bytes - 1).bit_length())
+        return self._data[:num_bytes]
+
+
+class Assistant:
+    """Workers for the assisted rows of steps, one step at a time; for the thread that launches steps.
+
+    Args:
+        stream: The device's stream.
+        base: The base model.
+        num_workers: Threads; by default as many as the machine has cores to spare.
+        serve: A worker's loop; another function for tests.
+        patience_s: Time after which a worker counts as stuck, in seconds.
+    """
+
+    def __init__(
+        self,
+        stream: DeviceStream,
+        base: BaseShape,
+        *,
+        num_workers: int | None = None,
+        serve: Serve = serve,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._stream = stream
+        self._groups: dict[str, _Group] = {}
+        for module in base.modules:
+            before = self._groups.get(module.group)
+            num_out = max(before.num_out if before else 0, module.offset + module.out_features)
+            self._groups[module.group] = _Group(module.in_features, num_out, module.kind is ModuleKind.EMBEDDING)
+        for compiled in (lora_kernel, product_kernel, gather_kernel):
+            compiled()  # now, not within a step
+        self._inputs = _Inputs()
+        self._serve = serve
+        self._workers = [self._new_worker() for _ in range(num_workers or count_workers())]
+        self._supervisor = Supervisor(patience_s)
+        self._step: AssistedStep | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Threads."""
+        return len(self._workers)
+
+    def begin(self, segments: tuple[LoraSegment, ...]) -> AssistedStep:
+        """Wake workers for a step with these segments, whose adapters are host images; ``finish`` ends it."""
+        if not all(worker.is_sound for worker in self._workers):
+            self._workers = [worker if worker.is_sound else self._new_worker() for worker in self._workers]
+            self._step = None
+        if self._step is None or self._step.segments != segments:
+            self._step = AssistedStep(self._stream, self._groups, self._inputs, self._workers, segments)
+        for worker in self._step.workers:
+            worker.begin()
+        self._supervisor.watch(self._step.workers)
+        return self._step
+
+    def forget(self) -> None:
+        """Let go of the last step's adapters, but for those that a stuck worker may read."""
+        self._step = None
+        for worker in self._workers:
+            if worker.is_sound:
+                worker.forget()
+
+    def close(self) -> None:
+        """End all threads, once the device has executed all steps."""
+        self._supervisor.close()
+        for worker in self._workers:
+            worker.close()
+        self._stream.close()
+
+    def _new_worker(self) -> Worker:
+        # Each group once, over all rows or over the sampled ones; twice as many leave room for a model that does both.
+        return Worker(self._stream, 2 * len(self._groups), self._serve)
+
+
+def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
+    return (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
+
+
+def _task(group: _Group, x: torch.Tensor, result: torch.Tensor, parts: Sequence[Part]) -> Task:
+    """Return the work for inputs ``x`` of one worker; ``parts`` count in its rows."""
+    tables = [(part.start, part.stop, part.weights) for part in parts]
+    if group.is_embedding:
+        return Task.of(result, [(gather_kernel(), lora_arguments(x, result, make_tables(tables)))], parts)
+    kernels = []
+    many = [table for table in tables if table[1] - table[0] > MAX_READ_ROWS]
+    few = [table for table in tables if table[1] - table[0] <= MAX_READ_ROWS]
+    if many:
+        kernels.append((product_kernel(), product_arguments(x, result, make_product_tables(many), 1)))
+    if few:
+        kernels.append((lora_kernel(), lora_arguments(x, result, make_tables(few))))
+    return Task.of(result, kernels, parts)

@@ -1,0 +1,233 @@
+"""Workers: threads that compute the rows of an exchange, and the supervisor that releases the stream if one fails.
+
+A worker serves a whole step in one call without the interpreter lock. Between steps it sleeps. It is the only reader of
+its part of x and the only writer of its part of the result, and a step gives it the same rows in every exchange, so a
+failure costs those rows alone. A worker that failed is replaced before the next step, its memory with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manylora.execution.assist import protocol
+from manylora.execution.assist.protocol import FAR, MODULUS, RELEASED, STEP
+from manylora.execution.assist.stream import DeviceStream
+from manylora.execution.assist.words import (
+    DONE,
+    LAST,
+    NUM_WORDS,
+    POSTED,
+    RESULT,
+    RESULT_BYTES,
+    TASK_FIELDS,
+    Words,
+    read_word,
+    serve,
+    swap_word,
+    write_word,
+)
+from manylora.execution.kernels.cpu.openmp import Arguments, point_to
+
+__all__ = ["PATIENCE_S", "Serve", "Supervisor", "Task", "Worker"]
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0
+"""An exchange that takes longer is given up: no exchange that pays takes a hundredth of it."""
+
+CHECK_S = 0.002
+"""Time between two checks of the supervisor while a step is assisted."""
+
+Serve = Callable[[Words, NDArray[np.int64], int], int]
+"""``serve(words, tasks, number)``, as in ``words.serve``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """An exchange's work for one worker: kernels that add into a result that was zeroed.
+
+    Args:
+        result: ``[rows, out]``, float32, in the worker's memory.
+        kernels: Up to two addresses of kernels, each with its arguments.
+        weights: The weights that these read by address, kept alive.
+        pointers: The arguments as the kernels get them.
+        line: The task's line in a worker's ring.
+    """
+
+    result: torch.Tensor
+    kernels: Sequence[tuple[int, Arguments]]
+    weights: object
+    pointers: tuple[ctypes.Array[ctypes.c_void_p], ...]
+    line: tuple[int, ...]
+
+    @classmethod
+    def of(cls, result: torch.Tensor, kernels: Sequence[tuple[int, Arguments]], weights: object) -> Task:
+        """Return the task."""
+        pointers = tuple(point_to(arguments) for _, arguments in kernels)
+        line = [result.data_ptr(), result.nbytes]
+        for (kernel, _), pointer in zip(kernels, pointers, strict=True):
+            line += [kernel, ctypes.addressof(pointer)]
+        line += [0] * (TASK_FIELDS - len(line))
+        return cls(result, kernels, weights, pointers, tuple(line))
+
+
+class Worker:
+    """One thread, its words, its ring of tasks and the memory of its results.
+
+    ``begin``, ``post`` and ``end`` are for the launching thread.
+
+    Args:
+        stream: The device's stream.
+        num_tasks: Exchanges of a step at most.
+        serve: Serves a step; another function for tests.
+    """
+
+    def __init__(self, stream: DeviceStream, num_tasks: int, serve: Serve = serve) -> None:
+        self.words: Words = stream.host_memory(4 * NUM_WORDS).numpy().view(np.uint32)
+        self._result = torch.empty(0, dtype=torch.float32)
+        self._stream = stream
+        self._tasks = np.zeros((1 << (num_tasks - 1).bit_length(), TASK_FIELDS), np.int64)
+        self._posted: list[Task] = []  # of the step; a worker that is stuck may read their memory as long as it lives
+        self._number = 0
+        self._is_open = True
+        self._serve = serve
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="manylora-assist", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it can serve a step."""
+        return self._thread.is_alive() and not protocol.is_held(read_word(self.words, DONE))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the stream may still wait for it."""
+        done = read_word(self.words, DONE)
+        return not protocol.is_reached(done - done % STEP, read_word(self.words, LAST))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it missed an exchange of the step; asked between ``end`` and the next ``begin``."""
+        return protocol.has_failed(read_word(self.words, DONE), self._number)
+
+    def reserve(self, num_elements: int) -> torch.Tensor:
+        """Return memory of its own for a result; all its results lie in the same, as far as they fit."""
+        if self._result.numel() < num_elements:
+            self._result = self._stream.host_memory(4 << (num_elements - 1).bit_length()).view(torch.float32)
+        return self._result[:num_elements]
+
+    def begin(self) -> None:
+        """Wake it for a step."""
+        self._posted.clear()
+        write_word(self.words, LAST, (self._number + FAR) % MODULUS)
+        self._wake.set()
+
+    def post(self, task: Task) -> int:
+        """Enqueue the next exchange's flag; return its number, for ``wait``."""
+        assert len(self._posted) < len(self._tasks), "a step has more exchanges than groups"
+        self._tasks[self._number // STEP % len(self._tasks)] = task.line
+        self._posted.append(task)
+        self._number = (self._number + STEP) % MODULUS
+        self._stream.write_value(self.words, POSTED, self._number)
+        return self._number
+
+    def wait(self, number: int) -> None:
+        """Enqueue the wait for an exchange's result."""
+        self._stream.wait_value(self.words, DONE, number)
+
+    def end(self) -> None:
+        """Let it sleep once it has served the exchanges so far."""
+        write_word(self.words, LAST, self._number)
+
+    def forget(self) -> None:
+        """Let go of the last step's tasks; not within a step."""
+        self._posted.clear()
+
+    def close(self) -> None:
+        """End the thread, unless it is stuck; a step that was broken off is over."""
+        self.end()
+        self._is_open = False
+        self._wake.set()
+        if self.is_sound:
+            self._thread.join()
+
+    def check(self, posted: int, done: int, is_late: bool) -> None:
+        """Hold the worker if it died or is late; release the stream if it waits for a held one.
+
+        ``posted`` and ``done`` are its words, and ``is_late`` says that both are unchanged for too long. A worker that
+        owes nothing is not late.
+        """
+        if not protocol.is_held(done):
+            is_owing = protocol.is_reached(posted, (done + STEP) % MODULUS)
+            is_alive = self._thread.is_alive()
+            if is_alive and not (is_owing and is_late):
+                return
+            if not swap_word(self.words, DONE, done, (done + 1) % MODULUS):
+                return  # it has just completed an exchange
+            logger.error("assist_worker_lost is_alive=%s", is_alive)
+            done = (done + 1) % MODULUS
+        if protocol.may_release(read_word(self.words, POSTED), done, read_word(self.words, LAST)):
+            owed = self._tasks[(done - 1) // STEP % len(self._tasks)]
+            ctypes.memset(int(owed[RESULT]), 0, int(owed[RESULT_BYTES]))
+            write_word(self.words, DONE, (done + RELEASED) % MODULUS)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while number >= 0:
+                self._wake.wait()
+                self._wake.clear()
+                if not self._is_open:
+                    return
+                number = self._serve(self.words, self._tasks, number)
+        except BaseException:
+            logger.exception("assist_worker_failed")
+
+
+class Supervisor:
+    """Checks workers while they are busy, on a thread of its own."""
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._workers: tuple[Worker, ...] = ()
+        self._is_open = True
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="manylora-assist-watch", daemon=True)
+        self._thread.start()
+
+    def watch(self, workers: Sequence[Worker]) -> None:
+        """Check these workers from now on, until none is busy."""
+        self._workers = tuple(workers)
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_open = False
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._is_open:
+            self._wake.wait()
+            self._wake.clear()
+            seen: dict[Worker, tuple[int, int, float]] = {}
+            while self._is_open and any(worker.is_busy for worker in self._workers):
+                now = time.monotonic()
+                for worker in self._workers:
+                    # A change of either word is progress: of the stream towards the worker, or of the worker.
+                    posted, done = read_word(worker.words, POSTED), read_word(worker.words, DONE)
+                    if worker not in seen or seen[worker][:2] != (posted, done):
+                        seen[worker] = (posted, done, now)
+                    worker.check(posted, done, now - seen[worker][2] > self._patience_s)
+                if self._wake.wait(CHECK_S):
+                    self._wake.clear()

@@ -1,0 +1,150 @@
+"""A GPU's stream: against a driver that is a thread here, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+from test_execution_executor import folders, load, run, sequence  # noqa: F401
+
+pytest.importorskip("numba")
+from manylora.clock import WallClock
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.execution.assist import cuda
+from manylora.execution.assist.cuda import CudaStream, HostFunctionStream
+from manylora.execution.assist.exchange import Assistant
+from manylora.execution.assist.words import DONE, NUM_WORDS, await_word, write_word
+from manylora.execution.assist.workers import Task, Worker
+from manylora.execution.build import build_parts
+from manylora.plan import IN_HOST
+from manylora.types import Tier
+
+KINDS = [CudaStream, HostFunctionStream]
+
+
+class Result(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NOT_SUPPORTED = 801
+
+
+class ThreadDriver:
+    """The calls of ``cuda.bindings.driver`` that a stream makes, executed in order by a thread."""
+
+    CUresult = Result
+    CUstreamWriteValue_flags = SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0)
+    CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0)
+
+    def __init__(self) -> None:
+        self.is_supported = True
+        self.operations: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._execute, daemon=True).start()
+
+    def _execute(self) -> None:
+        while (operation := self.operations.get()) is not None:
+            operation()
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, address
+
+    def cuStreamWriteValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:
+        if not self.is_supported:
+            return (Result.CUDA_ERROR_NOT_SUPPORTED,)
+        self.operations.put(lambda: write_word(_words_at(address), 0, value))
+        return (Result.CUDA_SUCCESS,)
+
+    def cuStreamWaitValue32(self, stream: int, address: int, value: int, flags: int) -> tuple[Any, ...]:
+        self.operations.put(lambda: await_word(_words_at(address), 0, value))
+        return (Result.CUDA_SUCCESS,)
+
+    def CUhostFn(self, address: int) -> Any:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def cuLaunchHostFunc(self, stream: int, function: Any, order: int) -> tuple[Any, ...]:
+        self.operations.put(lambda: function(order))
+        return (Result.CUDA_SUCCESS,)
+
+
+def _words_at(address: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_uint32 * 1).from_address(address))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDriver]:
+    monkeypatch.setattr(CudaStream, "handle", 0)
+    monkeypatch.setattr(CudaStream, "host_memory", lambda self, size: torch.zeros(size, dtype=torch.uint8))
+    driver = ThreadDriver()
+    yield driver
+    driver.operations.put(None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flags_travel_in_order(kind: type[CudaStream], driver: ThreadDriver) -> None:
+    stream = kind(torch.device("cpu"), driver)  # type: ignore[arg-type]
+    worker = Worker(stream, 100)
+    task = Task.of(torch.ones(8), (), None)
+    worker.begin()
+    for _ in range(100):
+        number = worker.post(task)
+        worker.wait(number)
+    is_done = threading.Event()
+    driver.operations.put(is_done.set)
+    assert is_done.wait(60)
+    worker.end()
+    assert worker.words[DONE] == number == 200 and not worker.has_failed
+    assert not task.result.any(), "a result is zeroed before it is computed"
+    worker.close()
+
+
+def test_a_refused_operation_is_an_error(driver: ThreadDriver) -> None:
+    driver.is_supported = False
+    stream = CudaStream(torch.device("cpu"), driver)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
+        stream.write_value(np.zeros(NUM_WORDS, np.uint32), 0, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_gives_assisted_rows_the_logits_of_pages(
+    kind: type[CudaStream],
+    dtype: str,
+    folders: dict[str, Path],  # noqa: F811
+) -> None:
+    from cuda.bindings import driver  # type: ignore[import-not-found,unused-ignore]
+
+    device = torch.device("cuda")
+    stream = kind(device, driver)
+    cuda._probe(stream, device)
+    config = EngineConfig(
+        model=ModelConfig(model=str(folders["base"]), device="cuda", dtype=dtype),
+        memory=MemoryConfig(block_size=4, num_pages=64),
+    )
+    parts = build_parts(config, WallClock(), open_assistant=lambda _, base: Assistant(stream, base, num_workers=2))
+    try:
+        assert parts.reads_host
+        versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]
+        for version, pages in zip(versions, (range(40, 50), range(50, 60)), strict=True):
+            assert load(parts, version, Tier.DEVICE, tuple(pages)[: version.num_pages]) is None
+        plan = [
+            sequence(list(range(5, 17)), 0, 12, 0, versions[0].key, 0),
+            sequence([8, 9], 0, 2, 8, versions[1].key, 1),
+            sequence([8, 9], 0, 2, 16, None, 2),
+        ]
+        warm = run(parts, *plan)
+        for cold in ((0,), (1,), (0, 1)):
+            placed = [structs.replace(part, placement=IN_HOST) if i in cold else part for i, part in enumerate(plan)]
+            tolerance = 1e-4 if dtype == "float32" else 0.05
+            torch.testing.assert_close(run(parts, *placed), warm, atol=tolerance, rtol=tolerance)
+    finally:
+        parts.close()
