@@ -24,6 +24,7 @@ from manylora.adapters.residency import TierState
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts
+from manylora.costs.rank_fit import RankFit, RankLoad
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.catalog import AdapterCatalog
 from manylora.engine.adapters.prefetch import Prefetcher
@@ -126,6 +127,7 @@ class EngineCore:
         )
         predictor = predictor or make_predictor(scheduler, seed)
         costs = OnlineCosts()
+        self._rank_fit = RankFit()
         self._policy = make_policy(
             scheduler.policy,
             PolicyContext(
@@ -167,6 +169,7 @@ class EngineCore:
             policy=self._policy,
             cache=self._cache,
             predictor=predictor,
+            counters=self._counters,
             emit=self._emit,
         )
         self._next_seq_id = 0
@@ -326,6 +329,8 @@ class EngineCore:
         took_s = now - step.began_at
         self._costs.step.observe(step.num_tokens, took_s)
         self._running.took(step.load, took_s)
+        if step.rank_load is not None:
+            self._rank_fit.observe(step.rank_load, took_s)
         self._emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
 
     def _fail_waiting(self, key: str, error: str, now: float) -> None:
@@ -359,8 +364,9 @@ class EngineCore:
             sequences=tuple([sequence.launched(num_tokens) for sequence, num_tokens in draft.parts]),
             released=self._answers.take_released(),
         )
+        rank_load = RankLoad.of(draft.parts) if self._rank_fit.is_due() else None
         work = self._executor.launch(plan, now)
-        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, work, now), now)
+        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, rank_load, work, now), now)
         if self._sinks:
             num_adapters = len({sequence.adapter for sequence in sequences} - {None})
             self._emit(StepLaunched(now, plan.step_id, len(sequences), num_tokens, num_adapters))
@@ -381,6 +387,7 @@ class EngineCore:
             cache=self._cache,
             prefetcher=self._prefetcher,
             counters=self._counters,
+            fits=self._rank_fit.fits(),
         )
 
     def check_integrity(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import Residency, TierState
+from manylora.costs.rank_fit import StepFit
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.status import Counters, EngineStats
@@ -23,6 +24,7 @@ def take_snapshot(
     cache: AdapterCache,
     prefetcher: Prefetcher,
     counters: Counters,
+    fits: tuple[StepFit, ...],
 ) -> EngineStats:
     """Return gauges and counters of the engine with these parts."""
     residencies = cache.residencies()
@@ -60,4 +62,8 @@ def take_snapshot(
         num_generated_tokens=counters.generated_tokens,
         num_adapter_requests=counters.adapter_requests,
         num_adapter_hits=counters.adapter_hits,
+        num_answers=counters.answers,
+        num_answer_tokens=counters.answer_tokens,
+        resident_adapters=names([one for one in residencies if one.device is TierState.RESIDENT]),
+        fits=fits,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manylora.costs.rank_fit import StepFit
 from manylora.scheduling import QueueStatus
 from manylora.types import AdapterVersion, Tier
 
@@ -18,6 +19,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    answers: int = 0
+    answer_tokens: int = 0
     adapter_requests: int = 0
     adapter_hits: int = 0
     prefix_evictions: int = 0
@@ -80,6 +83,10 @@ class EngineStats:
         num_adapter_hits: Those that found it on the device when first looked up.
         num_squashes: Sequences pre-empted for one that they had passed.
         num_prefetches: Loads started before the admission of their sequences.
+        num_answers: Requests that ended with a stop token or at their limit.
+        num_answer_tokens: Their generated tokens.
+        resident_adapters: Names of adapters on the device, sorted.
+        fits: Step-time models fitted to this engine's steps; none before enough steps.
         queues: The policy's queues, smallest requests first.
     """
 
@@ -111,4 +118,8 @@ class EngineStats:
     num_adapter_hits: int
     num_squashes: int = 0
     num_prefetches: int = 0
+    num_answers: int = 0
+    num_answer_tokens: int = 0
+    resident_adapters: tuple[str, ...] = ()
+    fits: tuple[StepFit, ...] = ()
     queues: tuple[QueueStatus, ...] = ()

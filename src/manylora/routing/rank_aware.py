@@ -1,8 +1,8 @@
 """Routing by rank: a request goes to the replica where it slows the others down least.
 
 Under padded kernels one adapter of rank 64 makes every row of a batch cost 64; under unpadded ones each row costs its
-own rank, and the sum counts. A router that knows the kernels and the cost of a step separates small ranks from large
-ones, or spreads them, accordingly.
+own rank, and the sum counts. A router that knows the cost of a step separates small ranks from large ones, or spreads
+them, accordingly. Each engine fits that cost to its own steps (``costs/rank_fit.py``).
 
 Source: CaraServe, "Rank-aware request scheduling", algorithm 1.
 """
@@ -13,60 +13,76 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from manylora.errors import ConfigError
 from manylora.options import check_options, option
-from manylora.routing.router import ReplicaLoad
+from manylora.routing.view import ReplicaView
 from manylora.types import Request
 
-__all__ = ["RankAwareRouter", "StepModel"]
+__all__ = ["AddedTime", "RankAwareRouter", "added_time"]
 
 PENALTY_S = 1.0
 """Added where the SLO would be missed: longer than any step, so that such a replica is the last resort."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepModel:
-    """A linear model of the duration of a step, in seconds: coarse, and enough to compare replicas.
+class AddedTime:
+    """The time that a request would add at a replica, in seconds.
 
     Args:
-        step_s: Fixed cost of a decode step.
-        request_s: Cost of each request that decodes.
-        rank_s: Cost of each unit of rank: of the largest times the requests if ``is_padded``, else of the sum.
-        prompt_token_s: Cost of each token of a prompt.
-        prompt_token_rank_s: Cost of each token of a prompt and unit of its rank.
-        is_padded: Whether every row costs the largest rank in the batch.
+        prefill_s: To the next step, by its prompt: more than those that wait there need already.
+        decode_s: To each decode step.
+        step_s: The decode step with it.
     """
 
-    step_s: float
-    request_s: float
-    rank_s: float
-    prompt_token_s: float
-    prompt_token_rank_s: float
-    is_padded: bool
+    __slots__ = ("decode_s", "prefill_s", "step_s")
 
-    def decode_s(self, num_requests: int, sum_rank: int, max_rank: int) -> float:
-        """Return the duration of a decode step, in seconds."""
-        rank = num_requests * max_rank if self.is_padded else sum_rank
-        return self.step_s + self.request_s * num_requests + self.rank_s * rank
+    def __init__(self, prefill_s: float, decode_s: float, step_s: float) -> None:
+        self.prefill_s = prefill_s
+        self.decode_s = decode_s
+        self.step_s = step_s
 
-    def prompt_s(self, num_tokens: int, rank: int) -> float:
-        """Return the time that a prompt adds to its steps, in seconds."""
-        return num_tokens * (self.prompt_token_s + self.prompt_token_rank_s * rank)
+
+def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: float) -> AddedTime:
+    """Return the time that a request would add at a replica.
+
+    The next step runs the prompts that wait, beside the requests that decode; without any it is a decode step.
+
+    Args:
+        view: The replica.
+        num_tokens: Tokens of the prompt.
+        rank: Rank of its adapter, 0 for the base.
+        answer_tokens: Expected length of its answer.
+    """
+    steps = view.steps
+    load, context, adapted, sum_rank, max_rank = view.load, view.context, view.num_adapted, view.sum_rank, view.max_rank
+    largest = max(max_rank, rank)
+    is_adapted = rank > 0
+    before_s = steps.decode_s(load, context, adapted, sum_rank, max_rank)
+    after_s = steps.decode_s(
+        load + 1, context + num_tokens + answer_tokens / 2, adapted + is_adapted, sum_rank + rank, largest
+    )
+    tokens, decodes = view.waiting_tokens, load - view.num_waiting
+    row_rank = view.waiting_row_rank + sum_rank
+    next_s = before_s
+    if tokens:
+        next_s = steps.prefill_s(tokens + decodes, context, tokens + decodes, row_rank, max_rank)
+    with_it_s = steps.prefill_s(
+        tokens + decodes + num_tokens,
+        context + num_tokens,
+        (tokens + decodes if adapted else 0) + num_tokens * is_adapted,
+        row_rank + num_tokens * rank,
+        largest,
+    )
+    return AddedTime(max(0.0, with_it_s - next_s), after_s - before_s, after_s)
 
 
 class RankAwareRouter:
     """The replica where the time added to all requests in flight is least.
 
     That is the time a request adds to each token of the others: its prompt, spread over an answer, and its part in
-    every decode step, with a penalty where decoding would be slower than the SLO. At an idle replica it is 0.
-
-    We differ from the source in one thing: a prompt is priced by itself, not with those that wait beside it, because
-    this router cannot know which prompts have begun.
+    every decode step, with a penalty where decoding would be slower than the SLO; times the requests there. At an idle
+    replica it is 0.
 
     Args:
-        steps: The cost of steps.
         ranks: Rank of each adapter by name.
-        mean_answer_tokens: Mean length of an answer.
         tbt_s: SLO of the time between tokens, in seconds; ``None`` for none.
     """
 
@@ -74,33 +90,30 @@ class RankAwareRouter:
     class Options:
         """The SLO."""
 
-        tbt_s: float | None = option(None, unit="s", above=0, help="Under rank-aware: SLO of the time between tokens.")
+        tbt_s: float | None = option(None, unit="s", above=0, help="SLO of the time between tokens.")
 
         def __post_init__(self) -> None:
             check_options(self)
 
-    def __init__(
-        self, steps: StepModel, ranks: Mapping[str, int], *, mean_answer_tokens: float, tbt_s: float | None = None
-    ) -> None:
-        if mean_answer_tokens <= 0:
-            raise ConfigError(f"Got {mean_answer_tokens = }, expected a number above 0")
-        self._steps = steps
+    def __init__(self, ranks: Mapping[str, int], *, tbt_s: float | None = None) -> None:
         self._ranks = ranks
-        self._mean_answer_tokens = mean_answer_tokens
         self._tbt_s = tbt_s
 
-    def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Compare the added time at every replica."""
         rank = self._ranks.get(request.model, 0)
-        prompt_s = self._steps.prompt_s(len(request.prompt), rank) / self._mean_answer_tokens
+        num_tokens = len(request.prompt)
 
         def total_s(index: int) -> float:
-            load = replicas[index]
-            before_s = self._steps.decode_s(load.num_requests, load.sum_rank, load.max_rank)
-            after_s = self._steps.decode_s(load.num_requests + 1, load.sum_rank + rank, max(load.max_rank, rank))
-            cost_s = prompt_s + after_s - before_s
-            if self._tbt_s is not None and after_s > self._tbt_s:
+            view = replicas[index]
+            load = view.load
+            if not load:
+                return 0.0
+            mean_answer = view.mean_answer_tokens
+            added = added_time(view, num_tokens, rank, mean_answer)
+            cost_s = added.prefill_s / mean_answer + added.decode_s
+            if self._tbt_s is not None and added.step_s > self._tbt_s:
                 cost_s += PENALTY_S
-            return cost_s * load.num_requests
+            return cost_s * load
 
-        return min(range(len(replicas)), key=total_s)
+        return min(among, key=total_s)
