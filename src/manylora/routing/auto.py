@@ -115,17 +115,20 @@ class AutoRouter:
         """Return the cost of a request at a replica, in seconds over all requests there."""
         load, mean_answer = view.load, view.mean_answer_tokens
         answer = mean_answer if most_tokens is None else min(mean_answer, most_tokens)
-        added = added_time(view, num_tokens, rank, answer)
+        prefill_s, decode_s = added_time(view, num_tokens, rank, answer)
+        times = view.times()
+        step_s = times.decode_s + decode_s
         # All wait for the prompt; the others have half of their answers before them.
-        cost_s = (load + 1) * added.prefill_s + answer * added.step_s + load * mean_answer / 2 * added.decode_s
+        cost_s = (load + 1) * prefill_s + answer * step_s + load * mean_answer / 2 * decode_s
         if self._tbt_s is not None:
-            over_s = added.step_s + _stall_s(view) - SLO_SHARE * self._tbt_s
+            over_s = step_s + times.stall_s - SLO_SHARE * self._tbt_s
             cost_s += max(0.0, over_s) * SLO_WEIGHT * (load + 1) * answer
         num_over = self._num_over(view, num_tokens + answer)
         if num_over > 0:
-            cost_s += num_over * answer * added.step_s / (load + 1)
+            cost_s += num_over * answer * step_s / (load + 1)
         if copy_price:
-            sequence_s = view.steps.request_s + view.steps.context_s * (num_tokens + answer / 2)
+            steps = view.steps
+            sequence_s = steps.request_s + steps.context_s * (num_tokens + answer / 2) + steps.rank_s * rank
             cost_s += copy_price * (load + IDLE_LOAD) * answer * sequence_s
         return cost_s
 
@@ -136,23 +139,3 @@ class AutoRouter:
             held = view.num_prompt_tokens + view.num_requests * view.mean_answer_tokens
             num_over = max(num_over, (held + num_tokens - view.kv_tokens) / num_tokens)
         return num_over
-
-
-def _stall_s(view: ReplicaView) -> float:
-    """Return the mean delay of a token by prompts that run beside it, in seconds.
-
-    In a steady state as many prompts arrive during an answer as requests are in flight.
-    """
-    num = view.num_requests
-    if not num:
-        return 0.0
-    prompt = view.num_prompt_tokens / num
-    share = view.num_adapted / num
-    step_s = view.steps.prefill_s(
-        num + prompt,
-        view.context + prompt,
-        view.num_adapted + share * prompt,
-        view.sum_rank * (1 + prompt / num),
-        view.max_rank,
-    )
-    return max(0.0, step_s - view.decode_s()) * num / view.mean_answer_tokens

@@ -80,13 +80,11 @@ class Dispatcher:
 
         Replicas without a step-time model of their own are taken to be as fast as the one that reported last.
         """
-        view = self._views[replica]
-        view.learn(report)
-        if report.steps is not None:
-            for other in self._views:
-                if other.is_guessed:
-                    other.steps = report.steps
+        self._views[replica].learn(report)
         self._count_answers(replica, report)
+        mean_answer_tokens = self._num_answer_tokens / self._num_answers
+        for view in self._views:
+            view.guess(report.steps, mean_answer_tokens)
 
     def restarted(self, replica: int) -> None:
         """Learn that a replica's memory is empty: no adapter is on its device any more."""
@@ -104,5 +102,3 @@ class Dispatcher:
         if self._num_answers > MEMORY:
             self._num_answer_tokens *= MEMORY / self._num_answers
             self._num_answers = MEMORY
-        for view in self._views:
-            view.mean_answer_tokens = self._num_answer_tokens / self._num_answers

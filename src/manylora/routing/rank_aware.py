@@ -17,31 +17,14 @@ from manylora.options import check_options, option
 from manylora.routing.view import ReplicaView
 from manylora.types import Request
 
-__all__ = ["AddedTime", "RankAwareRouter", "added_time"]
+__all__ = ["RankAwareRouter", "added_time"]
 
 PENALTY_S = 1.0
 """Added where the SLO would be missed: longer than any step, so that such a replica is the last resort."""
 
 
-class AddedTime:
-    """The time that a request would add at a replica, in seconds.
-
-    Args:
-        prefill_s: To the next step, by its prompt: more than those that wait there need already.
-        decode_s: To each decode step.
-        step_s: The decode step with it.
-    """
-
-    __slots__ = ("decode_s", "prefill_s", "step_s")
-
-    def __init__(self, prefill_s: float, decode_s: float, step_s: float) -> None:
-        self.prefill_s = prefill_s
-        self.decode_s = decode_s
-        self.step_s = step_s
-
-
-def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: float) -> AddedTime:
-    """Return the time that a request would add at a replica.
+def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: float) -> tuple[float, float]:
+    """Return the time that a request would add at a replica to the next step and to each decode step, in seconds.
 
     The next step runs the prompts that wait, beside the requests that decode; without any it is a decode step.
 
@@ -51,27 +34,19 @@ def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: flo
         rank: Rank of its adapter, 0 for the base.
         answer_tokens: Expected length of its answer.
     """
-    steps = view.steps
-    load, context, adapted, sum_rank, max_rank = view.load, view.context, view.num_adapted, view.sum_rank, view.max_rank
-    largest = max(max_rank, rank)
-    is_adapted = rank > 0
-    before_s = steps.decode_s(load, context, adapted, sum_rank, max_rank)
-    after_s = steps.decode_s(
-        load + 1, context + num_tokens + answer_tokens / 2, adapted + is_adapted, sum_rank + rank, largest
-    )
-    tokens, decodes = view.waiting_tokens, load - view.num_waiting
-    row_rank = view.waiting_row_rank + sum_rank
-    next_s = before_s
-    if tokens:
-        next_s = steps.prefill_s(tokens + decodes, context, tokens + decodes, row_rank, max_rank)
-    with_it_s = steps.prefill_s(
-        tokens + decodes + num_tokens,
-        context + num_tokens,
-        (tokens + decodes if adapted else 0) + num_tokens * is_adapted,
-        row_rank + num_tokens * rank,
-        largest,
-    )
-    return AddedTime(max(0.0, with_it_s - next_s), after_s - before_s, after_s)
+    steps, times = view.steps, view.times()
+    adapted, max_rank = view.num_adapted, view.max_rank
+    largest = rank if rank > max_rank else max_rank
+    rows = times.num_rows + num_tokens
+    context = times.context + num_tokens
+    added_rank, adapted_rows = 0, times.num_adapted_rows
+    if rank:
+        added_rank = (adapted + 1) * largest - adapted * max_rank if steps.is_padded else rank
+        adapted_rows += num_tokens
+    row_rank = times.row_rank + num_tokens * rank
+    prefill_s = steps.prefill_s(rows, context, adapted_rows, row_rank, largest) - times.next_s
+    decode_s = steps.request_s + steps.context_s * (num_tokens + answer_tokens / 2) + steps.rank_s * added_rank
+    return max(0.0, prefill_s), decode_s
 
 
 class RankAwareRouter:
@@ -110,9 +85,9 @@ class RankAwareRouter:
             if not load:
                 return 0.0
             mean_answer = view.mean_answer_tokens
-            added = added_time(view, num_tokens, rank, mean_answer)
-            cost_s = added.prefill_s / mean_answer + added.decode_s
-            if self._tbt_s is not None and added.step_s > self._tbt_s:
+            prefill_s, decode_s = added_time(view, num_tokens, rank, mean_answer)
+            cost_s = prefill_s / mean_answer + decode_s
+            if self._tbt_s is not None and view.times().decode_s + decode_s > self._tbt_s:
                 cost_s += PENALTY_S
             return cost_s * load
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manylora.costs.rank_fit import model_of
 from manylora.costs.step_model import PRIOR, StepModel
@@ -88,6 +89,29 @@ class Sent:
         return mean if self.most_tokens is None else min(mean, self.most_tokens)
 
 
+class StepTimes(NamedTuple):
+    """The steps of a replica as its model predicts them, and the content that the prediction is from.
+
+    Args:
+        decode_s: A decode step of all requests in flight, in seconds.
+        next_s: The next step, in seconds: with the prompts that wait, or a decode step.
+        stall_s: Mean delay of a token by prompts that run beside it, in seconds. In a steady state as many prompts
+            arrive during an answer as requests are in flight.
+        context: Tokens of KV that the requests in flight have.
+        num_rows: Tokens in the next step.
+        num_adapted_rows: Those with an adapter.
+        row_rank: Sum of ranks over them.
+    """
+
+    decode_s: float
+    next_s: float
+    stall_s: float
+    context: float
+    num_rows: int
+    num_adapted_rows: float
+    row_rank: float
+
+
 class ReplicaView:
     """The requests in flight at one replica, and its last report.
 
@@ -99,6 +123,7 @@ class ReplicaView:
 
     __slots__ = (
         "_most_sent",
+        "_times",
         "adapters",
         "is_guessed",
         "kv_tokens",
@@ -132,6 +157,7 @@ class ReplicaView:
         self.steps: StepModel = PRIOR
         self.is_guessed = True  # its steps are those of the prior, or of another replica
         self.mean_answer_tokens = MEAN_ANSWER_TOKENS
+        self._times: StepTimes | None = None  # of the present counts
         self._most_sent = 0  # requests in flight at once since the last report
 
     @property
@@ -144,18 +170,38 @@ class ReplicaView:
         """Requests in flight with an adapter."""
         return self.num_requests - self.ranks[0]
 
-    @property
-    def context(self) -> float:
-        """Expected tokens of KV that a decode step of all requests reads: answers are half done on average."""
-        return self.num_prompt_tokens + self.num_requests * self.mean_answer_tokens / 2
+    def times(self) -> StepTimes:
+        """Return the predicted steps, computed once per change of the view."""
+        if self._times is None:
+            self._times = self._predict()
+        return self._times
 
-    def decode_s(self) -> float:
-        """Return the predicted duration of a decode step of all requests, in seconds."""
-        return self.steps.decode_s(self.load, self.context, self.num_adapted, self.sum_rank, self.max_rank)
+    def _predict(self) -> StepTimes:
+        steps, load, adapted, max_rank = self.steps, self.load, self.num_adapted, self.max_rank
+        # Answers are half done on average.
+        context = self.num_prompt_tokens + self.num_requests * self.mean_answer_tokens / 2
+        decode_s = next_s = steps.decode_s(load, context, adapted, self.sum_rank, max_rank)
+        num_rows, stall_s = load, 0.0
+        adapted_rows, row_rank = float(adapted), float(self.sum_rank)
+        if self.num_requests:
+            share, mean_rank = adapted / self.num_requests, self.sum_rank / self.num_requests
+            prompt = self.num_prompt_tokens / self.num_requests
+            prompt_s = steps.prefill_s(
+                load + prompt, context + prompt, adapted + share * prompt, self.sum_rank + mean_rank * prompt, max_rank
+            )
+            stall_s = max(0.0, prompt_s - decode_s) * load / self.mean_answer_tokens
+            if self.waiting_tokens:
+                decodes = load - self.num_waiting
+                num_rows = decodes + self.waiting_tokens
+                adapted_rows = num_rows * share
+                row_rank = decodes * mean_rank + self.waiting_row_rank
+                next_s = steps.prefill_s(num_rows, context, adapted_rows, row_rank, max_rank)
+        return StepTimes(decode_s, next_s, stall_s, context, num_rows, adapted_rows, row_rank)
 
     def add(self, sent: Sent) -> None:
         """Count a request in."""
         rank = sent.rank
+        self._times = None
         self.num_requests += 1
         self.num_prompt_tokens += sent.num_prompt_tokens
         self.num_waiting += 1
@@ -176,6 +222,7 @@ class ReplicaView:
         """Count a prompt as run."""
         if not sent.has_started:
             sent.has_started = True
+            self._times = None
             self.num_waiting -= 1
             self.waiting_tokens -= sent.num_prompt_tokens
             self.waiting_row_rank -= sent.num_prompt_tokens * sent.rank
@@ -183,6 +230,7 @@ class ReplicaView:
     def remove(self, sent: Sent) -> None:
         """Count a request out."""
         self.start(sent)
+        self._times = None
         rank = sent.rank
         self.num_requests -= 1
         self.num_prompt_tokens -= sent.num_prompt_tokens
@@ -202,6 +250,7 @@ class ReplicaView:
         The report was true at some moment since the last one, so only requests beyond the most that were in flight
         since then are those of others. Adapters of requests in flight stay believed: their copies may be under way.
         """
+        self._times = None
         if report.num_requests is not None:
             self.num_foreign = max(0, report.num_requests - self._most_sent)
         self._most_sent = self.num_requests
@@ -215,6 +264,13 @@ class ReplicaView:
                 self.resident[name] = None
         if report.steps is not None:
             self.steps, self.is_guessed = report.steps, False
+
+    def guess(self, steps: StepModel | None, mean_answer_tokens: float) -> None:
+        """Take over figures of other replicas: a step-time model, until this one has its own, and the answers."""
+        self._times = None
+        self.mean_answer_tokens = max(1.0, mean_answer_tokens)
+        if steps is not None and self.is_guessed:
+            self.steps = steps
 
     def forget(self) -> None:
         """Believe no adapter on its device but those of requests in flight."""

@@ -34,7 +34,7 @@ from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
 from manylora.plan import PlannedSequence
 from manylora.plugins import options_for
-from manylora.routing import Dispatcher, ReplicaReport, Router, RouterContext, make_router
+from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
 from manylora.scheduling import LengthPredictor, Sequence
 from manylora.scheduling.prediction import PREDICTORS, NoisyPredictor, OraclePredictor
 from manylora.sim.run.adapters import adapter_versions
@@ -85,7 +85,7 @@ class SimulationConfig:
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(prefix_caching=False))
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     num_replicas: int = 1
-    router: str = "affinity"
+    router: str = DEFAULT_ROUTER
     router_options: Mapping[str, Any] = field(default_factory=dict)
     scheduler_time_s: float = 0.0
     interference: Mapping[Tier, float] = field(default_factory=dict)
