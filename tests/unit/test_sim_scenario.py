@@ -213,7 +213,7 @@ def test_the_speed_of_the_simulator_is_measured_on_a_run_that_ends(traces: Path)
 
 
 def test_routers_are_compared_on_one_workload():
-    experiment = read_experiment("manylora/routers")
+    experiment = read_experiment("manylora/figure-20")
     workload = merge(experiment.workload, {"num_requests": 60, "arrivals": {"rate": 4.0}})
     setups = {name: merge(experiment.setups[name], {"num_replicas": 2}) for name in ("affinity", "random")}
     experiment = replace(experiment, workload=workload, setups=setups)
