@@ -49,6 +49,7 @@ def run() -> tuple[Run, list[Event]]:
         cost=FixedCost(),
         num_pages=300,
         num_replicas=3,
+        router="affinity",
         scheduler=SchedulerConfig(
             policy="chameleon",
             policy_options={"refresh_s": 3.0},

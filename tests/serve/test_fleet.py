@@ -122,7 +122,7 @@ class Service:
 
     def under_way(self) -> list[int]:
         assert self.fleet._dispatcher is not None
-        return [load.num_requests for load in self.fleet._dispatcher.loads]
+        return [view.num_requests for view in self.fleet._dispatcher.views]
 
 
 async def wait_for(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:

@@ -41,7 +41,7 @@ def always_two(config, seed):
 
 class First:
     def __init__(self, context): ...
-    def choose(self, request, replicas): return 0
+    def choose(self, request, replicas, among): return 0
 """
 
 SCENARIO = {

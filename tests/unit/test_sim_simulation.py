@@ -11,10 +11,8 @@ from manylora.catalog.dims import ModelDims
 from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
-from manylora.costs.roofline import RooflineCost
 from manylora.costs.workers import CpuWorkers
 from manylora.errors import AdapterError, ConfigError
-from manylora.routing.step_model import step_model
 from manylora.scheduling import POLICIES
 from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.run.prompts import PromptMaker
@@ -198,20 +196,10 @@ def test_requests_kept_with_their_adapters_load_fewer_of_them():
     assert num_loads("affinity") < 0.7 * num_loads("random")
 
 
-@pytest.mark.parametrize(("kernel", "is_padded"), [("padded", True), ("ragged", False), ("s-lora-mbgmm", False)])
-def test_a_line_through_a_cost_model_says_what_kernels_pay_for(kernel: str, is_padded: bool):
-    line = step_model(RooflineCost("llama-2-7b", "a10", lora_kernel=kernel))
-    assert line.is_padded is is_padded
-    assert min(line.request_s, line.rank_s, line.prompt_token_s, line.prompt_token_rank_s) > 0
-    assert line.decode_s(32, 32 * 64, 64) > line.decode_s(32, 32 * 8, 8) > line.decode_s(8, 8 * 8, 8)
-    assert 0.02 < line.decode_s(1, 0, 0) < 0.05
-
-
-def test_a_model_without_ranks_routes_by_requests():
-    line = step_model(COST)
-    assert (line.step_s, line.request_s, line.rank_s) == pytest.approx((0.01, 0.001, 0.0))
+@pytest.mark.parametrize("router", ["rank-aware", "auto"])
+def test_routers_by_time_use_every_replica(router: str):
     run = simulate(
-        workload(rate=80.0), config(num_replicas=3, router="rank-aware", num_pages=60, router_options={"tbt_s": 0.05})
+        workload(rate=80.0), config(num_replicas=3, router=router, num_pages=60, router_options={"tbt_s": 0.05})
     )
     assert {record.replica for record in run.records} == {0, 1, 2}
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from manylora.costs.least_squares import solve_nonnegative
 from manylora.scheduling import Sequence
 
 __all__ = ["ONE_STEP", "OnlineCosts", "StepLoad"]
@@ -73,7 +74,7 @@ class OnlineCosts:
                 sums[column] = (sums[column] - kept) * faded + kept + weight * one * other
             kept = GUESS_WEIGHT * GUESS[row]
             self._moment[row] = (self._moment[row] - kept) * faded + kept + weight * one * seconds
-        self._coefficients = _per_unit(_solve_nonnegative(self._gram, self._moment))
+        self._coefficients = _per_unit(solve_nonnegative(self._gram, self._moment))
 
     def step_s(self, load: StepLoad) -> float:
         """Return the duration of a step, in seconds."""
@@ -105,31 +106,3 @@ class OnlineCosts:
 def _per_unit(usual: list[float]) -> tuple[float, float, float, float]:
     steps, tokens, row_rank, context = (value / size for value, size in zip(usual, USUAL, strict=True))
     return steps, tokens, row_rank, context
-
-
-def _solve_nonnegative(gram: list[list[float]], moment: list[float]) -> list[float]:
-    """Solve the normal equations; negative coefficients are set to 0 and left out, the lowest first."""
-    kept = list(range(len(moment)))
-    while kept:
-        solution = _solve([[gram[row][column] for column in kept] for row in kept], [moment[row] for row in kept])
-        worst = min(range(len(kept)), key=solution.__getitem__)
-        if solution[worst] >= 0.0:
-            break
-        del kept[worst]
-    return [solution[kept.index(place)] if place in kept else 0.0 for place in range(len(moment))]
-
-
-def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """Solve a small positive definite system by elimination, which needs no pivoting."""
-    size = len(target)
-    for pivot in range(size):
-        for row in range(pivot + 1, size):
-            factor = matrix[row][pivot] / matrix[pivot][pivot]
-            for column in range(pivot, size):
-                matrix[row][column] -= factor * matrix[pivot][column]
-            target[row] -= factor * target[pivot]
-    solution = [0.0] * size
-    for row in reversed(range(size)):
-        known = sum([matrix[row][column] * solution[column] for column in range(row + 1, size)])
-        solution[row] = (target[row] - known) / matrix[row][row]
-    return solution

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.status import Counters
 from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
 from manylora.plan import ARRIVING
@@ -29,6 +30,7 @@ class Answers:
     Args:
         sequences: All requests in flight by id; one that ends is removed.
         predictor: Learns the lengths of answers.
+        counters: Counts answers and their tokens.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Answers:
         policy: Policy,
         cache: AdapterCache,
         predictor: LengthPredictor,
+        counters: Counters,
         emit: EventSink,
     ) -> None:
         self._sequences = sequences
@@ -46,6 +49,7 @@ class Answers:
         self._policy = policy
         self._cache = cache
         self._predictor = predictor
+        self._counters = counters
         self._emit = emit
         self._outputs: list[Output] = []
         self._released: list[int] = []
@@ -118,6 +122,8 @@ class Answers:
         sequence.finished()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._predictor.observe(sequence)
+            self._counters.answers += 1
+            self._counters.answer_tokens += sequence.num_output_tokens
         self._running.forget(sequence)
         request_id = sequence.request.request_id
         del self._sequences[request_id]

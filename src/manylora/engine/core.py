@@ -25,6 +25,7 @@ from manylora.adapters.residency import TierState
 from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts
+from manylora.costs.rank_fit import RankFit, RankLoad
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.catalog import AdapterCatalog
 from manylora.engine.adapters.cold_starts import ColdStarts, possible_modes
@@ -133,6 +134,7 @@ class EngineCore:
         )
         predictor = predictor or make_predictor(scheduler, seed)
         costs = OnlineCosts()
+        self._rank_fit = RankFit()
         self._policy = make_policy(
             scheduler.policy,
             PolicyContext(
@@ -184,6 +186,7 @@ class EngineCore:
             policy=self._policy,
             cache=self._cache,
             predictor=predictor,
+            counters=self._counters,
             emit=self._emit,
         )
         self._next_seq_id = 0
@@ -360,6 +363,8 @@ class EngineCore:
         if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s):
             self._costs.step.observe(step.num_tokens, took_s)
             self._running.took(step.load, took_s)
+            if step.rank_load is not None:
+                self._rank_fit.observe(step.rank_load, took_s)
         self._emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
 
     # -- one turn: launch --------------------------------------------------------------------------------------------
@@ -386,8 +391,9 @@ class EngineCore:
             sequences=tuple([sequence.launched(num_tokens) for sequence, num_tokens in draft.parts]),
             released=self._answers.take_released(),
         )
+        rank_load = RankLoad.of(draft.parts) if self._rank_fit.is_due() else None
         work = self._executor.launch(plan, now)
-        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, work, now, draft.is_cold), now)
+        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, rank_load, work, now, draft.is_cold), now)
         if self._sinks:
             num_adapters = len({sequence.adapter for sequence in sequences} - {None})
             self._emit(StepLaunched(now, plan.step_id, len(sequences), num_tokens, num_adapters))
@@ -411,6 +417,7 @@ class EngineCore:
             prefetcher=self._prefetcher,
             cold_starts=self._cold_starts,
             counters=self._counters,
+            fits=self._rank_fit.fits(),
         )
 
     def check_integrity(self) -> None:

@@ -6,10 +6,11 @@ watchdogs and scrapes ask every few seconds, and the loop makes no step meanwhil
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import TierState
+from manylora.costs.rank_fit import StepFit
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.adapters.prefetch import Prefetcher
@@ -33,18 +34,18 @@ def take_snapshot(
     prefetcher: Prefetcher,
     cold_starts: ColdStarts,
     counters: Counters,
+    fits: tuple[StepFit, ...],
 ) -> EngineStats:
     """Return gauges and counters of the engine with these parts."""
     in_pages = [cache.residency(key) for key in cache.in_pages()]
     num_resident = sum([one.device is TierState.RESIDENT for one in in_pages])
     num_on_both = sum([one.device is TierState.RESIDENT and one.host is TierState.RESIDENT for one in in_pages])
 
-    def names(status: SequenceStatus) -> tuple[str, ...]:
-        keys: dict[AdapterKey, None] = {}
-        for sequence in sequences:
-            if sequence.status is status and sequence.adapter is not None:
-                keys[sequence.adapter] = None
-        return tuple(sorted(name for key in keys for name in registry.names_of(key)))
+    def names(keys: Iterable[AdapterKey]) -> tuple[str, ...]:
+        return tuple(sorted(name for key in dict.fromkeys(keys) for name in registry.names_of(key)))
+
+    def names_of(status: SequenceStatus) -> tuple[str, ...]:
+        return names(one.adapter for one in sequences if one.status is status and one.adapter is not None)
 
     return EngineStats(
         num_running=len(running),
@@ -63,8 +64,8 @@ def take_snapshot(
         num_only_disk=cache.num_known - num_resident - cache.num_host + num_on_both,
         num_host=cache.num_host,
         host_bytes=cache.host_bytes,
-        running_adapters=names(SequenceStatus.RUNNING),
-        waiting_adapters=names(SequenceStatus.WAITING),
+        running_adapters=names_of(SequenceStatus.RUNNING),
+        waiting_adapters=names_of(SequenceStatus.WAITING),
         num_loads=cache.num_loads,
         num_disk_loads=cache.num_disk_loads,
         num_evictions=cache.num_evictions,
@@ -80,4 +81,8 @@ def take_snapshot(
         num_generated_tokens=counters.generated_tokens,
         num_adapter_requests=counters.adapter_requests,
         num_adapter_hits=counters.adapter_hits,
+        num_answers=counters.answers,
+        num_answer_tokens=counters.answer_tokens,
+        resident_adapters=names(one.version.key for one in in_pages if one.device is TierState.RESIDENT),
+        fits=fits,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manylora.costs.rank_fit import StepFit
 from manylora.scheduling import QueueStatus
 from manylora.types import AdapterVersion, Tier
 
@@ -18,6 +19,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    answers: int = 0
+    answer_tokens: int = 0
     adapter_requests: int = 0
     adapter_hits: int = 0
     prefix_evictions: int = 0
@@ -111,6 +114,10 @@ class EngineStats:
         num_failed: Versions whose weights could not be read.
         num_only_host: Versions whose highest tier is the host.
         num_only_disk: Versions that are only on disk.
+        num_answers: Requests that ended with a stop token or at their limit.
+        num_answer_tokens: Their generated tokens.
+        resident_adapters: Names of adapters on the device, sorted.
+        fits: Step-time models fitted to this engine's steps; none before enough steps.
         queues: The policy's queues, smallest requests first.
         cold_starts: Cold starts by mode, of the modes that the executor can do; empty if it can only wait.
     """
@@ -146,5 +153,9 @@ class EngineStats:
     num_failed: int = 0
     num_only_host: int = 0
     num_only_disk: int = 0
+    num_answers: int = 0
+    num_answer_tokens: int = 0
+    resident_adapters: tuple[str, ...] = ()
+    fits: tuple[StepFit, ...] = ()
     queues: tuple[QueueStatus, ...] = ()
     cold_starts: tuple[ColdStartStatus, ...] = ()

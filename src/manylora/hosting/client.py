@@ -122,6 +122,7 @@ class EngineClient:
     Args:
         link: Link to the engine, not yet started.
         observe: Called with the engine's observations, message by message.
+        on_started: Called with the id of every request whose first output has arrived.
         on_ended: Called with the id of every request that has ended, for any reason.
     """
 
@@ -130,11 +131,14 @@ class EngineClient:
         link: EngineLink,
         *,
         observe: Callable[[Observations], None],
+        on_started: Callable[[str], object] | None = None,
         on_ended: Callable[[str], object] | None = None,
     ) -> None:
         self._link = link
         self._observe = observe
+        self._on_started = on_started
         self._on_ended = on_ended
+        self._unstarted: set[str] = set()  # empty without ``on_started``
         self._streams: dict[str, OutputStream] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_numbers = itertools.count(1)
@@ -210,6 +214,8 @@ class EngineClient:
         request_ids = [request.request_id for request in requests]
         for request_id in request_ids:
             self._streams[request_id] = stream
+        if self._on_started is not None:
+            self._unstarted.update(request_ids)
         return self._consent(requests, request_ids, each)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
@@ -302,6 +308,8 @@ class EngineClient:
         for message in messages:
             match message:
                 case Turn(outputs, observations):
+                    if self._unstarted:
+                        self._note_started(outputs)
                     for output in outputs:
                         stream = self._streams.get(output.request_id)
                         if stream is not None:
@@ -327,7 +335,15 @@ class EngineClient:
         for observations in observed:  # after the tokens, which clients wait for
             self._observe(observations)
 
+    def _note_started(self, outputs: Sequence[Output]) -> None:
+        assert self._on_started is not None
+        for output in outputs:
+            if output.request_id in self._unstarted:
+                self._unstarted.discard(output.request_id)
+                self._on_started(output.request_id)
+
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
+            self._unstarted.discard(request_id)
             if self._streams.pop(request_id, None) is not None and self._on_ended is not None:
                 self._on_ended(request_id)

@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from random import Random
 from typing import TypeVar
 
 from manylora.engine.status import AdapterStatus, EngineStats
@@ -30,7 +31,8 @@ from manylora.hosting.fleet_adapters import FleetAdapters, successes
 from manylora.hosting.link import EngineLink
 from manylora.hosting.protocol import EngineInfo, Observations
 from manylora.hosting.snapshot import busiest, merge_stats, merge_statuses
-from manylora.routing import AffinityRouter, Dispatcher, Router
+from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext
+from manylora.routing import make_router as router_named
 from manylora.types import Request
 
 __all__ = ["Fleet"]
@@ -47,6 +49,9 @@ UNAVAILABLE = {
 }
 """The reason why no engine serves, and ``Retry-After`` in seconds."""
 
+REPORT_EVERY_S = 1.0
+"""Seconds between two reports of an engine to the router."""
+
 BEST_FIRST = (State.SERVING, State.RESTARTING, State.STARTING, State.DRAINING, State.STOPPED)
 
 
@@ -60,7 +65,7 @@ class Fleet:
         epoch_s: Returns the time in seconds since the epoch.
         restarts: When to restart an engine and when to give it up.
         hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
-        make_router: Returns the router of several engines, given the adapters' ranks by name; ``None`` for affinity.
+        make_router: Returns the router of several engines, given the adapters' ranks by name; ``None`` for the default.
     """
 
     def __init__(
@@ -80,22 +85,27 @@ class Fleet:
         self._required: frozenset[str] | None = None  # while starting
         self._dispatcher: Dispatcher | None = None  # none for one engine, which saves its counting
         if len(links) > 1:
-            router = AffinityRouter(served_name) if make_router is None else make_router(self._book.ranks)
-            self._dispatcher = Dispatcher(router, len(links), self._book.ranks)
-        on_ended = None if self._dispatcher is None else self._dispatcher.ended
+            ranks = self._book.ranks
+            context = RouterContext(rng=Random(0), base_name=served_name, ranks=ranks)
+            router = router_named(DEFAULT_ROUTER, context) if make_router is None else make_router(ranks)
+            self._dispatcher = Dispatcher(router, len(links), ranks)
 
-        def make_client(make_link: Callable[[], EngineLink]) -> EngineClient:
-            return EngineClient(make_link(), observe=observe, on_ended=on_ended)
+        def make_client(engine: int, make_link: Callable[[], EngineLink]) -> EngineClient:
+            dispatcher = self._dispatcher
+            if dispatcher is None:
+                return EngineClient(make_link(), observe=observe)
+            dispatcher.restarted(engine)
+            return EngineClient(make_link(), observe=observe, on_started=dispatcher.started, on_ended=dispatcher.ended)
 
         self._keepers = [
             EngineKeeper(
-                partial(make_client, make_link),
+                partial(make_client, engine, make_link),
                 self._book,
                 lose=self._lose,
                 restarts=restarts or RestartPolicy(),
                 hang_timeout_s=hang_timeout_s,
             )
-            for make_link in links
+            for engine, make_link in enumerate(links)
         ]
         self._num_in_flight = 0
         self._idle = asyncio.Event()
@@ -160,7 +170,11 @@ class Fleet:
         Raises:
             EngineDead: Every engine died too often.
         """
-        await asyncio.gather(*(self._keep(keeper) for keeper in self._keepers))
+        reporting = asyncio.create_task(self._report())
+        try:
+            await asyncio.gather(*(self._keep(keeper) for keeper in self._keepers))
+        finally:
+            reporting.cancel()
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -272,6 +286,19 @@ class Fleet:
             self.cancel([request.request_id for request in requests])
             raise
         return refused
+
+    async def _report(self) -> None:
+        """Tell the router, about once a second, what the engines report."""
+        dispatcher = self._dispatcher
+        while dispatcher is not None:
+            await asyncio.sleep(REPORT_EVERY_S)
+            for engine, keeper in enumerate(self._keepers):
+                if keeper.state is not State.SERVING or keeper.client is None or keeper.info is None:
+                    continue
+                with contextlib.suppress(ManyloraError, TimeoutError):  # it died or hangs: its keeper sees to that
+                    async with asyncio.timeout(REPORT_EVERY_S):
+                        stats, _ = await keeper.client.snapshot(0)
+                    dispatcher.report(engine, ReplicaReport.of(stats, keeper.info.block_size))
 
     async def _lose(self, error: AdapterError) -> None:
         """Unload an adapter that an engine could not load; raise ``error`` if the start requires the adapter."""

@@ -17,7 +17,7 @@ STATES = ("idle", "evicting", "failed", "loading", "active")
 
 
 def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
-    """Return the stats of a fleet: sums, unions of names, and the queues of all engines."""
+    """Return the stats of a fleet: sums, unions of names, and the queues and fits of all engines."""
     sums = {
         one.name: sum(getattr(part, one.name) for part in parts) for one in fields(EngineStats) if one.type == "int"
     }
@@ -28,6 +28,8 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
             "num_registered": max(part.num_registered for part in parts),  # every engine has every name
             "running_adapters": _names(part.running_adapters for part in parts),
             "waiting_adapters": _names(part.waiting_adapters for part in parts),
+            "resident_adapters": _names(part.resident_adapters for part in parts),
+            "fits": tuple(fit for part in parts for fit in part.fits),
             "queues": tuple(queue for part in parts for queue in part.queues),
             "cold_starts": _merge_cold_starts([one for part in parts for one in part.cold_starts]),
         },

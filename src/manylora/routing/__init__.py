@@ -1,7 +1,9 @@
 """Routing: the choice of the replica that serves a request."""
 
+from manylora.routing.auto import AutoRouter
 from manylora.routing.dispatcher import Dispatcher
 from manylora.routing.policies import (
+    DEFAULT_ROUTER,
     ROUTERS,
     AffinityRouter,
     FirstFitRouter,
@@ -11,21 +13,25 @@ from manylora.routing.policies import (
     RouterContext,
     make_router,
 )
-from manylora.routing.rank_aware import RankAwareRouter, StepModel
-from manylora.routing.router import ReplicaLoad, Router
+from manylora.routing.rank_aware import RankAwareRouter
+from manylora.routing.router import Router
+from manylora.routing.view import ReplicaReport, ReplicaView, Sent
 
 __all__ = [
+    "DEFAULT_ROUTER",
     "ROUTERS",
     "AffinityRouter",
+    "AutoRouter",
     "Dispatcher",
     "FirstFitRouter",
     "LeastLoadedRouter",
     "PowerOfTwoRouter",
     "RandomRouter",
     "RankAwareRouter",
-    "ReplicaLoad",
+    "ReplicaReport",
+    "ReplicaView",
     "Router",
     "RouterContext",
-    "StepModel",
+    "Sent",
     "make_router",
 ]

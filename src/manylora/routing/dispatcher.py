@@ -1,20 +1,29 @@
-"""The dispatcher: a router, and the requests in flight at each replica."""
+"""The dispatcher: a router, and the view of every replica that it decides by."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Seq
 
-from manylora.routing.router import ReplicaLoad, Router
+from manylora.routing.router import Router
+from manylora.routing.view import MEAN_ANSWER_TOKENS, ReplicaReport, ReplicaView, Sent
 from manylora.types import Request
 
 __all__ = ["Dispatcher"]
 
+MEMORY = 1000.0
+"""Answers over which their mean length is taken."""
+
+PRIOR_ANSWERS = 4.0
+"""Weight of the assumed mean length, in answers."""
+
 
 class Dispatcher:
-    """Chooses replicas and counts their requests.
+    """Chooses replicas and keeps their views. Purely told: it reads no clock and waits for nothing.
 
     Args:
+        router: Chooses.
+        num_replicas: Replicas, serving or not.
         ranks: Rank of each adapter by name; a name that is missing counts as the base.
     """
 
@@ -22,31 +31,74 @@ class Dispatcher:
         assert num_replicas >= 1
         self._router = router
         self._ranks = {} if ranks is None else ranks
-        self._loads = [ReplicaLoad() for _ in range(num_replicas)]
-        self._in_flight: dict[str, tuple[int, int, int]] = {}  # request id -> replica, prompt tokens, rank
+        self._views = [ReplicaView() for _ in range(num_replicas)]
+        self._every = range(num_replicas)
+        self._in_flight: dict[str, Sent] = {}
+        self._counted = [(0, 0)] * num_replicas  # answers and their tokens in the last report
+        self._num_answers = PRIOR_ANSWERS
+        self._num_answer_tokens = PRIOR_ANSWERS * MEAN_ANSWER_TOKENS
 
     @property
-    def loads(self) -> Seq[ReplicaLoad]:
-        """The requests in flight, by replica."""
-        return self._loads
+    def views(self) -> Seq[ReplicaView]:
+        """The replicas, by index."""
+        return self._views
 
     def dispatch(self, request: Request, serving: Container[int] | None = None) -> int:
-        """Return the replica for a request, and count it there until ``ended``.
+        """Return the replica for a request, and count it there until ``ended``. The router is asked once.
 
-        ``serving`` names the replicas that can take it, at least one; all when ``None``. The router chooses among all
-        first, so that an outage moves only the requests of the replica that is out.
+        ``serving`` names the replicas that can take it, at least one; all when ``None``.
         """
-        replica = self._router.choose(request, self._loads)
-        if serving is not None and replica not in serving:
-            left = [index for index in range(len(self._loads)) if index in serving]
-            replica = left[self._router.choose(request, [self._loads[index] for index in left])]
-        num_tokens, rank = len(request.prompt), self._ranks.get(request.model, 0)
-        self._in_flight[request.request_id] = replica, num_tokens, rank
-        self._loads[replica].add(num_tokens, rank)
+        among = self._every if serving is None else [index for index in self._every if index in serving]
+        replica = self._router.choose(request, self._views, among)
+        assert replica in among, f"the router chose {replica = }, expected one of {among}"
+        rank = self._ranks.get(request.model)
+        sent = Sent(
+            replica=replica,
+            adapter=None if rank is None else request.model,
+            rank=rank or 0,
+            num_prompt_tokens=len(request.prompt),
+            most_tokens=request.sampling.max_tokens,
+        )
+        self._in_flight[request.request_id] = sent
+        self._views[replica].add(sent)
         return replica
+
+    def started(self, request_id: str) -> None:
+        """Learn that a request has its first token; a request that is not in flight is ignored."""
+        sent = self._in_flight.get(request_id)
+        if sent is not None:
+            self._views[sent.replica].start(sent)
 
     def ended(self, request_id: str) -> int:
         """Learn that a request ended or was refused; return its replica."""
-        replica, num_tokens, rank = self._in_flight.pop(request_id)
-        self._loads[replica].remove(num_tokens, rank)
-        return replica
+        sent = self._in_flight.pop(request_id)
+        self._views[sent.replica].remove(sent)
+        return sent.replica
+
+    def report(self, replica: int, report: ReplicaReport) -> None:
+        """Learn a replica's own account, at any interval.
+
+        Replicas without a step-time model of their own are taken to be as fast as the one that reported last.
+        """
+        self._views[replica].learn(report)
+        self._count_answers(replica, report)
+        mean_answer_tokens = self._num_answer_tokens / self._num_answers
+        for view in self._views:
+            view.guess(report.steps, mean_answer_tokens)
+
+    def restarted(self, replica: int) -> None:
+        """Learn that a replica's memory is empty: no adapter is on its device any more."""
+        self._views[replica].forget()
+        self._counted[replica] = 0, 0
+
+    def _count_answers(self, replica: int, report: ReplicaReport) -> None:
+        """Learn the mean length of an answer."""
+        answers, tokens = self._counted[replica]
+        self._counted[replica] = report.num_answers, report.num_answer_tokens
+        if report.num_answers <= answers:  # none, or its counters began again
+            return
+        self._num_answers += report.num_answers - answers
+        self._num_answer_tokens += max(0, report.num_answer_tokens - tokens)
+        if self._num_answers > MEMORY:
+            self._num_answer_tokens *= MEMORY / self._num_answers
+            self._num_answers = MEMORY

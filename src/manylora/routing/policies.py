@@ -1,4 +1,4 @@
-"""Routing policies: random, by load, and by adapter within a bound on load; by rank in ``rank_aware.py``.
+"""Routing policies: random, by load, and by adapter within a bound on load; others have files of their own.
 
 The route of a request decides which replica needs its adapter. Spread evenly, every replica comes to hold every
 adapter. Kept together, each holds a share of them and hits its cache more often, but a popular adapter can exceed the
@@ -11,17 +11,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from random import Random
 from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.plugins import find_factory, made_by, options_for, takes
-from manylora.routing.rank_aware import RankAwareRouter, StepModel
-from manylora.routing.router import ReplicaLoad, Router
+from manylora.routing.auto import AutoRouter
+from manylora.routing.rank_aware import RankAwareRouter
+from manylora.routing.rendezvous import Rendezvous
+from manylora.routing.router import Router
+from manylora.routing.view import ReplicaView
 from manylora.types import Request
 
 __all__ = [
+    "DEFAULT_ROUTER",
     "ROUTERS",
     "AffinityRouter",
     "FirstFitRouter",
@@ -42,17 +45,20 @@ class RandomRouter:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Draw a replica."""
-        return self._rng.randrange(len(replicas))
+        return among[self._rng.randrange(len(among))]
 
 
 class LeastLoadedRouter:
-    """The replica with the fewest requests in flight; of equals, that with the fewest prompt tokens."""
+    """The replica with the fewest requests in flight; of equals, that with the fewest prompt tokens.
 
-    def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
+    CaraServe's *most idle*.
+    """
+
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Compare all of them."""
-        return _least_loaded(replicas)
+        return _least_loaded(replicas, among)
 
 
 class FirstFitRouter:
@@ -64,12 +70,12 @@ class FirstFitRouter:
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
 
-    def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Search from the first on."""
-        for index, replica in enumerate(replicas):
-            if replica.num_requests < self._max_num_seqs:
+        for index in among:
+            if replicas[index].load < self._max_num_seqs:
                 return index
-        return _least_loaded(replicas)
+        return _least_loaded(replicas, among)
 
 
 class PowerOfTwoRouter:
@@ -81,27 +87,25 @@ class PowerOfTwoRouter:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Compare two of them."""
-        if len(replicas) == 1:
-            return 0
-        return _least_loaded(replicas, self._rng.sample(range(len(replicas)), 2))
+        if len(among) == 1:
+            return among[0]
+        return _least_loaded(replicas, self._rng.sample(among, 2))
 
 
 class AffinityRouter:
     """The home replica of an adapter; the next in the adapter's own order while that one is overloaded.
 
-    Every adapter orders the replicas by a hash of both names (rendezvous hashing): a new replica takes over its fair
-    share of adapters and moves no others. A replica is skipped while it has ``overload`` times its share of the load,
-    so a popular adapter spreads over as many as it needs, always the same ones. Requests for the base go to the least
-    loaded replica.
+    Every adapter has an order of the replicas (``rendezvous.py``). A replica is skipped while it has ``overload`` times
+    its share of the load, so a popular adapter spreads over as many as it needs, always the same ones. Requests for the
+    base go to the least loaded replica.
 
     Args:
         base_name: The base model's name in requests.
         overload: Most load, relative to the mean; above 1.
 
-    Source: Thaler and Ravishankar, 1998 (rendezvous hashing); Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing
-    with bounded loads", 2018.
+    Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018.
     """
 
     def __init__(self, base_name: str = "", overload: float = OVERLOAD) -> None:
@@ -109,23 +113,16 @@ class AffinityRouter:
             raise ConfigError(f"Got {overload = }, expected a number above 1")
         self._base_name = base_name
         self._overload = overload
-        self._orders: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._rendezvous = Rendezvous()
 
-    def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Return the first replica with room in the adapter's order; one always is at or below the mean."""
         if request.model in ("", self._base_name):
-            return _least_loaded(replicas)
-        num_requests = 1 + sum(replica.num_requests for replica in replicas)
-        most = math.ceil(self._overload * num_requests / len(replicas))
-        return next(index for index in self._order(request.model, len(replicas)) if replicas[index].num_requests < most)
-
-    def _order(self, adapter: str, num_replicas: int) -> tuple[int, ...]:
-        """Return the replicas in the order of an adapter, cached."""
-        order = self._orders.get((adapter, num_replicas))
-        if order is None:
-            order = tuple(sorted(range(num_replicas), key=lambda index: _rank(adapter, index)))
-            self._orders[adapter, num_replicas] = order
-        return order
+            return _least_loaded(replicas, among)
+        num_requests = 1 + sum([replicas[index].load for index in among])
+        most = math.ceil(self._overload * num_requests / len(among))
+        order = self._rendezvous.order(request.model, len(replicas))
+        return next(index for index in order if index in among and replicas[index].load < most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +133,6 @@ class RouterContext:
         base_name: The base model's name in requests.
         max_num_seqs: Requests that a replica runs at once.
         ranks: Rank of each adapter by name.
-        steps: The cost of steps, if known.
-        mean_answer_tokens: Mean length of an answer.
         options: The router's own ``Options``, checked; ``None`` where it has none.
     """
 
@@ -145,28 +140,30 @@ class RouterContext:
     base_name: str = ""
     max_num_seqs: int = 128
     ranks: Mapping[str, int] = field(default_factory=dict)
-    steps: StepModel | None = None
-    mean_answer_tokens: float = 200.0
     options: Any = None
 
 
 @takes(RankAwareRouter.Options)
 def _rank_aware(context: RouterContext) -> Router:
-    if context.steps is None:
-        raise ConfigError("Router 'rank-aware' needs the cost of steps")
-    return RankAwareRouter(
-        context.steps, context.ranks, mean_answer_tokens=context.mean_answer_tokens, tbt_s=context.options.tbt_s
-    )
+    return RankAwareRouter(context.ranks, tbt_s=context.options.tbt_s)
+
+
+@takes(AutoRouter.Options)
+def _auto(context: RouterContext) -> Router:
+    return AutoRouter(context.ranks, max_num_seqs=context.max_num_seqs, tbt_s=context.options.tbt_s)
 
 
 ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
     "affinity": lambda context: AffinityRouter(context.base_name),
+    "auto": _auto,
     "first-fit": lambda context: FirstFitRouter(context.max_num_seqs),
     "least-loaded": lambda context: LeastLoadedRouter(),
     "power-of-two": lambda context: PowerOfTwoRouter(context.rng),
     "random": lambda context: RandomRouter(context.rng),
     "rank-aware": _rank_aware,
 }
+
+DEFAULT_ROUTER = "auto"
 
 
 def make_router(name: str, context: RouterContext, given: Mapping[str, object] | None = None) -> Router:
@@ -178,7 +175,7 @@ def make_router(name: str, context: RouterContext, given: Mapping[str, object] |
         given: Its options, by key.
 
     Raises:
-        ConfigError: No router has that name, an option is wrong, or it needs the cost of steps and that is unknown.
+        ConfigError: No router has that name, or an option is wrong.
     """
     options = options_for("router", name, ROUTERS, given or {})
     return made_by(
@@ -186,10 +183,5 @@ def make_router(name: str, context: RouterContext, given: Mapping[str, object] |
     )
 
 
-def _least_loaded(replicas: Seq[ReplicaLoad], indices: Iterable[int] | None = None) -> int:
-    among = range(len(replicas)) if indices is None else indices
-    return min(among, key=lambda index: (replicas[index].num_requests, replicas[index].num_prompt_tokens, index))
-
-
-def _rank(adapter: str, replica: int) -> bytes:
-    return blake2b(f"{replica}/{adapter}".encode(), digest_size=8).digest()
+def _least_loaded(replicas: Seq[ReplicaView], among: Iterable[int]) -> int:
+    return min(among, key=lambda index: (replicas[index].load, replicas[index].num_prompt_tokens, index))

@@ -1,8 +1,8 @@
 """Routing by rank: a request goes to the replica where it slows the others down least.
 
 Under padded kernels one adapter of rank 64 makes every row of a batch cost 64; under unpadded ones each row costs its
-own rank, and the sum counts. A router that knows the kernels and the cost of a step separates small ranks from large
-ones, or spreads them, accordingly.
+own rank, and the sum counts. A router that knows the cost of a step separates small ranks from large ones, or spreads
+them, accordingly. Each engine fits that cost to its own steps (``costs/rank_fit.py``).
 
 Source: CaraServe, "Rank-aware request scheduling", algorithm 1.
 """
@@ -13,60 +13,51 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from manylora.errors import ConfigError
 from manylora.options import check_options, option
-from manylora.routing.router import ReplicaLoad
+from manylora.routing.view import ReplicaView
 from manylora.types import Request
 
-__all__ = ["RankAwareRouter", "StepModel"]
+__all__ = ["RankAwareRouter", "added_time"]
 
 PENALTY_S = 1.0
 """Added where the SLO would be missed: longer than any step, so that such a replica is the last resort."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepModel:
-    """A linear model of the duration of a step, in seconds: coarse, and enough to compare replicas.
+def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: float) -> tuple[float, float]:
+    """Return the time that a request would add at a replica to the next step and to each decode step, in seconds.
+
+    The next step runs the prompts that wait, beside the requests that decode; without any it is a decode step.
 
     Args:
-        step_s: Fixed cost of a decode step.
-        request_s: Cost of each request that decodes.
-        rank_s: Cost of each unit of rank: of the largest times the requests if ``is_padded``, else of the sum.
-        prompt_token_s: Cost of each token of a prompt.
-        prompt_token_rank_s: Cost of each token of a prompt and unit of its rank.
-        is_padded: Whether every row costs the largest rank in the batch.
+        view: The replica.
+        num_tokens: Tokens of the prompt.
+        rank: Rank of its adapter, 0 for the base.
+        answer_tokens: Expected length of its answer.
     """
-
-    step_s: float
-    request_s: float
-    rank_s: float
-    prompt_token_s: float
-    prompt_token_rank_s: float
-    is_padded: bool
-
-    def decode_s(self, num_requests: int, sum_rank: int, max_rank: int) -> float:
-        """Return the duration of a decode step, in seconds."""
-        rank = num_requests * max_rank if self.is_padded else sum_rank
-        return self.step_s + self.request_s * num_requests + self.rank_s * rank
-
-    def prompt_s(self, num_tokens: int, rank: int) -> float:
-        """Return the time that a prompt adds to its steps, in seconds."""
-        return num_tokens * (self.prompt_token_s + self.prompt_token_rank_s * rank)
+    steps, times = view.steps, view.times()
+    adapted, max_rank = view.num_adapted, view.max_rank
+    largest = rank if rank > max_rank else max_rank
+    rows = times.num_rows + num_tokens
+    context = times.context + num_tokens
+    added_rank, adapted_rows = 0, times.num_adapted_rows
+    if rank:
+        added_rank = (adapted + 1) * largest - adapted * max_rank if steps.is_padded else rank
+        adapted_rows += num_tokens
+    row_rank = times.row_rank + num_tokens * rank
+    prefill_s = steps.prefill_s(rows, context, adapted_rows, row_rank, largest) - times.next_s
+    decode_s = steps.request_s + steps.context_s * (num_tokens + answer_tokens / 2) + steps.rank_s * added_rank
+    return max(0.0, prefill_s), decode_s
 
 
 class RankAwareRouter:
     """The replica where the time added to all requests in flight is least.
 
     That is the time a request adds to each token of the others: its prompt, spread over an answer, and its part in
-    every decode step, with a penalty where decoding would be slower than the SLO. At an idle replica it is 0.
-
-    We differ from the source in one thing: a prompt is priced by itself, not with those that wait beside it, because
-    this router cannot know which prompts have begun.
+    every decode step, with a penalty where decoding would be slower than the SLO; times the requests there. At an idle
+    replica it is 0.
 
     Args:
-        steps: The cost of steps.
         ranks: Rank of each adapter by name.
-        mean_answer_tokens: Mean length of an answer.
         tbt_s: SLO of the time between tokens, in seconds; ``None`` for none.
     """
 
@@ -74,33 +65,30 @@ class RankAwareRouter:
     class Options:
         """The SLO."""
 
-        tbt_s: float | None = option(None, unit="s", above=0, help="Under rank-aware: SLO of the time between tokens.")
+        tbt_s: float | None = option(None, unit="s", above=0, help="SLO of the time between tokens.")
 
         def __post_init__(self) -> None:
             check_options(self)
 
-    def __init__(
-        self, steps: StepModel, ranks: Mapping[str, int], *, mean_answer_tokens: float, tbt_s: float | None = None
-    ) -> None:
-        if mean_answer_tokens <= 0:
-            raise ConfigError(f"Got {mean_answer_tokens = }, expected a number above 0")
-        self._steps = steps
+    def __init__(self, ranks: Mapping[str, int], *, tbt_s: float | None = None) -> None:
         self._ranks = ranks
-        self._mean_answer_tokens = mean_answer_tokens
         self._tbt_s = tbt_s
 
-    def choose(self, request: Request, replicas: Seq[ReplicaLoad]) -> int:
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Compare the added time at every replica."""
         rank = self._ranks.get(request.model, 0)
-        prompt_s = self._steps.prompt_s(len(request.prompt), rank) / self._mean_answer_tokens
+        num_tokens = len(request.prompt)
 
         def total_s(index: int) -> float:
-            load = replicas[index]
-            before_s = self._steps.decode_s(load.num_requests, load.sum_rank, load.max_rank)
-            after_s = self._steps.decode_s(load.num_requests + 1, load.sum_rank + rank, max(load.max_rank, rank))
-            cost_s = prompt_s + after_s - before_s
-            if self._tbt_s is not None and after_s > self._tbt_s:
+            view = replicas[index]
+            load = view.load
+            if not load:
+                return 0.0
+            mean_answer = view.mean_answer_tokens
+            prefill_s, decode_s = added_time(view, num_tokens, rank, mean_answer)
+            cost_s = prefill_s / mean_answer + decode_s
+            if self._tbt_s is not None and view.times().decode_s + decode_s > self._tbt_s:
                 cost_s += PENALTY_S
-            return cost_s * load.num_requests
+            return cost_s * load
 
-        return min(range(len(replicas)), key=total_s)
+        return min(among, key=total_s)

@@ -39,6 +39,7 @@ from manylora.costs.roofline import RooflineCost, memory_for_pool
 from manylora.costs.workers import AssistCost, CpuWorkers
 from manylora.errors import ConfigError
 from manylora.options import check_options, option
+from manylora.routing import DEFAULT_ROUTER
 from manylora.sim.run.simulation import SimulationConfig
 
 __all__ = ["Setup", "make_config", "read_dims"]
@@ -79,7 +80,7 @@ class Setup:
         1, panel="Setup", flag="--replicas", unit="replicas", help="Replicas that share the requests."
     )
     router: str = option(
-        "affinity", panel="Setup", plugin="router", help="Routing policy: chooses the replica of a request."
+        DEFAULT_ROUTER, panel="Setup", plugin="router", help="Routing policy: chooses the replica of a request."
     )
     router_options: Mapping[str, Any] = option(
         factory=dict,

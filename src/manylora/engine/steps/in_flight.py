@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from manylora.costs.online import StepLoad
+from manylora.costs.rank_fit import RankLoad
 from manylora.engine.steps.plan_ahead import plan_at
 from manylora.memory import ReloadCosts
 from manylora.plan import StepPlan, StepResult
@@ -24,6 +25,7 @@ class Step:
         sequences: Its sequences, in the plan's order.
         num_tokens: Tokens that it runs.
         load: Its size for the cost model, ``None`` while no cost is asked for.
+        rank_load: Its content for the fits of step times, ``None`` for a step that is not observed.
         began_at: Time in seconds of its launch, or of the end of the step before it if that is later.
         is_cold: Whether adapters of sequences may be elsewhere than in complete pages.
     """
@@ -32,6 +34,7 @@ class Step:
     sequences: list[Sequence]
     num_tokens: int
     load: StepLoad | None
+    rank_load: RankLoad | None
     work: Work
     began_at: float
     is_cold: bool = False

@@ -34,9 +34,8 @@ from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
 from manylora.plan import AdapterLoad, PlannedSequence
-from manylora.plugins import is_own, options_for
-from manylora.routing import Dispatcher, Router, RouterContext, make_router
-from manylora.routing.step_model import step_model
+from manylora.plugins import options_for
+from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
 from manylora.scheduling import LengthPredictor, Sequence
 from manylora.scheduling.prediction import PREDICTORS, NoisyPredictor, OraclePredictor
 from manylora.sim.run.adapters import adapter_versions
@@ -49,6 +48,9 @@ from manylora.workloads import RequestSpec, Workload
 __all__ = ["Progress", "Run", "SimulationConfig", "simulate"]
 
 BASE_NAME = "base"
+REPORT_EVERY_S = 1.0
+"""Virtual seconds between two reports of the replicas to the router, at least: they come with a request."""
+
 TOKEN, END = SampledToken(token_id=3), SampledToken(token_id=4)
 
 Progress = Callable[[int, float], None]
@@ -87,7 +89,7 @@ class SimulationConfig:
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(prefix_caching=False))
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     num_replicas: int = 1
-    router: str = "affinity"
+    router: str = DEFAULT_ROUTER
     router_options: Mapping[str, Any] = field(default_factory=dict)
     scheduler_time_s: float = 0.0
     interference: Mapping[Tier, float] = field(default_factory=dict)
@@ -173,25 +175,42 @@ def simulate(
     cores = [_make_core(workload, config, index, (recorder, *sinks)) for index, recorder in enumerate(recorders)]
     for core, recorder in zip(cores, recorders, strict=True):
         recorder.watch(core.stats)
-    dispatcher = Dispatcher(_make_router(workload, config, ranks), config.num_replicas, ranks)
-    num_ended = 0
+    dispatcher = Dispatcher(_make_router(config, ranks), config.num_replicas, ranks)
+    num_ended, report_at = 0, REPORT_EVERY_S
+    waiting: set[str] = set()
+
+    def dispatch(request: Request) -> int:
+        nonlocal report_at
+        now = clock.now()
+        if now >= report_at:
+            report_at = now + REPORT_EVERY_S
+            for index, core in enumerate(cores):
+                dispatcher.report(index, ReplicaReport.of(core.stats(), config.memory.block_size))
+        waiting.add(request.request_id)
+        return dispatcher.dispatch(request)
 
     def take(outputs: list[Output], now: float) -> None:
         nonlocal num_ended
-        ended = [output.request_id for output in outputs if output.finish is not None]
-        for request_id in ended:
-            dispatcher.ended(request_id)
-        num_ended += len(ended)
+        ended = 0
+        for output in outputs:
+            if output.request_id in waiting:
+                waiting.discard(output.request_id)
+                dispatcher.started(output.request_id)
+            if output.finish is not None:
+                dispatcher.ended(output.request_id)
+                ended += 1
+        num_ended += ended
         if ended and on_progress is not None:
             on_progress(num_ended, now)
 
     def refuse(request: Request, error: ManyloraError, now: float) -> None:
         nonlocal num_ended
         num_ended += 1
+        waiting.discard(request.request_id)
         recorders[dispatcher.ended(request.request_id)].refuse(request, error, now)
 
     arrivals = Arrivals(_arrivals(workload, config), on_rejected=refuse)
-    drive(cores, clock, arrivals, dispatch=dispatcher.dispatch, on_outputs=take)
+    drive(cores, clock, arrivals, dispatch=dispatch, on_outputs=take)
     records = [record for recorder in recorders for record in recorder.records]
     return Run(
         workload=workload.name,
@@ -212,16 +231,12 @@ class _WithoutLoads:
         return 0.0
 
 
-def _make_router(workload: Workload, config: SimulationConfig, ranks: Mapping[str, int]) -> Router:
-    num_tokens = sum(request.num_output_tokens for request in workload.requests)
+def _make_router(config: SimulationConfig, ranks: Mapping[str, int]) -> Router:
     context = RouterContext(
         rng=Random(f"router/{config.seed}"),
         base_name=BASE_NAME,
         max_num_seqs=config.scheduler.max_num_seqs,
         ranks=ranks,
-        # Only for routers that may use it: a profile with jitter would draw for it.
-        steps=step_model(config.cost) if config.router == "rank-aware" or is_own(config.router) else None,
-        mean_answer_tokens=max(1.0, num_tokens / max(1, len(workload.requests))),
     )
     return make_router(config.router, context, config.router_options)
 

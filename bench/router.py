@@ -1,0 +1,101 @@
+"""The cost of a routing decision: 64 replicas, 10,000 adapters, 2,000 requests under way.
+
+A decision is one dispatch. An older request ends before it, and all replicas report ten times while 2,000 requests
+arrive; reports are timed apart. The first decisions fill the fleet and are not counted.
+
+    python bench/router.py
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+
+from publishing import arguments, publish, table
+
+from manylora.costs.step_model import PRIOR
+from manylora.routing import ROUTERS, Dispatcher, ReplicaReport, RouterContext, make_router
+from manylora.types import Request, SamplingParams
+
+LIMIT_US = 100.0
+
+
+def adapters_asked(rng: random.Random, num: int, num_adapters: int) -> list[str]:
+    """Return adapters by Zipf's law."""
+    weights = [1.0 / (place + 1) for place in range(num_adapters)]
+    return [f"adapter-{index}" for index in rng.choices(range(num_adapters), weights, k=num)]
+
+
+def measure(name: str, num: int, *, replicas: int, adapters: int, under_way: int) -> dict[str, float]:
+    """Return microseconds per decision and per report."""
+    rng = random.Random(1)
+    ranks = {f"adapter-{index}": 8 << index % 4 for index in range(adapters)}
+    context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=128)
+    dispatcher = Dispatcher(make_router(name, context, {"tbt_s": 0.05}), replicas, ranks)
+    prompt = tuple(range(300))
+    requests = [
+        Request(
+            request_id=str(index),
+            prompt=prompt[: rng.randint(20, 300)],
+            model=model,
+            sampling=SamplingParams(max_tokens=256),
+        )
+        for index, model in enumerate(adapters_asked(rng, under_way + num, adapters))
+    ]
+    in_flight: deque[str] = deque()
+    decisions: list[float] = []
+    reports: list[float] = []
+    for index, request in enumerate(requests):
+        if len(in_flight) == under_way:
+            dispatcher.ended(in_flight.popleft())
+        begin = time.thread_time()
+        dispatcher.dispatch(request)
+        took = time.thread_time() - begin
+        in_flight.append(request.request_id)
+        if index >= under_way:
+            decisions.append(took * 1e6)
+        if len(in_flight) > under_way // 20:
+            dispatcher.started(in_flight[-under_way // 20])
+        if index % (under_way // 10) == 0:
+            for replica, view in enumerate(dispatcher.views):
+                kept = list(view.resident)[-200:]  # as many as an engine's memory holds
+                report = ReplicaReport(
+                    num_requests=view.num_requests, kv_tokens=40_000, resident=kept, steps=PRIOR, num_answers=index
+                )
+                begin = time.thread_time()
+                dispatcher.report(replica, report)
+                reports.append((time.thread_time() - begin) * 1e6)
+    decisions.sort()
+    return {
+        "mean_us": sum(decisions) / len(decisions),
+        "p50_us": decisions[len(decisions) // 2],
+        "p99_us": decisions[len(decisions) * 99 // 100],
+        "report_us": sum(reports) / len(reports),
+    }
+
+
+def main() -> None:
+    """Measure every router."""
+    options = arguments(__doc__, quick="a tenth of the requests").parse_args()
+    num = 2_000 if options.quick else 20_000
+    found = {name: measure(name, num, replicas=64, adapters=10_000, under_way=2_000) for name in ROUTERS}
+    rows = [
+        [name, *(f"{one[key]:.1f}" for key in ("mean_us", "p50_us", "p99_us", "report_us"))]
+        for name, one in found.items()
+    ]
+    lines = [
+        "# Cost of a routing decision",
+        "",
+        "64 replicas, 10,000 adapters (Zipf), 2,000 requests under way; microseconds of processor time.",
+        "`python bench/router.py`",
+        "",
+        *table(["router", "mean", "median", "P99", "a report"], rows),
+        "",
+        f"Goal: at most {LIMIT_US:.0f} us on average.",
+    ]
+    publish("router", {"limit_us": LIMIT_US, "routers": found}, "\n".join(lines), is_kept=not options.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The duration of a step as a line over its requests and the ranks of their adapters, for routers.
+
+::
+
+    decode    1, requests, context, X                 a step in which every sequence has one token
+    prefill   1, tokens beyond 0, 64, 128, 256, context, X        a step with prompt tokens, decoding beside them
+
+*Padded* kernels apply the largest rank of a step to every row: ``X`` is the rows with an adapter times that rank.
+*Unpadded* ones apply each row's own: ``X`` is the sum of ranks over rows. Steps of few tokens wait for the reads of the
+base's weights and longer ones for arithmetic; the four terms over tokens follow that bend wherever it lies.
+
+Source: CaraServe, "Performance model". There the base of a step is constant; ours has terms for requests, context and
+prompt tokens beside the rank, because one engine serves batches of every size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PRIOR", "TOKEN_KNOTS", "StepModel"]
+
+TOKEN_KNOTS = (0, 64, 128, 256)
+"""Tokens of a step at which the cost of one more token may change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """The cost of steps, in seconds: fitted by an engine, or a guess before its first steps.
+
+    Args:
+        step_s: Fixed cost of a decode step.
+        request_s: Cost of each sequence in it.
+        context_s: Cost of each token of KV that it reads.
+        rank_s: Cost of each unit of ``X`` in it.
+        is_padded: Whether ``X`` of decode steps is padded.
+        prompt_step_s: Fixed cost of a step with prompt tokens.
+        token_s: Cost of one more token in it, beyond each of ``TOKEN_KNOTS``.
+        prompt_context_s: Cost of each token of KV that it reads.
+        token_rank_s: Cost of each unit of ``X`` in it.
+        is_prompt_padded: Whether ``X`` of steps with prompts is padded.
+    """
+
+    step_s: float
+    request_s: float
+    context_s: float
+    rank_s: float
+    is_padded: bool
+    prompt_step_s: float
+    token_s: tuple[float, ...]
+    prompt_context_s: float
+    token_rank_s: float
+    is_prompt_padded: bool
+
+    def decode_s(self, num_requests: int, context: float, num_adapted: int, sum_rank: int, max_rank: int) -> float:
+        """Return the duration of a decode step.
+
+        Args:
+            num_requests: Sequences in the step.
+            context: Their tokens of KV.
+            num_adapted: Those with an adapter.
+            sum_rank: Sum of the ranks of their adapters.
+            max_rank: Largest of these ranks.
+        """
+        rank = num_adapted * max_rank if self.is_padded else sum_rank
+        return self.step_s + self.request_s * num_requests + self.context_s * context + self.rank_s * rank
+
+    def prefill_s(self, num_tokens: float, context: float, num_adapted: float, sum_rank: float, max_rank: int) -> float:
+        """Return the duration of a step with prompt tokens.
+
+        Args:
+            num_tokens: Tokens in the step.
+            context: Tokens of KV that it reads, its own included.
+            num_adapted: Tokens with an adapter.
+            sum_rank: Sum of ranks over tokens.
+            max_rank: Largest rank in the step.
+        """
+        rank = num_adapted * max_rank if self.is_prompt_padded else sum_rank
+        seconds = self.prompt_step_s + self.prompt_context_s * context + self.token_rank_s * rank
+        for knot, token_s in zip(TOKEN_KNOTS, self.token_s, strict=True):
+            if num_tokens <= knot:
+                break
+            seconds += token_s * (num_tokens - knot)
+        return seconds
+
+
+PRIOR = StepModel(
+    step_s=0.02,
+    request_s=1e-4,
+    context_s=1e-6,
+    rank_s=2e-6,
+    is_padded=False,
+    prompt_step_s=0.02,
+    token_s=(5e-5, 0.0, 1e-4, 0.0),
+    prompt_context_s=1e-6,
+    token_rank_s=1e-7,
+    is_prompt_padded=False,
+)
+"""A model of seven billion weights on a data-centre GPU: the guess before an engine has reported its fits."""
