@@ -18,6 +18,7 @@ from manylora.errors import RequestError
 __all__ = [
     "AdapterKey",
     "AdapterVersion",
+    "Continuation",
     "FinishReason",
     "Output",
     "Request",
@@ -121,6 +122,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """The answer so far of a request that another engine began; the next engine goes on after it.
+
+    Args:
+        tokens: Tokens that the client has; they count as generated. None if no token had come yet.
+        adapter: The adapter version that they are from, ``None`` for the base.
+    """
+
+    tokens: tuple[int, ...] = ()
+    adapter: AdapterKey | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A user's request.
 
@@ -132,6 +146,9 @@ class Request:
         tenant: The user, for fairness and accounting.
         cache_salt: Prefix blocks are shared only between equal salts.
         priority: Lower is sooner, for policies that use it.
+        seed: Seed drawn for a request whose ``sampling`` has none, so that every engine continues it alike; ``None``
+            lets the engine draw one.
+        continuation: The answer so far, if another engine began it.
     """
 
     request_id: str
@@ -141,6 +158,8 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
+    seed: int | None = None
+    continuation: Continuation | None = None
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):

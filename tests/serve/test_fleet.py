@@ -23,10 +23,10 @@ from manylora.errors import (
     ModelNotFound,
 )
 from manylora.hosting.adapter_book import LoraModule
-from manylora.hosting.client import OutputStream
 from manylora.hosting.engine_keeper import RestartPolicy, State
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.link import LINKS
+from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import EngineSpec
 from manylora.hosting.service import BuildParts, EngineService
 from manylora.plan import StepPlan

@@ -1,13 +1,15 @@
 """The engines of a service behind one interface, for routes, the offline API and load tests.
 
 A router picks the engine of each request, as in a simulation with replicas. Adapters are loaded on all engines. Each
-engine is restarted by itself, and its death fails its own requests alone. The server runs a fleet of one engine.
+engine is restarted by itself, and its requests go on elsewhere meanwhile.
 
 ::
 
-    submit ---> Dispatcher ---> EngineKeeper 0 ---> EngineClient ---> link ---> engine
-    adapters.load, pin ... -+-> EngineKeeper 1 ---> EngineClient ---> link ---> engine
-                            |
+    submit ---> FleetRequests ---> EngineKeeper 0 ---> EngineClient ---> link ---> engine
+                   |     ^
+                   |     +--- Resumer: requests of lost engines, with their answers so far
+                   +-------------> EngineKeeper 1 ---> EngineClient ---> link ---> engine
+    adapters.load, pin ... -+--->
                             +-> AdapterBook: recorded after all engines, read by an engine that restarts
 """
 
@@ -24,11 +26,14 @@ from typing import TypeVar
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError
 from manylora.hosting.adapter_book import AdapterBook, LoraModule
-from manylora.hosting.client import EngineClient, OutputStream
+from manylora.hosting.client import EngineClient
 from manylora.hosting.engine_keeper import EngineKeeper, RestartPolicy, State
 from manylora.hosting.fleet_adapters import FleetAdapters, successes
+from manylora.hosting.fleet_requests import FleetRequests
 from manylora.hosting.link import EngineLink
+from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import EngineInfo, Observations
+from manylora.hosting.resumption import ResumePolicy, ResumeStats
 from manylora.hosting.snapshot import busiest, merge_stats, merge_statuses
 from manylora.routing import AffinityRouter, Dispatcher, Router
 from manylora.types import Request
@@ -61,6 +66,9 @@ class Fleet:
         restarts: When to restart an engine and when to give it up.
         hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
         make_router: Returns the router of several engines, given the adapters' ranks by name; ``None`` for affinity.
+        resumes: When requests of a lost engine go on elsewhere; ``None`` for never.
+        seed: Seeds the draws of requests without a seed of their own, made here where they outlive an engine; ``None``
+            leaves the draws to the engine.
     """
 
     def __init__(
@@ -73,19 +81,34 @@ class Fleet:
         restarts: RestartPolicy | None = None,
         hang_timeout_s: float | None = None,
         make_router: Callable[[Mapping[str, int]], Router] | None = None,
+        resumes: ResumePolicy | None = None,
+        seed: int | None = None,
     ) -> None:
         self.served_name = served_name
         self._book = AdapterBook(served_name=served_name, epoch_s=epoch_s)
         self.adapters = FleetAdapters(self._book, self._serving, num_engines=len(links))
         self._required: frozenset[str] | None = None  # while starting
+        self._is_draining = False
         self._dispatcher: Dispatcher | None = None  # none for one engine, which saves its counting
         if len(links) > 1:
             router = AffinityRouter(served_name) if make_router is None else make_router(self._book.ranks)
             self._dispatcher = Dispatcher(router, len(links), self._book.ranks)
-        on_ended = None if self._dispatcher is None else self._dispatcher.ended
+        self._requests = FleetRequests(
+            self._serving,
+            self._going_on,
+            lambda: [keeper.client for keeper in self._keepers if keeper.client is not None],
+            route=None if self._dispatcher is None else self._dispatcher.dispatch,
+            seed=seed,
+            resumes=resumes or ResumePolicy(max_resumes=0),
+        )
 
         def make_client(make_link: Callable[[], EngineLink]) -> EngineClient:
-            return EngineClient(make_link(), observe=observe, on_ended=on_ended)
+            return EngineClient(
+                make_link(),
+                observe=observe,
+                on_ended=None if self._dispatcher is None else self._dispatcher.ended,
+                on_lost=self._requests.lost,
+            )
 
         self._keepers = [
             EngineKeeper(
@@ -94,6 +117,7 @@ class Fleet:
                 lose=self._lose,
                 restarts=restarts or RestartPolicy(),
                 hang_timeout_s=hang_timeout_s,
+                on_change=self._requests.wake,
             )
             for make_link in links
         ]
@@ -125,6 +149,11 @@ class Fleet:
     def num_restarts(self) -> int:
         """Restarts of all engines."""
         return sum(keeper.num_restarts for keeper in self._keepers)
+
+    @property
+    def resumes(self) -> ResumeStats:
+        """Counters of requests that went on after the loss of an engine."""
+        return self._requests.resumes
 
     @property
     def num_in_flight(self) -> int:
@@ -163,7 +192,8 @@ class Fleet:
         await asyncio.gather(*(self._keep(keeper) for keeper in self._keepers))
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuse new requests from now on; those in flight may finish, on any engine."""
+        self._is_draining = True
         for keeper in self._keepers:
             keeper.drain()
 
@@ -186,7 +216,9 @@ class Fleet:
 
     async def stop(self, reason: str = "The server is shutting down.") -> None:
         """End the engines; requests and calls in flight fail with ``reason``."""
-        await asyncio.gather(*(keeper.stop(EngineDead(reason)) for keeper in self._keepers))
+        error = EngineDead(reason)
+        self._requests.close(error)
+        await asyncio.gather(*(keeper.stop(error) for keeper in self._keepers))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -199,7 +231,7 @@ class Fleet:
             EngineDead: An engine died before it had answered.
         """
         stream = OutputStream()
-        await self._dispatch(requests, stream, each=False)
+        await self._requests.submit(requests, stream, each=False)
         return stream
 
     async def submit_each(self, requests: Sequence[Request], stream: OutputStream) -> dict[str, ManyloraError]:
@@ -209,13 +241,11 @@ class Fleet:
             CapacityError: No engine serves.
             EngineDead: An engine died before it had answered; no request is left.
         """
-        return await self._dispatch(requests, stream, each=True)
+        return await self._requests.submit(requests, stream, each=True)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Cancel requests, as ``EngineClient.cancel``."""
-        for keeper in self._keepers:
-            if keeper.client is not None:
-                keeper.client.cancel(request_ids, stopped=stopped)
+        self._requests.cancel(request_ids, stopped=stopped)
 
     async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
         """Return the counters of all engines and the state of every adapter, or of the busiest ``num_adapters``.
@@ -239,7 +269,7 @@ class Fleet:
     # -- the engines -------------------------------------------------------------------------------------------------
 
     def _serving(self) -> dict[int, EngineClient]:
-        """Return the engines that serve, by number; ``CapacityError`` if none does."""
+        """Return the engines that serve, by number; ``CapacityError`` if none does, ``EngineDead`` at its death."""
         clients = {
             index: keeper.client
             for index, keeper in enumerate(self._keepers)
@@ -247,27 +277,21 @@ class Fleet:
         }
         if not clients:
             raise _unavailable(self.state)
-        return clients
+        alive = {index: client for index, client in clients.items() if client.loss is None}
+        for client in clients.values():
+            if not alive and client.loss is not None:
+                raise client.loss.error
+        return alive
 
-    async def _dispatch(
-        self, requests: Sequence[Request], stream: OutputStream, *, each: bool
-    ) -> dict[str, ManyloraError]:
-        """Submit every request to its engine."""
-        clients = self._serving()
-        if self._dispatcher is None:
-            return await clients[0].submit(requests, stream, each=each)
-        shares: dict[int, list[Request]] = {}
-        for request in requests:
-            shares.setdefault(self._dispatcher.dispatch(request, clients), []).append(request)
-        submitted = [clients[engine].submit(share, stream, each=each) for engine, share in shares.items()]
-        refused: dict[str, ManyloraError] = {}
-        try:
-            for errors in await asyncio.gather(*submitted):
-                refused |= errors
-        except BaseException:
-            self.cancel([request.request_id for request in requests])
-            raise
-        return refused
+    def _going_on(self) -> dict[int, EngineClient]:
+        """Return the engines that take the rest of answers, by number; ``EngineDead`` if none will again."""
+        if all(keeper.state is State.STOPPED for keeper in self._keepers):
+            raise EngineDead("Every engine has stopped.")
+        return {
+            index: keeper.client
+            for index, keeper in enumerate(self._keepers)
+            if keeper.is_up and keeper.client is not None and keeper.client.loss is None
+        }
 
     async def _lose(self, error: AdapterError) -> None:
         """Unload an adapter that an engine could not load; raise ``error`` if the start requires the adapter."""

@@ -104,7 +104,7 @@ class FleetAdapters:
     async def lose(self, name: str) -> None:
         """Remove an adapter that one engine could not load: every engine serves the same names."""
         self._book.forget(name)
-        with contextlib.suppress(CapacityError):
+        with contextlib.suppress(CapacityError, EngineDead):
             unloads = [client.unload_adapter(name) for client in self._serving().values()]
             await asyncio.gather(*unloads, return_exceptions=True)
 
@@ -132,7 +132,7 @@ class FleetAdapters:
             clients |= pending
             done = await asyncio.gather(*map(act, pending.values()), return_exceptions=True)
             results |= dict(zip(pending, done, strict=True))
-            with contextlib.suppress(CapacityError):
+            with contextlib.suppress(CapacityError, EngineDead):
                 serving = self._serving()
         failed = {
             index: result

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from manylora.hosting.link_process import ProcessLink
 from manylora.hosting.link_thread import ThreadLink
-from manylora.hosting.protocol import Command, EngineSpec, Message
+from manylora.hosting.protocol import Command, Ending, EngineSpec, Message
 
 __all__ = ["LINKS", "EngineLink"]
 
@@ -37,8 +37,8 @@ class EngineLink(Protocol):
         """Send a command without blocking; a command to a dead engine is dropped."""
         ...
 
-    async def closed(self) -> str:
-        """Wait until the engine has ended and its messages are delivered; return the reason, in words."""
+    async def closed(self) -> Ending:
+        """Wait until the engine has ended and its messages are delivered; return how it ended."""
         ...
 
     async def stop(self) -> None:

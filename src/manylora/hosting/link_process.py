@@ -24,12 +24,15 @@ import zmq
 
 from manylora.errors import ConfigError
 from manylora.hosting.engine_process import pack_setup
-from manylora.hosting.protocol import Command, EngineSpec, Message, ProcessSetup, decode_message, encode
+from manylora.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, decode_message, encode
 
 __all__ = ["ProcessLink"]
 
 LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 LAST_MESSAGES_S = 0.2
+
+SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that a process does not raise by a fault of its own; a crash is SIGSEGV, SIGABRT or SIGBUS."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,20 +103,21 @@ class ProcessLink:
         if self._commands is not None and not self._commands.closed:
             self._commands.send(encode(command), zmq.NOBLOCK)
 
-    async def closed(self) -> str:
+    async def closed(self) -> Ending:
         """Wait until the process ends, or sends a message that cannot be decoded."""
         assert self._exit_code is not None
         assert self._broken is not None
         waiting: list[asyncio.Future[Any]] = [self._exit_code, self._broken]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if not self._exit_code.done():
-            return f"lost the connection to engine process {self.pid}: {self._broken.result()}"
+            return Ending(f"lost the connection to engine process {self.pid}: {self._broken.result()}")
         code = self._exit_code.result()
         await asyncio.sleep(LAST_MESSAGES_S)  # its last messages are still arriving
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"engine process {self.pid} was killed by {signal.Signals(-code).name}"
-        return f"engine process {self.pid} ended with exit code {code}"
+                by = signal.Signals(-code)
+                return Ending(f"engine process {self.pid} was killed by {by.name}", is_external=by in SENT_BY_OTHERS)
+        return Ending(f"engine process {self.pid} ended with exit code {code}")
 
     async def stop(self) -> None:
         """Kill the process group and remove the sockets."""

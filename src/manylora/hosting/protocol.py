@@ -15,7 +15,7 @@ message is paid per step and not per token.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -28,6 +28,7 @@ __all__ = [
     "AddRequests",
     "Cancel",
     "Command",
+    "Ending",
     "EngineInfo",
     "EngineSpec",
     "Fault",
@@ -94,6 +95,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     page_bytes: int
     dtype: str
+
+
+class Ending(NamedTuple):
+    """The end of an engine, as its link saw it.
+
+    Args:
+        reason: In words.
+        is_external: Whether the engine was killed from outside, so that no request can have caused it.
+    """
+
+    reason: str
+    is_external: bool = False
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
