@@ -10,7 +10,7 @@ from manylora.adapters.shape import BaseShape
 from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
-__all__ = ["AdapterReader", "EngineParts", "Executor", "Work"]
+__all__ = ["AdapterReader", "EngineParts", "Executor", "SharedBase", "Work"]
 
 
 class Work(Protocol):
@@ -67,6 +67,21 @@ class AdapterReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBase:
+    """The base's weights in memory that other processes of this machine can map.
+
+    Args:
+        file: Descriptor of the memory, in the process that holds this.
+        num_bytes: Size of the memory.
+        manifest: Table of the weights in it, for the builder that made it.
+    """
+
+    file: int
+    num_bytes: int
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
     """The parts of an engine core, made by ``execution.build`` or ``sim.build``.
 
@@ -80,6 +95,7 @@ class EngineParts:
         is_accelerated: Whether steps run on a device rather than on this process's CPU.
         reads_host: Whether a step can read an adapter's weights from the host tier.
         waits_by_layer: Whether a step can run on an adapter that is on its way, and wait for each layer.
+        shared: The base's weights, where other processes can map them.
     """
 
     base: BaseShape
@@ -91,3 +107,4 @@ class EngineParts:
     is_accelerated: bool = False
     reads_host: bool = False
     waits_by_layer: bool = False
+    shared: SharedBase | None = None

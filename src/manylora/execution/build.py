@@ -31,7 +31,7 @@ from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.step import fuse_launches
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
-from manylora.execution.model.base_weights import BaseWeights, check_complete
+from manylora.execution.model.base_weights import BaseWeights, check_complete, share_weights
 from manylora.execution.model.describe import describe_model
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
@@ -157,6 +157,7 @@ def build_parts(
         machine=describe_machine(device),
         is_accelerated=device.type != "cpu",
         reads_host=executor.reads_host,
+        shared=share_weights(weights),
     )
 
 

@@ -22,6 +22,7 @@ import msgspec
 import manylora.errors as errors
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.ports import SharedBase
 from manylora.types import Output, Request
 
 __all__ = [
@@ -59,12 +60,15 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         served_name: The base model's name in the API.
         builder: Builds the engine's parts: a ``service.Builder``; for an engine in another process, a name.
         is_observed: Whether the engine sends ``Observations``, which cost a few percent of an empty step.
+        num_threads: Threads for the CPU's work of an engine with a process of its own; ``None`` leaves the choice to
+            the libraries.
     """
 
     config: EngineConfig
     served_name: str
     builder: Any
     is_observed: bool = True
+    num_threads: int | None = None
 
 
 class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +79,14 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
         commands_address: The socket on which the engine receives commands.
         messages_address: The socket to which it sends messages.
         log_level: Level of its log on standard error.
+        base: The base's weights, if another engine has loaded them; the process inherits the file.
     """
 
     engine: EngineSpec
     commands_address: str
     messages_address: str
     log_level: int
+    base: SharedBase | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,9 +239,10 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves."""
+    """The engine serves; ``base`` is its base's weights, if others can map them."""
 
     info: EngineInfo
+    base: SharedBase | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -41,7 +41,7 @@ from manylora.hosting.protocol import (
     UnloadAdapter,
     WarmAdapter,
 )
-from manylora.ports import EngineParts, Executor
+from manylora.ports import EngineParts, Executor, SharedBase
 from manylora.scheduling.prediction import RequestLog
 from manylora.types import AdapterVersion, Output, Tier
 
@@ -49,7 +49,8 @@ __all__ = ["BuildParts", "Builder", "EngineService", "builder_for", "load_builde
 
 logger = logging.getLogger(__name__)
 
-BuildParts = Callable[[EngineConfig, Clock], EngineParts]
+BuildParts = Callable[..., EngineParts]
+"""Called with ``EngineConfig`` and ``Clock``; also with ``shared``, if the parts of an earlier call had one."""
 
 Builder: TypeAlias = str | BuildParts
 """A function that builds an engine's parts, or its name as ``module:function``, for another process."""
@@ -82,13 +83,17 @@ class EngineService:
         engine: The engine.
         clock: Live time.
         send: Sends a message; called on the loop's thread alone.
+        base: The base's weights, if another engine has loaded them; given to the builder as ``shared``.
     """
 
-    def __init__(self, engine: EngineSpec, *, clock: Clock, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, engine: EngineSpec, *, clock: Clock, send: Callable[[Message], None], base: SharedBase | None = None
+    ) -> None:
         self._engine = engine
         self._config = engine.config
         self._clock = clock
         self._send = send
+        self._base = base
         self._observer = Observer()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
         self._loop: EngineLoop | None = None
@@ -105,7 +110,8 @@ class EngineService:
             Exception: The engine failed; it cannot be used again.
         """
         try:
-            parts = self._parts = load_builder(self._engine.builder)(self._config, self._clock)
+            given = {} if self._base is None else {"shared": self._base}
+            parts = self._parts = load_builder(self._engine.builder)(self._config, self._clock, **given)
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
             return False
@@ -121,7 +127,7 @@ class EngineService:
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
             if self._is_stopping:  # ``stop`` was called before the loop existed
                 loop.stop()
-            self._send(Ready(self._info(parts)))
+            self._send(Ready(self._info(parts), parts.shared))
             loop.run()
         except ManyloraError as error:
             if self._loop is not None:

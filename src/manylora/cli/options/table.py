@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    EngineConfig,
+    FleetConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
 from manylora.sim.scenario import Scenario
@@ -30,6 +38,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Scheduler", SchedulerConfig, "In scenarios and experiments: `[setup.scheduler]`."),
     ("Adapters", AdapterConfig, "In scenarios and experiments: `[setup.adapters]`."),
     ("Engine", EngineConfig, ""),
+    ("Replicas", FleetConfig, ""),
     ("Server", ServerConfig, ""),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("Scenario", Scenario, "At the top of a scenario; the flags are those of `simulate`."),
