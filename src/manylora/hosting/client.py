@@ -244,7 +244,7 @@ class EngineClient:
 
     async def _watch(self) -> str:
         how = await self._link.closed()
-        error = EngineDead(f"The engine died while it worked on this request ({how}); please try again.")
+        error = EngineDead(f"The engine died while it worked on this request ({how.reason}); please try again.")
         self.lose(Loss(error, is_suspicious=not how.is_external))
         return how.reason
 

@@ -88,7 +88,7 @@ class Fleet:
         self._book = AdapterBook(served_name=served_name, epoch_s=epoch_s)
         self.adapters = FleetAdapters(self._book, self._serving, num_engines=len(links))
         self._required: frozenset[str] | None = None  # while starting
-        self._is_draining = False
+        self._is_watched = False
         self._dispatcher: Dispatcher | None = None  # none for one engine, which saves its counting
         if len(links) > 1:
             router = AffinityRouter(served_name) if make_router is None else make_router(self._book.ranks)
@@ -189,11 +189,11 @@ class Fleet:
         Raises:
             EngineDead: Every engine died too often.
         """
+        self._is_watched = True
         await asyncio.gather(*(self._keep(keeper) for keeper in self._keepers))
 
     def drain(self) -> None:
         """Refuse new requests from now on; those in flight may finish, on any engine."""
-        self._is_draining = True
         for keeper in self._keepers:
             keeper.drain()
 
@@ -269,7 +269,12 @@ class Fleet:
     # -- the engines -------------------------------------------------------------------------------------------------
 
     def _serving(self) -> dict[int, EngineClient]:
-        """Return the engines that serve, by number; ``CapacityError`` if none does, ``EngineDead`` at its death."""
+        """Return the engines that serve, by number.
+
+        Raises:
+            CapacityError: None does.
+            EngineDead: All are dead, and are not watched and restarted.
+        """
         clients = {
             index: keeper.client
             for index, keeper in enumerate(self._keepers)
@@ -280,7 +285,7 @@ class Fleet:
         alive = {index: client for index, client in clients.items() if client.loss is None}
         for client in clients.values():
             if not alive and client.loss is not None:
-                raise client.loss.error
+                raise _unavailable(State.RESTARTING) if self._is_watched else client.loss.error
         return alive
 
     def _going_on(self) -> dict[int, EngineClient]:
