@@ -20,25 +20,25 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError
+from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError, RequestError
 from manylora.hosting.adapter_book import AdapterBook, LoraModule
 from manylora.hosting.client import EngineClient
 from manylora.hosting.engine_keeper import EngineKeeper, RestartPolicy, State
-from manylora.hosting.fleet_adapters import FleetAdapters, successes
+from manylora.hosting.fleet_adapters import FleetAdapters
 from manylora.hosting.fleet_requests import FleetRequests
 from manylora.hosting.link import EngineLink
 from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import EngineInfo, Observations
 from manylora.hosting.resumption import ResumePolicy, ResumeStats
-from manylora.hosting.snapshot import busiest, merge_stats, merge_statuses
+from manylora.hosting.snapshot import Snapshot, merge_snapshots
 from manylora.routing import AffinityRouter, Dispatcher, Router
 from manylora.types import Request
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "Replica"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,28 @@ UNAVAILABLE = {
 """The reason why no engine serves, and ``Retry-After`` in seconds."""
 
 BEST_FIRST = (State.SERVING, State.RESTARTING, State.STARTING, State.DRAINING, State.STOPPED)
+
+
+SNAPSHOT_S = 5.0
+"""Longest wait for the snapshot of one of several engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One engine of a fleet, as the API process knows it.
+
+    Args:
+        index: Its number, from 0.
+        pid: Its process; ``None`` before it has started.
+        num_restarts: Engines started in its place after the first.
+        num_in_flight: Requests that it works on.
+    """
+
+    index: int
+    state: State
+    pid: int | None
+    num_restarts: int
+    num_in_flight: int
 
 
 class Fleet:
@@ -144,6 +166,11 @@ class Fleet:
             if keeper.info is not None:
                 return keeper.info
         raise _unavailable(State.STARTING)
+
+    @property
+    def num_replicas(self) -> int:
+        """Engines of the fleet, whether they serve or not."""
+        return len(self._keepers)
 
     @property
     def num_restarts(self) -> int:
@@ -247,24 +274,60 @@ class Fleet:
         """Cancel requests, as ``EngineClient.cancel``."""
         self._requests.cancel(request_ids, stopped=stopped)
 
-    async def snapshot(self, num_adapters: int | None = None) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
+    async def snapshot(self, num_adapters: int | None = None) -> Snapshot:
         """Return the counters of all engines and the state of every adapter, or of the busiest ``num_adapters``.
 
         Raises:
             CapacityError: No engine serves.
             EngineDead: The engines died before they had answered.
         """
-        clients = list(self._serving().values())
+        return merge_snapshots(list((await self.snapshots(num_adapters)).values()), num_adapters)
+
+    async def snapshots(self, num_adapters: int | None = None) -> dict[int, Snapshot]:
+        """Return the snapshot of each engine that serves and answers, by number; otherwise as ``snapshot``.
+
+        Of several engines each reports all adapters, because their counters are summed.
+        """
+        clients = self._serving()
         if len(clients) == 1:
-            return await clients[0].snapshot(num_adapters)
-        # Counters of an adapter are summed over engines, so each reports all adapters.
+            return {index: await client.snapshot(num_adapters) for index, client in clients.items()}
         asked = None if num_adapters != 0 else 0
-        taken = await asyncio.gather(*(client.snapshot(asked) for client in clients), return_exceptions=True)
-        parts = successes(taken)
-        statuses = merge_statuses([statuses for _, statuses in parts])
-        if num_adapters is not None:
-            statuses = busiest(statuses, num_adapters)
-        return merge_stats([stats for stats, _ in parts]), statuses
+        # An engine that hangs must not hide the others.
+        taking = [asyncio.wait_for(client.snapshot(asked), SNAPSHOT_S) for client in clients.values()]
+        taken = dict(zip(clients, await asyncio.gather(*taking, return_exceptions=True), strict=True))
+        parts = {index: part for index, part in taken.items() if not isinstance(part, BaseException)}
+        for part in taken.values():
+            if isinstance(part, BaseException) and not (parts and isinstance(part, EngineDead | TimeoutError)):
+                raise part
+        return parts
+
+    def replicas(self) -> list[Replica]:
+        """Return the state of each engine, as the API process knows it."""
+        return [
+            Replica(
+                index=index,
+                state=keeper.state,
+                pid=None if keeper.client is None else keeper.client.pid,
+                num_restarts=keeper.num_restarts,
+                num_in_flight=0 if keeper.client is None else keeper.client.num_flights,
+            )
+            for index, keeper in enumerate(self._keepers)
+        ]
+
+    async def drain_replica(self, index: int, timeout_s: float) -> None:
+        """End one engine for good: its requests may finish for ``timeout_s`` seconds, then they go on elsewhere.
+
+        Raises:
+            RequestError: There is no such engine, or no other serves.
+        """
+        if not 0 <= index < len(self._keepers):
+            raise RequestError(f"Got replica {index}, expected 0 to {len(self._keepers) - 1}", param="replica")
+        if self._keepers[index].state is not State.SERVING:
+            raise RequestError(f"Got replica {index}, which does not serve", param="replica")
+        if len(self._serving()) == 1:
+            raise RequestError(f"Got replica {index}, the only one that serves", param="replica")
+        await self._keepers[index].retire(timeout_s)
+        logger.warning("replica_drained replica=%d", index)
 
     # -- the engines -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from manylora.engine.status import EngineStats
 from manylora.scheduling import QueueStatus
-from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, StatusReport
+from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, ReplicaRow, StatusReport
 
 __all__ = ["Rates", "frame", "rates_between"]
 
@@ -76,6 +76,8 @@ def frame(
         parts.append(Text("No engine serves now.", "yellow"))
         return Group(*parts)
     parts += [_memory(report.engine, report.page_bytes), _activity(report, report.engine, rates), _latencies(report)]
+    if len(report.replicas) > 1:
+        parts.append(_replicas(report.replicas))
     if _has_limits(report.engine.queues):
         parts.append(_queues(report.engine.queues))
     if report.adapters and num_rows > 0:
@@ -156,6 +158,25 @@ def _latencies(report: StatusReport) -> Table:
         else:
             figures = (durations.p50, durations.p90, durations.p99)
             table.add_row(title, *map(_seconds, figures), f"{durations.count:,}")
+    return table
+
+
+def _replicas(rows: Sequence[ReplicaRow]) -> Table:
+    counts = ("restarts", "in flight", "running", "waiting", "free pages", "loads", "on the device")
+    table = _table("replica", "state", *counts, "pinned")
+    for row in rows:
+        table.add_row(
+            str(row.index),
+            Text(row.state, STATE_STYLES.get(row.state, "bold yellow")),
+            str(row.num_restarts),
+            f"{row.num_in_flight:,}",
+            _known(row.num_running),
+            _known(row.num_waiting),
+            _known(row.num_free_pages),
+            _known(row.num_loads),
+            _known(row.num_resident),
+            str(len(row.pinned)),
+        )
     return table
 
 
