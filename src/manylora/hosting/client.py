@@ -261,8 +261,14 @@ class EngineClient:
                         if flight is not None:
                             if output.finish is not None:
                                 self._forget((output.request_id,))
-                            flight.push(output)
-                            news[flight.stream] = None
+                            for token in output.tokens:
+                                flight.tokens.append(token.token_id)
+                            flight.last = output
+                            stream = flight.stream
+                            stream.push(output)
+                            news[stream] = None
+                            if flight.on_news is not None:
+                                flight.has_news()
                     observed.append(observations)
                 case Reply():
                     for flight in self._submitted.pop(message.call, ()):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from manylora.errors import EngineDead, ManyloraError
 from manylora.hosting.output_stream import OutputStream
-from manylora.types import AdapterKey, Continuation, Output, Request
+from manylora.types import Continuation, Output, Request
 
 __all__ = ["Flight", "Loss"]
 
@@ -51,10 +51,9 @@ class Flight:
     __slots__ = (
         "_is_sent",
         "_num_sent",
-        "_tokens",
-        "adapter",
         "is_accepted",
         "is_resumed",
+        "last",
         "lost_at",
         "num_resumes",
         "num_strikes",
@@ -62,12 +61,13 @@ class Flight:
         "request",
         "settled",
         "stream",
+        "tokens",
     )
 
     def __init__(self, request: Request, stream: OutputStream) -> None:
         self.request = request
         self.stream = stream
-        self.adapter: AdapterKey | None = None  # the version that gave its tokens
+        self.last: Output | None = None
         self.is_accepted = False  # by its present engine
         self.is_resumed = False  # another engine gave it a token
         self.num_resumes = 0
@@ -76,7 +76,7 @@ class Flight:
         self.on_news: Callable[[Flight], None] | None = None  # called once, at its next output
         self.settled: asyncio.Future[None] | None = None  # awaited by a submission whose engine was lost
         self._is_sent = False
-        self._tokens = array("i")
+        self.tokens = array("i")  # of its answer so far, appended by the client of its engine
         self._num_sent = 0  # tokens that its present engine got with it
 
     @property
@@ -84,19 +84,15 @@ class Flight:
         """Return the request's id."""
         return self.request.request_id
 
-    def push(self, output: Output) -> None:
-        """Record an output and pass it to the stream."""
-        for token in output.tokens:
-            self._tokens.append(token.token_id)
-        self.adapter = output.adapter
-        self.stream.push(output)
-        if self.on_news is not None:
-            on_news, self.on_news = self.on_news, None
+    def has_news(self) -> None:
+        """Report the first output after it was sent on."""
+        on_news, self.on_news = self.on_news, None
+        if on_news is not None:
             on_news(self)
 
     def lost(self, loss: Loss) -> None:
         """Count the loss of its engine."""
-        has_news = len(self._tokens) > self._num_sent
+        has_news = len(self.tokens) > self._num_sent
         if has_news:
             self.num_strikes = 0
         elif loss.is_suspicious:
@@ -108,8 +104,9 @@ class Flight:
         if not self._is_sent:
             self._is_sent = True
             return self.request
-        self._num_sent = len(self._tokens)
-        return replace(self.request, continuation=Continuation(tokens=tuple(self._tokens), adapter=self.adapter))
+        self._num_sent = len(self.tokens)
+        adapter = None if self.last is None else self.last.adapter
+        return replace(self.request, continuation=Continuation(tokens=tuple(self.tokens), adapter=adapter))
 
     def accepted(self) -> None:
         """Tell a submission that waits that an engine has accepted the request."""
