@@ -137,7 +137,8 @@ class EngineService:
         finally:
             self._readers.shutdown(wait=False, cancel_futures=True)
             parts.close()
-            files.close()
+            with contextlib.suppress(OSError):  # of a disk that is full
+                files.close()
         return True
 
     def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
