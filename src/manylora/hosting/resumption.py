@@ -88,7 +88,7 @@ class Resumer:
         self._policy = policy
         self._waiting: dict[str, Flight] = {}
         self._suspects: dict[str, Flight] = {}
-        self._on_trial: Flight | None = None
+        self._on_probation: Flight | None = None
         self._closed_at: float | None = None  # since when no engine serves, in seconds
         self._woken = asyncio.Event()
         self._sender: asyncio.Task[None] | None = None
@@ -97,8 +97,8 @@ class Resumer:
     def lose(self, flights: Iterable[Flight], loss: Loss) -> None:
         """Take over the requests of an engine that is lost."""
         for flight in flights:
-            if flight is self._on_trial:
-                self._on_trial = None
+            if flight is self._on_probation:
+                self._on_probation = None
             flight.lost(loss)
             error = self._verdict(flight, loss)
             if error is not None:
@@ -134,11 +134,11 @@ class Resumer:
         return refused
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that wait, or are on trial."""
+        """Forget requests that wait, or are on probation."""
         for request_id in request_ids:
             self._forget(request_id)
-            if self._on_trial is not None and self._on_trial.request_id == request_id:
-                self._on_trial = None
+            if self._on_probation is not None and self._on_probation.request_id == request_id:
+                self._on_probation = None
                 self._woken.set()
         self._count()
 
@@ -171,9 +171,9 @@ class Resumer:
                     await self._wait_for_engine()
                 elif self._waiting:
                     self._send(list(self._waiting.values()))
-                elif self._on_trial is None:
-                    self._on_trial = next(iter(self._suspects.values()))
-                    self._send([self._on_trial])
+                elif self._on_probation is None:
+                    self._on_probation = next(iter(self._suspects.values()))
+                    self._send([self._on_probation])
                 else:
                     await self._woken.wait()
         finally:
@@ -214,8 +214,8 @@ class Resumer:
             flight.is_resumed = True
             self.stats.num_resumed += 1
         self.stats.longest_pause_s = max(self.stats.longest_pause_s, asyncio.get_running_loop().time() - flight.lost_at)
-        if flight is self._on_trial:
-            self._on_trial = None
+        if flight is self._on_probation:
+            self._on_probation = None
             self._woken.set()
 
     # -- ends --------------------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ class Resumer:
         self.stats.num_ended += 1
         flight.on_news = None
         self._forget(flight.request_id)
-        if flight is self._on_trial:
-            self._on_trial = None
+        if flight is self._on_probation:
+            self._on_probation = None
             self._woken.set()
         flight.fail(error)
 
