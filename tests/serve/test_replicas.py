@@ -61,7 +61,10 @@ def test_streams_outlive_a_killed_engine_and_one_that_hangs() -> None:
         sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.9, "top_p": 0.95, "seed": index}
         penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.1} if index % 3 == 0 else {}
         body = {"model": models[index % len(models)], "prompt": f"the {index} birds", "max_tokens": 70}
-        bodies.append({**body, "ignore_eos": True, **sampling, **penalties})
+        schema = {"type": "object", "properties": {"note": {"type": "string"}}, "required": ["note"]}
+        grammar = {"response_format": {"type": "json_schema", "json_schema": {"name": "note", "schema": schema}}}
+        shape = grammar if index % 7 == 0 else {"ignore_eos": True}
+        bodies.append({**body, **shape, **sampling, **penalties})
 
     async def kill_and_stop(begun: Sequence[asyncio.Event]) -> None:
         await asyncio.gather(*(one.wait() for one in begun))

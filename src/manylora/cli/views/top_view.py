@@ -35,9 +35,14 @@ class Rates:
 
 
 def rates_between(older: StatusReport, newer: StatusReport) -> Rates | None:
-    """Return the rates between two reports; ``None`` without an engine, or across a restart."""
+    """Return the rates between two reports; ``None`` without an engine, or unless the same engines answered both."""
     before, after, elapsed_s = older.engine, newer.engine, newer.time - older.time
-    is_same = (older.started_at, older.num_restarts) == (newer.started_at, newer.num_restarts)
+
+    def engines(report: StatusReport) -> tuple[float, int, list[int]]:
+        answered = [row.index for row in report.replicas if row.num_running is not None]
+        return report.started_at, report.num_restarts, answered
+
+    is_same = engines(older) == engines(newer)
     if before is None or after is None or not is_same or elapsed_s <= 0:
         return None
 
