@@ -190,17 +190,18 @@ SERVE = """
 import sys
 from pathlib import Path
 from reciter import engine_config
-from manylora.config import ServerConfig
+from manylora.config import FleetConfig, ServerConfig
 from manylora.server.serve import run
-config = ServerConfig(port=0, drain_timeout_s=60)
+config = ServerConfig(port=0, drain_timeout_s=60, fleet=FleetConfig(replicas=int(sys.argv[2])))
 sys.exit(run(engine_config(Path(sys.argv[1])), config, builder="reciter:held_parts"))
 """
 
 
 @contextmanager
-def command(tokenizer: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def command(tokenizer: Path, num_replicas: int = 1) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server run as the command line runs it, and its URL."""
-    process = subprocess.Popen([sys.executable, "-c", SERVE, str(tokenizer)], stdout=subprocess.PIPE, text=True)
+    arguments = [sys.executable, "-c", SERVE, str(tokenizer), str(num_replicas)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
@@ -212,10 +213,13 @@ def command(tokenizer: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
+def engines_of(process: subprocess.Popen[str]) -> list[int]:
+    return [int(child.pid) for child in psutil.Process(process.pid).children()]
+
+
 def engine_of(process: subprocess.Popen[str]) -> int:
-    children = psutil.Process(process.pid).children()
-    assert len(children) == 1
-    return int(children[0].pid)
+    (engine,) = engines_of(process)
+    return engine
 
 
 def test_sigterm_drains_and_exits_zero(tokenizer: Path, gate: Gate) -> None:
@@ -252,8 +256,9 @@ def test_a_second_signal_exits_at_once(tokenizer: Path, gate: Gate) -> None:
 
 
 def test_no_engine_outlives_its_server(tokenizer: Path, gate: Gate) -> None:
-    with command(tokenizer) as (process, _):
-        engine = engine_of(process)
+    with command(tokenizer, num_replicas=3) as (process, _):
+        engines = engines_of(process)
+        assert len(engines) == 3
         process.kill()
         process.wait()
-        wait_for(lambda: is_gone(engine))
+        wait_for(lambda: all(map(is_gone, engines)))
