@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from manylora.config import EngineConfig, FleetConfig, MemoryConfig, ModelConfig
@@ -40,6 +42,10 @@ def test_engines_take_devices_in_turn_and_share_them(monkeypatch: pytest.MonkeyP
     ]
     assert {spec.config.request_log for spec in found} == {"requests.jsonl"}
     assert [spec.num_threads for spec in specs(replicas=32)] == [1] * 32
+    simulated = engine_specs(
+        replace(ENGINE, simulate="a10:llama-7b"), FleetConfig(replicas=2), served_name="demo", builder="b"
+    )
+    assert [spec.config.memory.gpu_memory_utilization for spec in simulated] == [0.8, 0.8]
 
 
 def test_an_empty_device_is_refused() -> None:

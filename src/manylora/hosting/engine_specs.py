@@ -23,7 +23,7 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
         return [EngineSpec(config=engine, served_name=served_name, builder=builder)]
     named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
     devices = [named[index % len(named)] for index in range(fleet.replicas)]
-    on_device = Counter(devices)
+    on_device = Counter(devices) if engine.simulate is None else Counter(set(devices))  # simulated devices are many
     num_threads = None if fleet.replicas == 1 else max(1, _num_cores() // fleet.replicas)
     specs = []
     for index, device in enumerate(devices):
