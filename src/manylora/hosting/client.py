@@ -262,7 +262,7 @@ class EngineClient:
                             if output.finish is not None:
                                 self._forget((output.request_id,))
                             for token in output.tokens:
-                                flight.tokens.append(token.token_id)
+                                flight.answered.append(token.token_id)
                             flight.last = output
                             stream = flight.stream
                             stream.push(output)

@@ -51,6 +51,7 @@ class Flight:
     __slots__ = (
         "_is_sent",
         "_num_sent",
+        "answered",
         "is_accepted",
         "is_resumed",
         "last",
@@ -61,7 +62,6 @@ class Flight:
         "request",
         "settled",
         "stream",
-        "tokens",
     )
 
     def __init__(self, request: Request, stream: OutputStream) -> None:
@@ -76,7 +76,7 @@ class Flight:
         self.on_news: Callable[[Flight], None] | None = None  # called once, at its next output
         self.settled: asyncio.Future[None] | None = None  # awaited by a submission whose engine was lost
         self._is_sent = False
-        self.tokens = array("i")  # of its answer so far, appended by the client of its engine
+        self.answered = array("i")  # tokens of its answer so far, appended by the client of its engine
         self._num_sent = 0  # tokens that its present engine got with it
 
     @property
@@ -92,7 +92,7 @@ class Flight:
 
     def lost(self, loss: Loss) -> None:
         """Count the loss of its engine."""
-        has_news = len(self.tokens) > self._num_sent
+        has_news = len(self.answered) > self._num_sent
         if has_news:
             self.num_strikes = 0
         elif loss.is_suspicious:
@@ -104,9 +104,9 @@ class Flight:
         if not self._is_sent:
             self._is_sent = True
             return self.request
-        self._num_sent = len(self.tokens)
+        self._num_sent = len(self.answered)
         adapter = None if self.last is None else self.last.adapter
-        return replace(self.request, continuation=Continuation(tokens=tuple(self.tokens), adapter=adapter))
+        return replace(self.request, continuation=Continuation(tokens=tuple(self.answered), adapter=adapter))
 
     def accepted(self) -> None:
         """Tell a submission that waits that an engine has accepted the request."""
