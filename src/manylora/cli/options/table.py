@@ -11,6 +11,7 @@ from manylora.cli.options.fields import PLUGINS, flags_of
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
+from manylora.proxy.config import ProxyConfig
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
 
@@ -31,6 +32,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Adapters", AdapterConfig, "In scenarios and experiments: `[setup.adapters]`."),
     ("Engine", EngineConfig, ""),
     ("Server", ServerConfig, ""),
+    ("Route", ProxyConfig, "Of `manylora route`, which takes a file by `--config` as well."),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("Scenario", Scenario, "At the top of a scenario; the flags are those of `simulate`."),
 )
