@@ -81,6 +81,11 @@ class Proxy:
         """Whether the router was asked to stop."""
         return self._is_stopping
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether clients can connect."""
+        return self._socket.fileno() >= 0
+
     def drain(self) -> None:
         """Begin to stop: it no longer listens, and requests under way may finish."""
         self._is_stopping = True

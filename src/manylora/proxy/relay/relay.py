@@ -23,7 +23,7 @@ from manylora.proxy.fleet.adapters import FleetAdapters
 from manylora.proxy.fleet.catalog import Catalog, Found
 from manylora.proxy.fleet.members import Backends
 from manylora.proxy.metrics import Outcome, ProxyMetrics
-from manylora.proxy.relay.body import read_asked, with_model
+from manylora.proxy.relay.body import Asked, read_asked, with_model
 from manylora.proxy.relay.exchange import Exchange
 from manylora.proxy.upstream.connection import Failure, Headers
 from manylora.proxy.upstream.head import answer_headers, request_head
@@ -112,8 +112,8 @@ class _Work:
     """A request on its way.
 
     Args:
+        asked: Its fields.
         found: The model.
-        num_prompt_tokens: About.
         body: As it came.
         tried: Backends that it was sent to.
         num_lost: Backends that died on it.
@@ -121,8 +121,8 @@ class _Work:
     """
 
     scope: Scope
+    asked: Asked
     found: Found
-    num_prompt_tokens: int
     body: bytes
     tried: list[Backend]
     num_lost: int = 0
@@ -183,7 +183,7 @@ class Relay:
         body = await client.body(self._config.max_body_bytes)
         asked = read_asked(body)
         found = await self._find(asked.model)
-        work = _Work(scope, found, asked.num_prompt_tokens, body, [])
+        work = _Work(scope, asked, found, body, [])
         while True:
             ticket = await self._ticket(work, client)
             backend, began_at = ticket.member, self._now()
@@ -255,7 +255,7 @@ class Relay:
             everywhere = [*holders, *self._available(others, work)]
         if not everywhere:
             raise self._last_refusal(work)
-        ticket = self._choice.choose(found.adapter, work.num_prompt_tokens, everywhere)
+        ticket = self._choice.choose(found.adapter, work.asked.num_prompt_tokens, everywhere)
         if found.base is None or found.name in ticket.member.cards:
             return ticket
         placing = self._adapters.place(ticket.member, found.name)
@@ -272,7 +272,7 @@ class Relay:
             work.tried.append(ticket.member)
             return await self._ticket(work, client)
         ticket.end()  # the load goes on, for later requests
-        return self._choice.choose(found.adapter, work.num_prompt_tokens, holders)
+        return self._choice.choose(found.adapter, work.asked.num_prompt_tokens, holders)
 
     def _available(self, among: Iterable[Backend], work: _Work) -> list[Backend]:
         """Return the backends that can take the request, by their slow starts and requests to wait if any can."""
@@ -306,7 +306,7 @@ class Relay:
     async def _attempt(self, work: _Work, backend: Backend, client: _Client) -> Exchange:
         """Send the request, and wait for the first bytes of the answer's body, its end, or a failure."""
         name = work.found.name_at(backend)
-        body = work.body if name == work.found.name else with_model(work.body, name)
+        body = work.body if work.asked.model in (None, name) else with_model(work.body, name)
         scope = work.scope
         query: bytes = scope["query_string"]
         peer = scope.get("client")
