@@ -105,14 +105,17 @@ def test_keys_of_the_router_and_of_its_backends_are_apart() -> None:
     [
         (b"nonsense", 400),
         (b'{"model": 3}', 400),
-        (b'{"model": "base", "prompt": "' + b"x" * 200_000 + b'"}', 413),
+        (b'{"model": "base", "prompt": "' + b"x" * 5000 + b'"}', 413),
         (b'{"model": "base", "x": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", 400),
     ],
 )
 def test_a_wrong_body_goes_nowhere(body: bytes, status: int) -> None:
     async def test() -> None:
         fake = FakeServer()
-        async with servers(fake) as urls, routing(*urls, max_body_bytes=100_000) as (_, client):
+        async with (
+            servers(fake) as urls,
+            routing(*urls, max_body_bytes=4096 if status == 413 else 100_000) as (_, client),
+        ):
             answer = await client.ask("POST", "/v1/completions", body)
             assert answer.status == status
             assert answer.json["error"]["code"] == status
