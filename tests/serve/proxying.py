@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from serving import PATIENCE_S
 from manylora.proxy.config import ProxyConfig
 from manylora.proxy.fleet.members import Resolve, resolve
 from manylora.proxy.serve import Proxy
+from manylora.server.listening import new_event_loop
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -295,6 +296,12 @@ async def routing(*urls: str, look_up: Resolve = resolve, **options: Any) -> Asy
     finally:
         proxy.drain()
         await serving
+
+
+def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Run a test on the event loop that the router is started with."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(test())
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from proxying import Call, FakeServer, names, routing, servers, until
+from proxying import Call, FakeServer, names, routing, run, servers, until
 
 from manylora.proxy.upstream.address import Address
 
 ADAPTERS = {name: f"/adapters/{name}" for name in names(12)}
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(test())  # type: ignore[arg-type]
 
 
 def test_models_are_the_union_and_an_unknown_one_is_a_404_as_of_openai() -> None:

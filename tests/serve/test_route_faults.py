@@ -7,13 +7,9 @@ import json
 from collections.abc import Awaitable, Callable
 
 import pytest
-from proxying import Call, Client, FakeServer, recite, routing, servers, until
+from proxying import Call, Client, FakeServer, recite, routing, run, servers, until
 
 from manylora.proxy.serve import Proxy
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(test())  # type: ignore[arg-type]
 
 
 async def die(call: Call) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -108,8 +108,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is no subclass
 
     def data_received(self, data: bytes) -> None:
         """Parse, and hand on the pieces of the body."""
