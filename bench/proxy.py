@@ -121,7 +121,8 @@ def run_client(port: int, pid: int, num_streams: int, rate: float, seconds: floa
     before = cpu_seconds(pid)
     command = [sys.executable, "-m", "manylora.bench.http_client", "127.0.0.1", str(port)]
     numbers = (num_streams, step_ticks, num_tokens)
-    seen = json.loads(subprocess.run([*command, *map(str, numbers)], check=True, capture_output=True, text=True).stdout)
+    told = subprocess.run([*command, *map(str, numbers)], check=True, stdout=subprocess.PIPE, text=True).stdout
+    seen = json.loads(told)
     after = cpu_seconds(pid)
     us = 0.0 if before is None or after is None else (after - before) / (num_streams * num_tokens) * 1e6
     latency = seen["latency_ms"]

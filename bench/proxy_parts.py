@@ -155,7 +155,7 @@ async def relay(urls: list[str]) -> None:
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     bound = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    await web.SockSite(runner, bound).start()
+    await web.SockSite(runner, bound, backlog=2048).start()
     print(f"relay at {bound.getsockname()[1]}", flush=True)
     await asyncio.Event().wait()
 
