@@ -78,7 +78,12 @@ def write_adapters(folder: Path) -> list[str]:
     names = [f"adapter-{index:02}" for index in range(NUM_ADAPTERS)]
     for name in names:
         (folder / name).mkdir()
-        settings = {"peft_type": "LORA", "r": RANK, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+        settings = {
+            "peft_type": "LORA",
+            "r": RANK,
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "base_model_name_or_path": name,  # adapters are known by their content
+        }
         (folder / name / "adapter_config.json").write_text(json.dumps(settings))
     return names
 

@@ -135,7 +135,7 @@ class Poller:
 
     async def _read_metrics(self) -> None:
         backend, reader = self._backend, MetricsReader()
-        num_own = backend.num_in_flight
+        num_own = backend.num_in_flight  # requests that begin or end meanwhile are no strangers either
         try:
             status, _ = await self._get(b"/metrics", MAX_METRICS_BYTES, reader.feed)
         except FetchFailed:
@@ -143,6 +143,7 @@ class Poller:
         if status != 200:  # not every server has them
             self._choice.correct(backend, None, 0)
             return
+        num_own = max(num_own, backend.num_in_flight)
         metrics: Metrics = reader.result()
         backend.metrics, backend.metrics_at = metrics, self._now()
         self._choice.ranks.update(metrics.ranks)
