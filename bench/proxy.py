@@ -41,7 +41,7 @@ LOADS: tuple[tuple[str, int, float], ...] = (
     ("20 steps/s, 50 groups", 50, 20.0),
     ("as fast as it can", 50, 0.0),
 )
-FLAT_OUT = 100_000
+FLAT_OUT = 30_000
 """Tokens per second from which the length of a run without a rate follows."""
 DIRECT = "direct"
 NGINX = """

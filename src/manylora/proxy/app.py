@@ -112,7 +112,7 @@ def make_app(parts: Parts) -> Starlette:
                 "started_at": parts.started_at,
                 "router": config.router,
                 "models": len(catalog),
-                "bases": list(catalog.bases),
+                "bases": catalog.bases,
                 "backends": [_row(backend, now) for backend in backends],
             }
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -38,20 +38,16 @@ class Found:
 
 
 class Catalog:
-    """Models by name. A backend's list is taken in as the difference from its list before."""
+    """Models by name; ``bases`` are those without a parent."""
 
     def __init__(self) -> None:
+        self.bases: Sequence[str] = ()
         self._holders: dict[str, dict[Backend, Card]] = {}
         self._listing: bytes | None = None
 
     def __len__(self) -> int:
         """Return the number of models."""
         return len(self._holders)
-
-    @property
-    def bases(self) -> Iterator[str]:
-        """The bases."""
-        return (name for name, holders in self._holders.items() if _card_of(holders).parent is None)
 
     def update(self, backend: Backend, cards: Mapping[str, Card], raw: Mapping[str, msgspec.Raw]) -> None:
         """Replace a backend's list; an empty one removes the backend."""
@@ -63,13 +59,13 @@ class Catalog:
         for name, card in cards.items():
             self._holders.setdefault(name, {})[backend] = card
         backend.cards, backend.raw_cards = cards, raw
+        self.bases = [name for name, holders in self._holders.items() if _card_of(holders).parent is None]
         self._listing = None
 
     def find(self, model: str | None) -> Found | None:
         """Return the model that a request names, also as ``base:adapter``; ``None`` without it is the only base."""
         if model is None:
-            bases = list(self.bases)
-            return self.find(bases[0]) if len(bases) == 1 else None
+            return self.find(self.bases[0]) if len(self.bases) == 1 else None
         holders = self._holders.get(model)
         if holders is None and ":" in model:
             for base in self.bases:

@@ -161,8 +161,8 @@ class Connection(asyncio.Protocol):
         if status < 200 and status != 101:
             return
         headers, self._headers = self._headers, []
-        if sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES or status == 101:
-            raise ValueError("The head is too large, or the protocol was changed")
+        if sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES or not 200 <= status < 600:
+            raise ValueError("The head is too large, or the status is none of an answer")
         self._has_head = True
         names = {name for name, _ in headers}
         self._is_until_close = b"content-length" not in names and b"transfer-encoding" not in names
