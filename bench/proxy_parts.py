@@ -29,7 +29,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntr
 
 
 class Group:
-    """Streams that get their tokens at once, every so many ticks; at 0 as fast as their clients take them."""
+    """Streams that get their tokens at once, every so many ticks."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, phase: float) -> None:
         self._loop = loop
@@ -53,8 +53,6 @@ class Group:
         body = chunk(time.monotonic())
         framed = b"%x\r\n%b\r\n" % (len(body), body)
         for stream, left in list(self._streams.items()):
-            if self._step_s == 0 and stream.is_paused:
-                continue
             stream.transport.write(framed if left > 1 else framed + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
             if left > 1:
                 self._streams[stream] = left - 1
@@ -73,7 +71,6 @@ class Connection(asyncio.Protocol):
     def __init__(self, groups: list[Group], numbers: itertools.count[int]) -> None:
         self._groups = groups
         self._numbers = numbers
-        self.is_paused = False
         self._group: Group | None = None
         self._new()
 
@@ -87,12 +84,6 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._group is not None:
             self._group.leave(self)
-
-    def pause_writing(self) -> None:
-        self.is_paused = True
-
-    def resume_writing(self) -> None:
-        self.is_paused = False
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
