@@ -93,12 +93,12 @@ class Poller:
                 raise FetchFailed("adapters could not be loaded")
         except FetchFailed as error:
             self._choice.correct(backend, None, 0)
-            before = backend.health.state
+            before = backend.health.state, backend.health.reason
             if backend.health.poll_failed(backend.num_reads, str(error)):
                 self.is_out()
                 # Bytes would have kept it in: its streams are all silent, and would be so for good.
                 backend.cancel_all(Failure.DOWN)
-            elif before is State.JOINING:
+            elif before[0] is State.JOINING and before[1] != backend.health.reason:
                 logger.info("backend_joining url=%s reason=%r", backend.url, str(error))
             return
         if backend.health.poll_succeeded(self._now()):
