@@ -87,7 +87,7 @@ def build_parts(
     reader = ReaderProcess()
     reader.start()  # while the model is loaded
     try:
-        return _build(config, clock, reader, make_sampler, load, weights)
+        return _build(config, clock, reader, make_sampler, load, weights, open_assistant)
     except BaseException:
         reader.close()
         raise
@@ -100,6 +100,7 @@ def _build(
     make_sampler: Callable[[BaseShape], TokenSampler] | None,
     load: Callable[[ModelConfig], LoadedModel],
     weights: BaseWeights | None,
+    open_assistant: OpenAssistant,
 ) -> EngineParts:
     """Build the parts, with a reader process that is starting; the stages of the picture, in order."""
     if weights is None:
