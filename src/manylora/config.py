@@ -306,8 +306,14 @@ class ServerConfig:
         (),
         flag="--lora-dir",
         metavar="DIR",
-        help="Load every adapter folder below DIR under its own name (invalid ones are skipped and logged), and allow "
-        "the API to load adapters from there only. Repeatable.",
+        help="Load every adapter folder below DIR, at any depth down to four, under its path in DIR, such as org/name "
+        "(invalid ones are skipped and logged), and allow the API to load adapters from there. Repeatable.",
+    )
+    allowed_lora_paths: tuple[str, ...] = _adapters(
+        (),
+        flag="--allowed-lora-path",
+        metavar="DIR",
+        help="Allow the API to load adapters from below DIR, and load none at the start. Repeatable.",
     )
     tool_call_parser: str | None = _http(
         None,

@@ -99,8 +99,11 @@ def _check(body: ResponsesBody) -> None:
             raise RequestError(f"{name} is not supported: {why}", param=name)
     if wanted := [one for one in body.include or () if one != "reasoning.encrypted_content"]:
         raise RequestError(f"include has {wanted[0][:100]!r}, which this server cannot give", param="include")
-    if body.reasoning and body.reasoning.get("effort") is not None:
-        raise RequestError("reasoning.effort is not supported: a model reasons as its template says", param="reasoning")
+    for name, value in (body.reasoning or {}).items():
+        if value is not None and name not in ("summary", "generate_summary"):
+            raise RequestError(
+                f"reasoning.{name[:50]} is not supported: a model reasons as its template says", param="reasoning"
+            )
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
