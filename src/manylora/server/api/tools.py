@@ -16,7 +16,17 @@ from manylora.errors import RequestError
 from manylora.text.tools import TOOL_PARSERS, NamedCall, RequiredCalls, ToolParser
 from manylora.types import SamplingParams
 
-__all__ = ["Tool", "ToolCall", "ToolChoice", "ToolUse", "called", "tool_use"]
+__all__ = [
+    "CalledFunction",
+    "Function",
+    "FunctionName",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolUse",
+    "called",
+    "tool_use",
+]
 
 MAX_TOOLS = 128
 
