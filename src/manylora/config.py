@@ -306,8 +306,24 @@ class ServerConfig:
         (),
         flag="--lora-dir",
         metavar="DIR",
-        help="Load every adapter folder below DIR under its own name (invalid ones are skipped and logged), and allow "
-        "the API to load adapters from there only. Repeatable.",
+        help="Load every adapter folder below DIR, at any depth down to four, under its path in DIR, such as org/name "
+        "(invalid ones are skipped and logged), and allow the API to load adapters from there. Repeatable.",
+    )
+    allowed_lora_paths: tuple[str, ...] = _adapters(
+        (),
+        flag="--allowed-lora-path",
+        metavar="DIR",
+        help="Allow the API to load adapters from below DIR, and load none at the start. Repeatable.",
+    )
+    tool_call_parser: str | None = _http(
+        None,
+        choices=("hermes", "llama3_json", "mistral", "qwen", "qwen3_coder", "pythonic"),
+        help="How the model writes tool calls. Without it a request must force its calls, by tool_choice.",
+    )
+    reasoning_parser: str | None = _http(
+        None,
+        choices=("deepseek_r1", "qwen3"),
+        help="How the model marks its reasoning, which is then sent apart from the content.",
     )
     drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="Time that SIGTERM waits for requests in flight.")
     hang_timeout_s: float = _http(

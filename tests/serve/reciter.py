@@ -152,6 +152,22 @@ def held_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     return replace(reciter_parts(config, clock), executor=executor)
 
 
+def follow_script(part: PlannedSequence) -> SampledToken:
+    """Answer with the text after the last ``say:`` of the conversation, up to the tag that ends its message."""
+    prompt = bytes(part.tokens[: part.num_prompt_tokens])
+    script = prompt[prompt.rfind(b"say:") + 4 : prompt.rfind(b"</")]
+    position = part.start + part.num_tokens - part.num_prompt_tokens
+    token = script[position] if position < len(script) else EOS
+    return SampledToken(token_id=token, logprob=None if part.sampling.logprobs is None else -0.5)
+
+
+def scripted_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Build an engine with a long context that answers as the conversation says, a character per step."""
+    executor = SimulatedExecutor(FixedCost(step_s=0.0001, token_s=0.0), vocab_size=257, choose=follow_script)
+    parts = reciter_parts(config, clock)
+    return replace(parts, base=replace(parts.base, max_model_len=4096), executor=executor)
+
+
 class HangingExecutor(SimulatedExecutor):
     """Recites, but hangs on a prompt that ends with ``?`` (within `launch`) or ``*`` (its step never ends)."""
 

@@ -58,14 +58,14 @@ def _byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def write_tokenizer(directory: Path) -> Path:
+def write_tokenizer(directory: Path, template: str = TEMPLATE) -> Path:
     """Write a tokenizer whose tokens are the 256 bytes, by value, and one end of sequence."""
     fast = FastTokenizer(models.BPE({char: byte for byte, char in enumerate(_byte_characters())}, []))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     hf = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>")
-    hf.chat_template = TEMPLATE
+    hf.chat_template = template
     hf.save_pretrained(str(directory))
     return directory
 

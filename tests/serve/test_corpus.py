@@ -159,7 +159,13 @@ completion(
     "response_format",
     response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}},
 )
-chat("tools", 400, "tools is not supported", "tools", tools=[{"type": "function", "function": {"name": "f"}}])
+chat(
+    "tools",
+    400,
+    "needs a server with --tool-call-parser",
+    "tool_choice",
+    tools=[{"type": "function", "function": {"name": "f"}}],
+)
 chat("functions", 400, "functions is not supported", "functions", functions=[{"name": "f"}])
 chat("audio", 400, "modalities is not supported", "modalities", modalities=["text", "audio"])
 chat("echo", 400, "echo", "echo", echo=True)
@@ -184,8 +190,8 @@ chat("text-part", 400, "no string", "messages", messages=[{"role": "user", "cont
 chat(
     "tool-calls",
     400,
-    "no tool calling",
-    "messages",
+    "missing required field `function`",
+    "messages[0].tool_calls[0].function",
     messages=[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
 )
 chat("top-without", 400, "logprobs = true", "top_logprobs", top_logprobs=2)

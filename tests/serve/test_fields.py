@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from manylora.errors import RequestError
 from manylora.server.api.request import REFUSED, parse
-from manylora.server.api.schemas import ChatBody, CompletionBody, sampling_params
+from manylora.server.api.responses import ResponsesBody
+from manylora.server.api.schemas import ChatBody, CompletionBody, SamplingFields, sampling_params
 from manylora.types import SamplingParams
 
 NUMBERS = st.one_of(
@@ -25,13 +26,17 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
     max_leaves=6,
 )
-NAMES = sorted({*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *REFUSED})
+BODIES = [CompletionBody, ChatBody, ResponsesBody]
+NAMES = sorted({name for body in BODIES for name in body.__struct_fields__}.union(REFUSED))
+
+
+HELLO = [{"role": "user", "content": "x"}]
 
 
 @settings(max_examples=300)
-@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), st.sampled_from([CompletionBody, ChatBody]))
-def test_any_body_is_understood_or_refused(values: dict[str, Any], kind: type[CompletionBody | ChatBody]) -> None:
-    given_values = {"model": "m", "prompt": "p", "messages": [{"role": "user", "content": "x"}], **values}
+@given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), st.sampled_from(BODIES))
+def test_any_body_is_understood_or_refused(values: dict[str, Any], kind: type[SamplingFields]) -> None:
+    given_values = {"model": "m", "prompt": "p", "messages": HELLO, "input": "x", **values}
     try:
         body = parse(json.dumps(given_values).encode(), kind)
         params = sampling_params(body, max_tokens=body.max_tokens, logprobs=None, vocab_size=1000)

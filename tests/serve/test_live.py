@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -79,6 +80,32 @@ def test_json_schemas_are_kept(client: openai.OpenAI) -> None:
     assert set(answer) == {"ok", "kind"}
     assert isinstance(answer["ok"], bool)
     assert chat.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
+def test_forced_tool_calls_match_their_schema(client: openai.OpenAI, choice: Any) -> None:
+    schema = {
+        "$defs": {"way": {"enum": ["up", "down"]}},
+        "type": "object",
+        "properties": {"way": {"$ref": "#/$defs/way"}, "twice": {"type": "boolean"}},
+        "required": ["way", "twice"],
+        "additionalProperties": False,
+    }
+    chat = client.chat.completions.create(
+        model="lora-1",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=200,
+        seed=1,
+        tools=[{"type": "function", "function": {"name": "move", "parameters": schema}}],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+    )
+    [call] = chat.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "move"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["way"] in ("up", "down")
+    assert isinstance(arguments["twice"], bool)
 
 
 def test_logprobs_are_of_the_model(client: openai.OpenAI) -> None:

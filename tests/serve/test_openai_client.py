@@ -20,7 +20,7 @@ def test_models_are_the_base_and_then_its_adapters(client: openai.OpenAI) -> Non
     assert base["max_model_len"] == MAX_MODEL_LEN
     assert adapter["parent"] == "base"
     assert str(adapter["root"]).endswith("/m")
-    assert client.models.retrieve("m").id == "m"
+    assert client.models.retrieve("m").id == client.models.retrieve("base:m").id == "m"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from manylora.cli.options.config_file import read_config_file
-from manylora.cli.options.values import collect_adapters, parse_adapter, parse_size
+from manylora.cli.options.values import adapters_below, collect_adapters, parse_adapter, parse_size
+from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
 from manylora.cli.options.vllm_flags import VLLM_FLAGS, spread_lists, take_out
+from manylora.config import ServerConfig
 from manylora.errors import ConfigError
 
 
@@ -148,3 +150,38 @@ def test_configuration_file_refused(tmp_path: Path, text: str, words: str) -> No
 def test_configuration_file_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_config_file("/nonexistent.toml", options=[], lists=[])
+
+
+def test_adapters_are_found_at_depth_and_named_by_their_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("plain", "org/nested", "org/nested/checkpoint-5", "a/b/c/d/too-deep"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "adapter_config.json").touch()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "adapter_model.safetensors").touch()
+    (tmp_path / "org" / "up").symlink_to(tmp_path / "half")
+    found = adapters_below(str(tmp_path))
+    assert found == {name: str(tmp_path / name) for name in ("org/nested", "plain")}
+    assert sorted(str(record.args[0]) for record in caplog.records if isinstance(record.args, tuple)) == [
+        str(tmp_path / "half"),
+        str(tmp_path / "org" / "up"),
+    ]
+
+
+def test_vllms_environment_is_read_or_refused() -> None:
+    plain, allowed = ServerConfig(), ServerConfig(allowed_lora_paths=("/x",))
+    assert with_vllm_environment(plain, {"VLLM_API_KEY": "k"}).api_keys == ("k",)
+    assert with_vllm_environment(ServerConfig(api_keys=("own",)), {"VLLM_API_KEY": "k"}).api_keys == ("own",)
+    name = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    assert with_vllm_environment(allowed, {name: "True"}) == allowed
+    assert with_vllm_environment(plain, {name: "0"}) == plain
+    for server, value in ((plain, "1"), (allowed, "false")):
+        with pytest.raises(ConfigError, match="--allowed-lora-path"):
+            with_vllm_environment(server, {name: value})
+
+
+@pytest.mark.parametrize(
+    ("host", "warns"), [("127.0.0.1", False), ("::1", False), ("localhost", False), ("0.0.0.0", True)]
+)
+def test_an_open_server_beyond_this_machine_is_warned_of(host: str, warns: bool) -> None:
+    assert (exposure_warning(ServerConfig(host=host)) is not None) == warns
+    assert exposure_warning(ServerConfig(host=host, api_keys=("k",))) is None

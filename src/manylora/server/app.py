@@ -15,6 +15,7 @@ from manylora.server.api.chat import chat_routes
 from manylora.server.api.completions import completion_routes
 from manylora.server.api.models import model_routes
 from manylora.server.api.request import Context
+from manylora.server.api.responses import response_routes
 from manylora.server.api.status import status_routes
 from manylora.server.errors import HttpError, error_response, on_error, on_http_exception
 
@@ -32,7 +33,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 def make_app(context: Context) -> Starlette:
     """Return the application that serves ``context``."""
     app = Starlette(
-        routes=[*completion_routes, *chat_routes, *admin_routes, *model_routes, *status_routes],
+        routes=[*completion_routes, *chat_routes, *response_routes, *admin_routes, *model_routes, *status_routes],
         exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
     )
     app.state.context = context

@@ -180,7 +180,8 @@ class Server:
         model = self._engine_config.model
         digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
         # An adapter named at start may be loaded again from its directory; those found are below a folder of adapters.
-        roots = [*self._config.lora_dirs, *(module.path for module in self._modules if module.is_required)]
+        named = (module.path for module in self._modules if module.is_required)
+        roots = [*self._config.lora_dirs, *self._config.allowed_lora_paths, *named]
         context = Context(
             engine_config=self._engine_config,
             config=self._config,

@@ -1,10 +1,21 @@
-"""Text and tokens: tokenizer, chat template, incremental detokenisation, stop strings.
+"""Text and tokens: tokenizer, chat template, incremental detokenisation, stop strings, reasoning and tool calls.
 
 The engine knows only token ids; the server and the offline API use this package.
 """
 
 from manylora.text.detokenizer import Detokenizer, TextDelta, TokenLogprob
+from manylora.text.message_reader import MessageReader
+from manylora.text.reasoning import ReasoningSplitter
 from manylora.text.stop_strings import StopMatch, StopStrings
 from manylora.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "StopMatch", "StopStrings", "TextDelta", "TokenLogprob", "Tokenizer"]
+__all__ = [
+    "Detokenizer",
+    "MessageReader",
+    "ReasoningSplitter",
+    "StopMatch",
+    "StopStrings",
+    "TextDelta",
+    "TokenLogprob",
+    "Tokenizer",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, resolve_model
 from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
+from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
 from manylora.cli.options.vllm_flags import spread_lists, take_out
 from manylora.cli.views.terminal import note
 from manylora.config import (
@@ -78,7 +80,14 @@ def serve(
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
     server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig))
-    server = replace(server, lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs))
+    server = replace(
+        server,
+        lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),
+        allowed_lora_paths=tuple(str(Path(folder).expanduser()) for folder in server.allowed_lora_paths),
+    )
+    server = with_vllm_environment(server, os.environ)
+    if warning := exposure_warning(server):
+        note(warning)
     base = chosen.of(ModelConfig)
     typed = collect_adapters(lora_modules or (), server.lora_dirs)
     checkpoint, base["served_model_name"], adapters = resolve_model(model, base["served_model_name"], typed)

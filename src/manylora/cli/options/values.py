@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable
@@ -10,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from manylora.adapters.config import CONFIG_FILE
+from manylora.adapters.read import WEIGHT_FILES
 from manylora.errors import ConfigError
 
 __all__ = [
@@ -22,6 +24,11 @@ __all__ = [
     "parse_size",
     "repeat_option",
 ]
+
+logger = logging.getLogger(__name__)
+
+MAX_FOLDER_DEPTH = 4
+"""Levels below a `--lora-dir` that are searched, so that a link to a folder above ends."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -77,7 +84,10 @@ def parse_adapter(text: str) -> tuple[str, str]:
 
 
 def adapters_below(folder: str) -> dict[str, str]:
-    """Return the adapters directly below a folder, named after their folders, which have an `adapter_config.json`.
+    """Return the adapters below a folder, which have an `adapter_config.json`, named by their paths in it.
+
+    Folders within adapters are not searched: trainers put checkpoints there. A folder with weights and no configuration
+    is skipped with a line in the log.
 
     Raises:
         ConfigError: There is no such folder, or it is an adapter itself.
@@ -90,9 +100,25 @@ def adapters_below(folder: str) -> dict[str, str]:
             f"Got --lora-dir {folder!r}, which is an adapter: expected the folder it is in, "
             f"or --lora-modules {root.resolve().name}={folder}"
         )
-    with os.scandir(root) as entries:
-        found = {entry.name: entry.path for entry in entries if os.path.exists(os.path.join(entry.path, CONFIG_FILE))}
+    found: dict[str, str] = {}
+    _search(str(root), "", found, MAX_FOLDER_DEPTH)
     return dict(sorted(found.items()))
+
+
+def _search(folder: str, prefix: str, found: dict[str, str], depth: int) -> None:
+    try:
+        with os.scandir(folder) as entries:
+            below = [(entry.name, entry.path) for entry in entries if entry.is_dir()]
+    except OSError as error:
+        logger.warning("folder_skipped path=%s reason=%r", folder, error.strerror)
+        return
+    for name, path in below:
+        if os.path.exists(os.path.join(path, CONFIG_FILE)):
+            found[prefix + name] = path
+        elif any(os.path.exists(os.path.join(path, file)) for file in WEIGHT_FILES):
+            logger.warning("adapter_skipped path=%s reason='it has weights and no %s'", path, CONFIG_FILE)
+        elif depth > 1 and not name.startswith("."):
+            _search(path, f"{prefix}{name}/", found, depth - 1)
 
 
 def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str, str]:

@@ -37,6 +37,7 @@ VLLM_FLAGS: dict[str, VllmFlag] = {
     "--max-lora-rank": VllmFlag(why="every adapter is kept at its own rank, there is no largest one", has_value=True),
     "--lora-dtype": VllmFlag(why="--adapter-dtype chooses", has_value=True, fine=("auto",)),
     "--fully-sharded-loras": VllmFlag(why=_ONE_DEVICE),
+    "--enable-auto-tool-choice": VllmFlag(why="it is on with --tool-call-parser"),
     "--enable-prefix-caching": VllmFlag(why="it is on unless --no-prefix-caching is given"),
     "--enable-chunked-prefill": VllmFlag(why="it is on unless --step-composition turns it off"),
     "--tensor-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),

@@ -72,7 +72,9 @@ async def _load(
         raise _invalid(str(error), name_field) from None
     if not context.lora_roots:
         raise AdapterForbidden(
-            name, "loading adapters at run time is off; start the server with --lora-dir DIR to allow it from there"
+            name,
+            "loading adapters at run time is off; start the server with --lora-dir DIR or --allowed-lora-path DIR to "
+            "allow it from there",
         )
     try:
         resolved = await asyncio.to_thread(resolve_path, path, context.lora_roots)
@@ -87,7 +89,11 @@ async def _load(
             "If you want to load the adapter in place, set 'load_inplace' to True.",
             name_field,
         ) from None
-    except (AdapterNotFound, AdapterForbidden) as error:
+    except AdapterForbidden as error:
+        raise HttpError(
+            error.status, f"{error} (--lora-dir and --allowed-lora-path allow them)", param=path_field
+        ) from None
+    except AdapterNotFound as error:
         raise HttpError(error.status, str(error), param=path_field) from None
     except AdapterError as error:
         # vLLM answers 500 to an invalid adapter, and tests of its clients expect that.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,12 +13,13 @@ from starlette.routing import Route
 
 from manylora.errors import RequestError
 from manylora.server.api.answers import Piece
-from manylora.server.api.request import context_of, read_body
-from manylora.server.api.respond import LEAST_LOGPROB, LONG_TEXT, NOTHING_ELSE, respond
+from manylora.server.api.message_format import MessageFormat, chat_choice, message_readers
+from manylora.server.api.request import Context, context_of, read_body
+from manylora.server.api.respond import LONG_TEXT, NOTHING_ELSE, AnswerFormat, respond
 from manylora.server.api.schemas import ChatBody, Message, sampling_params
-from manylora.text import TokenLogprob
+from manylora.server.api.tools import called, tool_use
 
-__all__ = ["chat_routes", "flatten"]
+__all__ = ["chat_prompt", "chat_routes", "flatten"]
 
 
 class ChatFormat:
@@ -43,52 +44,39 @@ class ChatFormat:
             content = msgspec.json.encode(piece.text)
             return b'{"index":%d,"delta":{"content":%b}%b' % (piece.index, content, NOTHING_ELSE)
         delta["content"] = piece.text
-        return msgspec.json.encode(self._choice(piece, piece.logprobs, "delta", delta))
+        return msgspec.json.encode(chat_choice([piece], "delta", delta, has_logprobs=self._has_logprobs))
 
     def choice(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the choice of a whole answer."""
         message = {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
-        logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
-        return self._choice(pieces[-1], logprobs, "message", message)
-
-    def _choice(
-        self, piece: Piece, logprobs: tuple[TokenLogprob, ...], field: str, content: dict[str, Any]
-    ) -> dict[str, Any]:
-        return {
-            "index": piece.index,
-            field: content,
-            "logprobs": {"content": [_logprob(token) for token in logprobs], "refusal": None}
-            if self._has_logprobs
-            else None,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-
-
-def _entry(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(token.raw)}
-
-
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {**_entry(token), "top_logprobs": [_entry(other) for other in token.top]}
+        return chat_choice(pieces, "message", message, has_logprobs=self._has_logprobs)
 
 
 def flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages for a chat template: a role and one text each.
+    """Return messages for a chat template: a role, one text, and calls with their arguments as objects.
 
     Raises:
-        RequestError: A part is not text, or belongs to tool calling.
+        RequestError: A part is not text, or the arguments of a call are not an object.
     """
     flat: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         at = f"messages[{index}]"
-        for field in ("tool_calls", "function_call", "tool_call_id"):
-            if getattr(message, field):
-                raise RequestError(f"{at}.{field} is not supported: this server has no tool calling", param="messages")
-        if message.content is None:
+        if message.function_call:
+            raise RequestError(f"{at}.function_call is not supported; use tool_calls", param="messages")
+        content = message.content or ""
+        if message.content is None and not message.tool_calls:
             raise RequestError(f"{at}.content is missing", param="messages")
-        content = message.content if isinstance(message.content, str) else _join(message.content, at)
-        flat.append({"role": message.role, "content": content})
+        text = content if isinstance(content, str) else _join(content, at)
+        entry: dict[str, Any] = {"role": message.role, "content": text}
+        if message.tool_calls:
+            entry["tool_calls"] = called(message.tool_calls, at)
+        if message.tool_call_id:
+            entry["tool_call_id"] = message.tool_call_id
+        if message.name and message.role == "tool":
+            entry["name"] = message.name
+        if message.reasoning_content:
+            entry["reasoning_content"] = message.reasoning_content
+        flat.append(entry)
     return flat
 
 
@@ -114,6 +102,22 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+async def chat_prompt(
+    context: Context,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
+) -> tuple[int, ...]:
+    """Return the token ids of a chat, rendered with more ``variables`` for the template."""
+
+    def render() -> tuple[int, ...]:
+        return tuple(context.tokenizer.chat(messages, add_generation_prompt=add_generation_prompt, **variables))
+
+    is_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
+    return await asyncio.to_thread(render) if is_long else render()
+
+
 async def create_chat_completion(request: Request) -> Response:
     """``POST /v1/chat/completions``."""
     context = context_of(request)
@@ -127,21 +131,27 @@ async def create_chat_completion(request: Request) -> Response:
         logprobs=_num_logprobs(body),
         vocab_size=context.fleet.info.vocab_size,
     )
-    messages = flatten(body.messages)
-
-    def render() -> tuple[int, ...]:
-        return tuple(
-            context.tokenizer.chat(
-                messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                **(body.chat_template_kwargs or {}),
-            )
-        )
-
-    is_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
-    prompt = await asyncio.to_thread(render) if is_long else render()
-    form = ChatFormat(has_logprobs=sampling.logprobs is not None)
-    return await respond(context, body, [prompt], sampling, form, tenant=tenant, id_prefix="chatcmpl-")
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, parser=context.config.tool_call_parser)
+    sampling = use.constrain(sampling)
+    prompt = await chat_prompt(
+        context,
+        flatten(body.messages),
+        {**(body.chat_template_kwargs or {}), **use.template_variables},
+        add_generation_prompt=body.add_generation_prompt is not False,
+    )
+    form: AnswerFormat = ChatFormat(has_logprobs=sampling.logprobs is not None)
+    if make_reader := message_readers(context, use, prompt, is_constrained=sampling.json_schema is not None):
+        form = MessageFormat(make_reader, use, has_logprobs=sampling.logprobs is not None)
+    return await respond(
+        context,
+        body,
+        [prompt],
+        sampling,
+        form,
+        tenant=tenant,
+        id_prefix="chatcmpl-",
+        schema_param="response_format" if use.json_schema is None else "tools",
+    )
 
 
 chat_routes = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -39,7 +39,7 @@ def _card(context: Context, name: str, adapter: LoadedAdapter | None = None) -> 
 
 
 async def list_models(request: Request) -> Response:
-    """``GET /v1/models``: the base first, then adapters by name."""
+    """``GET /v1/models``: the base first, then adapters in the order of loading."""
     context = context_of(request)
     context.gate.check_inference(request)
     context.fleet.check_serving()
@@ -48,7 +48,7 @@ async def list_models(request: Request) -> Response:
     if content is None:
         loaded = adapters.loaded
         cards = [_card(context, context.fleet.served_name)]
-        cards += [_card(context, name, loaded[name]) for name in sorted(loaded)]
+        cards += [_card(context, name, loaded[name]) for name in loaded]
         content = msgspec.json.encode({"object": "list", "data": cards})
         context.model_list.clear()
         context.model_list[adapters.num_changes] = content
@@ -56,15 +56,16 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    """``GET /v1/models/{id}``."""
+    """``GET /v1/models/{id}``, also of ``base:adapter``."""
     context = context_of(request)
     context.gate.check_inference(request)
     context.fleet.check_serving()
-    name = request.path_params["name"]
-    if name == context.fleet.served_name:
+    name, served_name, loaded = request.path_params["name"], context.fleet.served_name, context.fleet.adapters.loaded
+    if name == served_name:
         return json_response(_card(context, name))
-    if name in context.fleet.adapters.loaded:
-        return json_response(_card(context, name, context.fleet.adapters.loaded[name]))
+    for known in (name, name.removeprefix(f"{served_name}:")):
+        if known in loaded:
+            return json_response(_card(context, known, loaded[known]))
     raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
 

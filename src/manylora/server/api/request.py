@@ -34,8 +34,8 @@ __all__ = ["REFUSED", "Context", "context_of", "parse", "read_body"]
 logger = logging.getLogger(__name__)
 
 _HARMLESS = """
-    add_special_tokens function_call metadata parallel_tool_calls prediction prompt_cache_key prompt_cache_retention
-    request_id safety_identifier service_tier spaces_between_special_tokens store stream_interval tool_choice
+    add_special_tokens metadata prediction prompt_cache_key prompt_cache_retention
+    request_id safety_identifier service_tier spaces_between_special_tokens store stream_interval
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Fields that change nothing in the answer."""
@@ -44,10 +44,12 @@ _REFUSED = """
     allowed_token_ids audio bad_words chat_template continue_final_message documents functions guided_choice
     guided_grammar guided_json guided_regex kv_transfer_params logits_processors lora_path lora_request
     mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort return_token_ids
-    return_tokens_as_token_ids structured_outputs suffix thinking_token_budget tools truncate_prompt_tokens
+    return_tokens_as_token_ids structured_outputs suffix thinking_token_budget truncate_prompt_tokens
     typical_p use_beam_search verbosity vllm_xargs web_search_options
 """
 REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
+    "function_call": (None, "none", "auto"),
+    "include_reasoning": (None, True),
     "length_penalty": (None, 1.0),
     "modalities": (None, ["text"]),
 }

@@ -27,7 +27,7 @@ from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.types import Request, SamplingParams
 
-__all__ = ["LEAST_LOGPROB", "LONG_TEXT", "NOTHING_ELSE", "AnswerFormat", "respond"]
+__all__ = ["HEADERS", "LEAST_LOGPROB", "LONG_TEXT", "NOTHING_ELSE", "AnswerFormat", "respond", "send_body", "submit"]
 
 LONG_TEXT = 20_000
 """Characters beyond which text is tokenized on a thread: it takes a millisecond or more."""
@@ -72,8 +72,37 @@ async def respond(
     *,
     tenant: str,
     id_prefix: str,
+    schema_param: str = "response_format",
 ) -> Response:
-    """Submit the prompts and return the response, which sends the answers.
+    """Submit the prompts and return the response, which sends the answers; arguments and errors as of ``submit``."""
+    answers, head = await submit(
+        context, body, prompts, sampling, tenant=tenant, id_prefix=id_prefix, schema_param=schema_param
+    )
+    if body.stream:
+        return _EventStream(answers, form, head=head, fingerprint=context.fingerprint, options=body.stream_options)
+    return _Whole(answers, form, head=head, fingerprint=context.fingerprint)
+
+
+async def submit(
+    context: Context,
+    body: SamplingFields,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    *,
+    tenant: str,
+    id_prefix: str,
+    schema_param: str,
+) -> tuple[Answers, dict[str, Any]]:
+    """Submit the prompts; return their answers, and the id, time and model of the response.
+
+    Args:
+        context: The server's parts.
+        body: The request.
+        prompts: Token ids.
+        sampling: Sampling parameters of every answer.
+        tenant: The caller.
+        id_prefix: The begin of the response's id.
+        schema_param: The field that gave the JSON schema.
 
     Raises:
         RequestError: The engine refuses a request.
@@ -89,7 +118,7 @@ async def respond(
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
     if sampling.json_schema is not None:
-        await _check_schema(sampling.json_schema)
+        await _check_schema(sampling.json_schema, schema_param)
     answer_id = id_prefix + uuid.uuid4().hex
     requests = [
         Request(
@@ -106,17 +135,14 @@ async def respond(
     ]
     answers = Answers(context.fleet, context.tokenizer, requests, num_answers=num_answers)
     await answers.start()
-    head = {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
-    if body.stream:
-        return _EventStream(answers, form, head=head, fingerprint=context.fingerprint, options=body.stream_options)
-    return _Whole(answers, form, head=head, fingerprint=context.fingerprint)
+    return answers, {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
 
 
-async def _check_schema(schema: str) -> None:
+async def _check_schema(schema: str, param: str) -> None:
     try:
         await asyncio.to_thread(check_schema, schema)  # some take milliseconds
     except RequestError as error:
-        raise RequestError(str(error), param="response_format") from None
+        raise RequestError(str(error), param=param) from None
 
 
 def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
@@ -173,7 +199,7 @@ class _EventStream(Response):
                 return
             except ManyloraError as error:
                 # The status was sent: the error is an event, as in vLLM and as the openai client expects.
-                await _send_body(send, b"data: " + encode(error_body(error)) + b"\n\n" + DONE)
+                await send_body(send, b"data: " + encode(error_body(error)) + b"\n\n" + DONE)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_chunks(self, send: Send, write_chunk: WriteChunk) -> None:
@@ -192,17 +218,18 @@ class _EventStream(Response):
                 chunk = form.chunk(piece)
                 if chunk is not None:
                     body += envelope.prefix + chunk + suffix
-            return None if not body or write_chunk(body) else functools.partial(_send_body, send, body)
+            return None if not body or write_chunk(body) else functools.partial(send_body, send, body)
 
         await answers.deliver(write)
         assert envelope is not None
         last = b""
         if self._include_usage:
             last = envelope.prefix + b'],"usage":' + encode(answers.usage()) + b"}\n\n"
-        await _send_body(send, last + DONE)
+        await send_body(send, last + DONE)
 
 
-async def _send_body(send: Send, body: bytes) -> None:
+async def send_body(send: Send, body: bytes) -> None:
+    """Send a part of a response's body."""
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 

@@ -7,13 +7,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from manylora.errors import RequestError
+from manylora.server.api.tools import Tool, ToolCall, ToolChoice
 from manylora.types import SamplingParams
 
 __all__ = [
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
+    "JsonSchema",
     "Message",
+    "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
     "TokenizeBody",
@@ -92,9 +95,10 @@ class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
     function_call: Any = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -107,6 +111,9 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

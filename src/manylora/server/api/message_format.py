@@ -1,0 +1,138 @@
+"""JSON of chat completions whose text is read: reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from manylora.server.api.answers import Piece
+from manylora.server.api.request import Context
+from manylora.server.api.respond import LEAST_LOGPROB
+from manylora.server.api.tools import ToolUse
+from manylora.text import MessageReader, ReasoningSplitter, TokenLogprob
+from manylora.text.tools import Event, EventKind
+
+__all__ = ["MessageFormat", "chat_choice", "message_readers"]
+
+PROMPT_END_TOKENS = 8
+"""Tokens at the end of a prompt in which a template opens or closes the reasoning."""
+
+
+def message_readers(
+    context: Context, use: ToolUse, prompt: Sequence[int], *, is_constrained: bool
+) -> Callable[[], MessageReader] | None:
+    """Return a maker of readers for the answers to a chat; ``None`` if their text needs no reading.
+
+    A grammar holds from the first token, so that a constrained answer has no reasoning.
+    """
+    reasoning = None if is_constrained else context.config.reasoning_parser
+    if reasoning is None and use.make_parser is None:
+        return None
+    end = context.tokenizer.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False) if reasoning else ""
+
+    def make() -> MessageReader:
+        return MessageReader(
+            None if reasoning is None else ReasoningSplitter(reasoning, end),
+            None if use.make_parser is None else use.make_parser(),
+            max_calls=use.max_calls,
+        )
+
+    return make
+
+
+class MessageFormat:
+    """JSON of chat completions with reasoning and tool calls.
+
+    Reasoning has two names, ``reasoning_content`` and vLLM's later ``reasoning``: clients read one or the other.
+
+    Args:
+        make_reader: Makes the reader of an answer.
+        use: The part of tools in the request.
+        has_logprobs: Whether log-probabilities were requested.
+    """
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, make_reader: Callable[[], MessageReader], use: ToolUse, *, has_logprobs: bool) -> None:
+        self._make_reader = make_reader
+        self._use = use
+        self._has_logprobs = has_logprobs
+        self._readers: dict[int, MessageReader] = {}
+
+    def chunk(self, piece: Piece) -> bytes | None:
+        """Return the choice of a chunk; the first of an answer has the role, the first of a call its id and name."""
+        delta: dict[str, Any] = {}
+        if piece.index not in self._readers:
+            self._readers[piece.index] = self._make_reader()
+            delta = {"role": "assistant", "content": ""}
+        reader = self._readers[piece.index]
+        num_calls = reader.num_calls
+        events = reader.feed(piece.text)
+        if piece.finish_reason is not None:
+            events += reader.finish()
+        delta |= self._fields(events, num_calls - 1, is_delta=True)
+        if not (delta or piece.logprobs or piece.finish_reason):
+            return None
+        return msgspec.json.encode(self._choice(reader, [piece], "delta", delta))
+
+    def choice(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Return the choice of a whole answer."""
+        reader = self._make_reader()
+        events = reader.feed("".join(piece.text for piece in pieces)) + reader.finish()
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        return self._choice(reader, pieces, "message", message | self._fields(events, -1, is_delta=False))
+
+    def _fields(self, events: Sequence[Event], last_call: int, *, is_delta: bool) -> dict[str, Any]:
+        """Return the fields of a message or delta; ``last_call`` is the index of the call that arguments continue."""
+        texts: dict[EventKind, str] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if event.kind is EventKind.CALL:
+                last_call += 1
+                index = {"index": last_call} if is_delta else {}
+                function = {"name": event.text, "arguments": ""}
+                calls[last_call] = {**index, "id": self._use.new_call_id(), "type": "function", "function": function}
+            elif event.kind is EventKind.ARGUMENTS:
+                call = calls.setdefault(last_call, {"index": last_call, "function": {"arguments": ""}})
+                call["function"]["arguments"] += event.text
+            else:
+                texts[event.kind] = texts.get(event.kind, "") + event.text
+        fields: dict[str, Any] = {}
+        if EventKind.REASONING in texts:
+            fields["reasoning_content"] = fields["reasoning"] = texts[EventKind.REASONING]
+        if EventKind.CONTENT in texts:
+            fields["content"] = texts[EventKind.CONTENT]
+        if calls:
+            fields["tool_calls"] = list(calls.values())
+        return fields
+
+    def _choice(
+        self, reader: MessageReader, pieces: list[Piece], field: str, content: dict[str, Any]
+    ) -> dict[str, Any]:
+        choice = chat_choice(pieces, field, content, has_logprobs=self._has_logprobs)
+        if choice["finish_reason"] == "stop" and reader.num_calls and not self._use.is_named:
+            choice["finish_reason"] = "tool_calls"
+        return choice
+
+
+def chat_choice(pieces: list[Piece], field: str, content: dict[str, Any], *, has_logprobs: bool) -> dict[str, Any]:
+    """Return a choice with a ``message`` or a ``delta``, and the log-probabilities of its pieces."""
+    logprobs = [_logprob(token) for piece in pieces for token in piece.logprobs]
+    return {
+        "index": pieces[-1].index,
+        field: content,
+        "logprobs": {"content": logprobs, "refusal": None} if has_logprobs else None,
+        "finish_reason": pieces[-1].finish_reason,
+        "stop_reason": pieces[-1].stop_reason,
+    }
+
+
+def _entry(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(token.raw)}
+
+
+def _logprob(token: TokenLogprob) -> dict[str, Any]:
+    return {**_entry(token), "top_logprobs": [_entry(other) for other in token.top]}

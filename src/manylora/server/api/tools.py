@@ -1,0 +1,251 @@
+"""Tools of a chat request: the bodies, and the consequences of ``tool_choice``.
+
+With ``auto`` the model decides, and the server's parser finds its calls in the text. ``required`` and a named function
+are forced by a grammar that is made of the functions' own schemas, so they need no parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+
+from manylora.errors import RequestError
+from manylora.text.tools import TOOL_PARSERS, NamedCall, RequiredCalls, ToolParser
+from manylora.types import SamplingParams
+
+__all__ = [
+    "CalledFunction",
+    "Function",
+    "FunctionName",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolUse",
+    "called",
+    "tool_use",
+]
+
+MAX_TOOLS = 128
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool; every one is a function."""
+
+    type: str
+    function: Function
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """A function by name."""
+
+    name: Name
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """A ``tool_choice`` that names a function."""
+
+    type: str
+    function: FunctionName
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """The function of a call in the history."""
+
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in the history."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The part of tools in one request.
+
+    Args:
+        template_variables: Variables that show the tools to the chat template.
+        make_parser: Makes the parser of an answer; ``None`` if no call is possible.
+        json_schema: The schema that a forced answer must match.
+        is_named: Whether the function was named; the answer then ends with ``stop``, as in OpenAI's API.
+        needs_special_tokens: Whether answers must keep their special tokens.
+        max_calls: Calls beyond these are dropped.
+        new_call_id: Returns an id for a call.
+    """
+
+    template_variables: dict[str, Any]
+    make_parser: Callable[[], ToolParser] | None = None
+    json_schema: str | None = None
+    is_named: bool = False
+    needs_special_tokens: bool = False
+    max_calls: int | None = None
+    new_call_id: Callable[[], str] = ToolParser.new_call_id
+
+    def constrain(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the sampling parameters of an answer that may, or must, call the tools.
+
+        Raises:
+            RequestError: The call is forced, and the answer has another form already.
+        """
+        if self.needs_special_tokens:
+            sampling = replace(sampling, skip_special_tokens=False)
+        if self.json_schema is None:
+            return sampling
+        if sampling.json_schema is not None:
+            raise RequestError(
+                "response_format cannot be combined with a tool_choice that forces a call", param="response_format"
+            )
+        return replace(sampling, json_schema=self.json_schema)
+
+
+def tool_use(
+    tools: Sequence[Tool] | None, choice: str | ToolChoice | None, parallel: bool | None, *, parser: str | None
+) -> ToolUse:
+    """Return the part of tools in a request; ``parser`` is the server's.
+
+    Raises:
+        RequestError: A tool is malformed, the choice contradicts the tools, or ``auto`` has no parser.
+    """
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice needs tools", param="tool_choice")
+        return ToolUse(template_variables={})
+    schemas = _schemas(tools)
+    variables = {"tools": [msgspec.to_builtins(tool) for tool in tools]}
+    if choice == "none":
+        return ToolUse(template_variables=variables)
+    max_calls = 1 if parallel is False else None
+    kind = None if parser is None else TOOL_PARSERS[parser]
+    new_call_id = ToolParser.new_call_id if kind is None else kind.new_call_id
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        if choice.type != "function" or name not in schemas:
+            raise RequestError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+        return ToolUse(
+            template_variables=variables,
+            make_parser=lambda: NamedCall(name),
+            json_schema=_json(schemas[name]),
+            is_named=True,
+            new_call_id=new_call_id,
+        )
+    if choice == "required":
+        return ToolUse(
+            template_variables=variables,
+            make_parser=lambda: RequiredCalls(schemas),
+            json_schema=_json(_list_schema(schemas, max_calls)),
+            new_call_id=new_call_id,
+        )
+    if choice not in (None, "auto"):
+        raise RequestError(
+            f"Got tool_choice = {choice[:50]!r}, expected none, auto, required or a function", param="tool_choice"
+        )
+    if kind is None:
+        raise RequestError(
+            'tool_choice "auto" needs a server with --tool-call-parser; "required" and named functions do not',
+            param="tool_choice",
+        )
+    return ToolUse(
+        template_variables=variables,
+        make_parser=lambda: kind(schemas),
+        needs_special_tokens=kind.needs_special_tokens,
+        max_calls=max_calls,
+        new_call_id=new_call_id,
+    )
+
+
+def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """Return the schema of each function's parameters, which are an object."""
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"Got {len(tools)} tools, expected at most {MAX_TOOLS}", param="tools")
+    schemas: dict[str, dict[str, Any]] = {}
+    for index, tool in enumerate(tools):
+        name, at = tool.function.name, f"tools[{index}]"
+        if tool.type != "function":
+            raise RequestError(f"{at}.type is {tool.type[:50]!r}; this server takes functions only", param="tools")
+        if name in schemas:
+            raise RequestError(f"{at}.function.name is {name!r}, which another tool has too", param="tools")
+        schema = {"type": "object", **(tool.function.parameters or {})}
+        if schema["type"] != "object":
+            raise RequestError(f"{at}.function.parameters is not the schema of an object", param="tools")
+        schemas[name] = schema
+    return schemas
+
+
+def _list_schema(schemas: dict[str, dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
+    """Return the schema of a list of calls, with at least one."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                "parameters": _moved(schema, f"#/items/anyOf/{index}/properties/parameters"),
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for index, (name, schema) in enumerate(schemas.items())
+    ]
+    most = {} if max_calls is None else {"maxItems": max_calls}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """Return a schema whose references to itself are right where it is a part of another."""
+    try:
+        if isinstance(schema, list):
+            return [_moved(item, to) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        return {
+            key: to + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, to)
+            for key, value in schema.items()
+        }
+    except RecursionError:
+        raise RequestError("A function's parameters are nested too deeply", param="tools") from None
+
+
+def _json(schema: dict[str, Any]) -> str:
+    return msgspec.json.encode(schema).decode()
+
+
+def called(calls: Sequence[ToolCall], at: str) -> list[dict[str, Any]]:
+    """Return calls of the history for a chat template, with the arguments as an object.
+
+    Raises:
+        RequestError: Arguments are not a JSON object.
+    """
+    entries = []
+    for index, call in enumerate(calls):
+        arguments = call.function.arguments or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
+                raise RequestError(
+                    f"{at}.tool_calls[{index}].function.arguments is not a JSON object", param="messages"
+                ) from None
+        entry: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+        if call.id is not None:
+            entry["id"] = call.id
+        entries.append(entry)
+    return entries
