@@ -164,6 +164,7 @@ class Request:
         seed: Seed drawn for a request whose ``sampling`` has none, so that every engine continues it alike; ``None``
             lets the engine draw one.
         continuation: The answer so far, if another engine began it.
+        default_max_tokens: Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
     """
 
     request_id: str
@@ -175,6 +176,7 @@ class Request:
     priority: int = 0
     seed: int | None = None
     continuation: Continuation | None = None
+    default_max_tokens: int | None = None
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -66,7 +66,10 @@ class RequestLimits:
                 f"the memory left beside its adapter and pinned ones holds {max(0, room + num_prompt - 1)}",
                 param="prompt" if room < 1 else "max_tokens",
             )
-        longest = min(limit - num_prompt, room) if asked is None else asked
+        longest = asked
+        if longest is None:
+            fitting = min(limit - num_prompt, room)
+            longest = fitting if request.default_max_tokens is None else min(fitting, request.default_max_tokens)
         num_answered = len(request.continuation.tokens) if request.continuation is not None else 0
         if num_answered >= longest:
             raise RequestError(f"Got {num_answered} tokens of the answer already, expected fewer than {longest}")

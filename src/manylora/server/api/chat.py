@@ -121,11 +121,13 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
+    settings = await context.settings.of(body.model)
     sampling = sampling_params(
         body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=_num_logprobs(body),
         vocab_size=context.fleet.info.vocab_size,
+        defaults=settings.defaults,
     )
     messages = flatten(body.messages)
 
@@ -133,15 +135,20 @@ async def create_chat_completion(request: Request) -> Response:
         return tuple(
             context.tokenizer.chat(
                 messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                **(body.chat_template_kwargs or {}),
+                settings.chat_template,
+                **{
+                    "add_generation_prompt": body.add_generation_prompt is not False,
+                    **(body.chat_template_kwargs or {}),
+                },
             )
         )
 
-    is_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
+    is_long = sum(len(message["content"]) for message in messages) > LONG_TEXT or settings.chat_template is not None
     prompt = await asyncio.to_thread(render) if is_long else render()
     form = ChatFormat(has_logprobs=sampling.logprobs is not None)
-    return await respond(context, body, [prompt], sampling, form, tenant=tenant, id_prefix="chatcmpl-")
+    return await respond(
+        context, body, [prompt], sampling, form, settings=settings, tenant=tenant, id_prefix="chatcmpl-"
+    )
 
 
 chat_routes = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import metadata
 from typing import Any
 
@@ -79,8 +80,13 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         tokens = tokenizer.encode(body.prompt)
     else:
-        add_generation_prompt = body.add_generation_prompt is not False
-        tokens = tokenizer.chat(flatten(body.messages or []), add_generation_prompt=add_generation_prompt)
+        template = (await context.settings.of(body.model or "")).chat_template
+        tokens = await asyncio.to_thread(
+            tokenizer.chat,
+            flatten(body.messages or []),
+            template,
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": context.fleet.info.max_model_len,

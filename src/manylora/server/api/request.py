@@ -27,6 +27,7 @@ from manylora.server.api.schemas import SamplingFields
 from manylora.server.auth import Gate
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
+from manylora.server.model_settings import ModelSettings
 from manylora.text import Tokenizer
 
 __all__ = ["REFUSED", "Context", "context_of", "parse", "read_body"]
@@ -68,6 +69,7 @@ class Context:
         fleet: The engines.
         tokenizer: The base model's tokenizer.
         gate: Checks API keys.
+        settings: Sampling defaults and chat templates, by model.
         metrics: Shown by ``/metrics`` and ``/status``.
         lora_roots: Directories from which adapters may be loaded at run time.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
@@ -83,6 +85,7 @@ class Context:
     fleet: Fleet
     tokenizer: Tokenizer
     gate: Gate
+    settings: ModelSettings
     metrics: Metrics
     lora_roots: tuple[Path, ...]
     fingerprint: str

@@ -25,6 +25,7 @@ from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
+from manylora.server.model_settings import Settings
 from manylora.types import Request, SamplingParams
 
 __all__ = ["LEAST_LOGPROB", "LONG_TEXT", "NOTHING_ELSE", "AnswerFormat", "respond"]
@@ -70,6 +71,7 @@ async def respond(
     sampling: SamplingParams,
     form: AnswerFormat,
     *,
+    settings: Settings,
     tenant: str,
     id_prefix: str,
 ) -> Response:
@@ -100,6 +102,7 @@ async def respond(
             tenant=tenant,
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
+            default_max_tokens=settings.defaults.max_new_tokens,
         )
         for index, prompt in enumerate(prompts)
         for choice in range(num_answers)

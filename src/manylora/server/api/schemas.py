@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from manylora.errors import RequestError
+from manylora.generation import NO_DEFAULTS, GenerationDefaults
 from manylora.types import SamplingParams
 
 __all__ = [
@@ -127,15 +128,21 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 def sampling_params(
-    body: SamplingFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
+    body: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    vocab_size: int,
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """Return the sampling parameters of a request, with the defaults of OpenAI's API.
+    """Return the sampling parameters of a request, with the model's defaults, then those of OpenAI's API.
 
     Args:
         body: The request.
         max_tokens: Most tokens to generate; ``None`` for as many as fit.
         logprobs: Number of alternatives to report; ``None`` for no log-probabilities.
         vocab_size: Token ids are below this.
+        defaults: The defaults of the model.
 
     Raises:
         RequestError: A value is out of range, or two fields contradict each other.
@@ -152,15 +159,15 @@ def sampling_params(
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=defaults.cap(max_tokens),
         min_tokens=_or(body.min_tokens, 0),
-        temperature=_or(body.temperature, 1.0),
-        top_p=_or(body.top_p, 1.0),
-        top_k=0 if body.top_k == -1 else _or(body.top_k, 0),  # -1 is vLLM's value for all
-        min_p=_or(body.min_p, 0.0),
+        temperature=_or(body.temperature, _or(defaults.temperature, 1.0)),
+        top_p=_or(body.top_p, _or(defaults.top_p, 1.0)),
+        top_k=0 if body.top_k == -1 else _or(body.top_k, defaults.top_k or 0),  # -1 is vLLM's value for all
+        min_p=_or(body.min_p, defaults.min_p or 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        repetition_penalty=_or(body.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
         seed=body.seed,
         stop=stop,
         stop_token_ids=stop_token_ids,
