@@ -19,6 +19,7 @@ __all__ = [
     "AdapterKey",
     "AdapterVersion",
     "ColdStart",
+    "Constraint",
     "Continuation",
     "FinishReason",
     "Output",
@@ -63,6 +64,37 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+CONSTRAINT_KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+MAX_CONSTRAINT_CHARS = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form that an answer must have.
+
+    Args:
+        kind: ``json``: the text is a JSON schema, ``"{}"`` for any JSON value; ``regex``; ``choice``: a JSON list of
+            strings, one of which is the answer; ``grammar``: in Lark's or GBNF's notation; ``structural_tag``: a JSON
+            object with ``structures`` and ``triggers``, as vLLM takes it.
+        text: The schema, pattern, choices, grammar or tags.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in CONSTRAINT_KINDS:
+            raise RequestError(
+                f"Got the constraint {self.kind[:50]!r}, expected one of {', '.join(CONSTRAINT_KINDS)}",
+                param="structured_outputs",
+            )
+        if len(self.text) > MAX_CONSTRAINT_CHARS:
+            raise RequestError(
+                f"Got a constraint of {len(self.text)} characters, expected at most {MAX_CONSTRAINT_CHARS}",
+                param="structured_outputs",
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters, by OpenAI's and vLLM's names.
@@ -87,7 +119,7 @@ class SamplingParams:
         ignore_eos: Continue after end-of-sequence tokens, for load generators.
         logprobs: Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
         skip_special_tokens: Leave special tokens out of the text.
-        json_schema: JSON schema (as text) the answer must match; ``"{}"`` means any JSON value.
+        constraint: The form that the answer must have.
         logit_bias: Pairs of token id and additive bias in [-100, 100].
     """
 
@@ -107,7 +139,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
-    json_schema: str | None = None
+    constraint: Constraint | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:

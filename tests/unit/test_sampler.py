@@ -15,7 +15,7 @@ from manylora.execution.sampling.draw import draw_at
 from manylora.execution.sampling.philox import philox4x32, philox_uniform
 from manylora.execution.sampling.sampler import Sampler
 from manylora.plan import PlannedSequence
-from manylora.types import SamplingParams
+from manylora.types import Constraint, SamplingParams
 
 EOS = 2
 
@@ -365,7 +365,7 @@ def test_more_logprobs_than_tokens_reports_all() -> None:
 def test_without_a_grammar_a_constrained_row_ends_rather_than_answer_wrongly() -> None:
     logits = torch.tensor([[9.0, 0.0, 0.0], [9.0, 0.0, 0.0]])
     greedy = SamplingParams(temperature=0.0)
-    constrained = SamplingParams(temperature=0.0, json_schema="{}")
+    constrained = SamplingParams(temperature=0.0, constraint=Constraint("json", "{}"))
     assert sample_ids(logits, [sequence(constrained), sequence(greedy)]) == [EOS, 0]
 
 

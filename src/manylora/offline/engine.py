@@ -283,10 +283,10 @@ class Engine:
         try:
             if adapter == "":
                 raise ModelNotFound("Got an adapter without a name, expected a name or None for the base")
-            if sampling.json_schema is not None:
-                from manylora.execution.sampling.grammar import check_schema
+            if sampling.constraint is not None:
+                from manylora.execution.sampling.grammar import check_constraint
 
-                check_schema(sampling.json_schema)
+                check_constraint(sampling.constraint)
             shown, tokens = encode(asked)
         except ManyloraError as error:
             return Generation(

@@ -42,15 +42,15 @@ HARMLESS = frozenset(_HARMLESS.split())
 """Fields that change nothing in the answer."""
 
 _REFUSED = """
-    allowed_token_ids audio bad_words chat_template continue_final_message documents functions guided_choice
-    guided_grammar guided_json guided_regex kv_transfer_params logits_processors lora_path lora_request
-    mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort return_token_ids
-    return_tokens_as_token_ids structured_outputs suffix thinking_token_budget tools truncate_prompt_tokens
+    allowed_token_ids audio bad_words chat_template continue_final_message documents functions kv_transfer_params
+    logits_processors lora_path lora_request mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort
+    return_token_ids return_tokens_as_token_ids suffix thinking_token_budget tools truncate_prompt_tokens
     typical_p use_beam_search verbosity vllm_xargs web_search_options
 """
 REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
     "length_penalty": (None, 1.0),
     "modalities": (None, ["text"]),
+    "prompt_logprobs": (None,),  # 0 asks for those of the prompt's own tokens
 }
 """Fields that would change the answer, with the values under which they would not."""
 

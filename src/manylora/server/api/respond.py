@@ -18,15 +18,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.errors import ManyloraError, ModelNotFound, RequestError
-from manylora.execution.sampling.grammar import check_schema
+from manylora.execution.sampling.grammar import check_constraint
 from manylora.hosting.output_stream import Flush
 from manylora.server.api.answers import Answers, ClientGone, Piece
+from manylora.server.api.constraints import constraint_field
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
-from manylora.types import Request, SamplingParams
+from manylora.types import Constraint, Request, SamplingParams
 
 __all__ = ["LEAST_LOGPROB", "LONG_TEXT", "NOTHING_ELSE", "AnswerFormat", "respond"]
 
@@ -90,8 +91,8 @@ async def respond(
         )
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
-    if sampling.json_schema is not None:
-        await _check_schema(sampling.json_schema)
+    if sampling.constraint is not None:
+        await _check(sampling.constraint, body)
     answer_id = id_prefix + uuid.uuid4().hex
     requests = [
         Request(
@@ -115,11 +116,11 @@ async def respond(
     return _Whole(answers, form, head=head, fingerprint=context.fingerprint)
 
 
-async def _check_schema(schema: str) -> None:
+async def _check(constraint: Constraint, body: SamplingFields) -> None:
     try:
-        await asyncio.to_thread(check_schema, schema)  # some take milliseconds
+        await asyncio.to_thread(check_constraint, constraint)  # some take milliseconds
     except RequestError as error:
-        raise RequestError(str(error), param="response_format") from None
+        raise RequestError(str(error), param=constraint_field(body)) from None
 
 
 def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:

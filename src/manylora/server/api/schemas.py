@@ -8,6 +8,7 @@ import msgspec
 
 from manylora.errors import RequestError
 from manylora.generation import NO_DEFAULTS, GenerationDefaults
+from manylora.server.api.constraints import ConstraintFields, constraint_of
 from manylora.types import SamplingParams
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128
-JSON_OBJECT = '{"type":"object"}'
 
 Value = TypeVar("Value")
 
@@ -35,21 +35,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(msgspec.Struct, kw_only=True):
-    """``response_format.json_schema``."""
-
-    schema: dict[str, Any] | bool
-    name: str | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """OpenAI's ``response_format``."""
-
-    type: str
-    json_schema: JsonSchema | None = None
-
-
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(ConstraintFields, kw_only=True):
     """Fields of completions and of chat completions."""
 
     model: str
@@ -73,7 +59,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     user: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -175,7 +160,7 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         skip_special_tokens=_or(body.skip_special_tokens, True),
-        json_schema=_json_schema(body.response_format),
+        constraint=constraint_of(body),
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
     )
 
@@ -199,18 +184,3 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[i
         pairs.append((int(token), value))
     check_token_ids(tuple(token for token, _ in pairs), vocab_size, "logit_bias")
     return tuple(pairs)
-
-
-def _json_schema(form: ResponseFormat | None) -> str | None:
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return JSON_OBJECT
-    if form.type != "json_schema":
-        raise RequestError(
-            f"Got response_format.type = {form.type[:50]!r}, expected one of text, json_object, json_schema",
-            param="response_format",
-        )
-    if form.json_schema is None:
-        raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
-    return msgspec.json.encode(form.json_schema.schema).decode()
