@@ -121,6 +121,7 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
         constraint: The form that the answer must have.
         logit_bias: Pairs of token id and additive bias in [-100, 100].
+        allowed_token_ids: The only tokens that may be generated; empty for all.
     """
 
     max_tokens: int | None = None
@@ -141,6 +142,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, expected: str) -> None:
@@ -165,6 +167,11 @@ class SamplingParams:
             len(self.logit_bias) <= 1024 and all(t >= 0 and -100.0 <= b <= 100.0 for t, b in self.logit_bias),
             "logit_bias",
             "at most 1024 token ids with a bias from -100 to 100",
+        )
+        check(
+            len(self.allowed_token_ids) <= 65536 and all(t >= 0 for t in self.allowed_token_ids),
+            "allowed_token_ids",
+            "at most 65536 token ids",
         )
 
 

@@ -377,3 +377,14 @@ def test_an_absurd_top_k_means_all() -> None:
 
 def test_nothing_to_sample() -> None:
     assert Sampler(3, ()).sample(torch.empty(0, 3), []) == []
+
+
+def test_only_allowed_tokens_are_chosen() -> None:
+    logits = torch.randn(2, 50)
+    free = SamplingParams(temperature=0.0)
+    bound = SamplingParams(temperature=0.0, allowed_token_ids=(41, 7), logit_bias=((7, 90.0),))
+    assert sample_ids(logits, [sequence(bound), sequence(free)]) == [7, int(logits[1].argmax())]
+    drawn = {
+        sample_ids(logits[:1], [sequence(SamplingParams(allowed_token_ids=(41, 7)), seed=i)])[0] for i in range(40)
+    }
+    assert drawn == {41, 7}

@@ -87,6 +87,7 @@ class RequestLimits:
             raise RequestError(f"The prompt has token ids outside [0, {vocab_size})", param="prompt")
         for param, token_ids in (
             ("stop_token_ids", request.sampling.stop_token_ids),
+            ("allowed_token_ids", request.sampling.allowed_token_ids),
             ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
         ):
             if max(token_ids, default=0) >= vocab_size:

@@ -123,6 +123,7 @@ class Sampler:
         bias: list[tuple[int, int, float]] = []
         banned: list[tuple[int, int]] = []
         masks: list[tuple[int, NDArray[np.bool_]]] = []
+        only: list[tuple[int, tuple[int, ...]]] = []
         penalties: list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]] = []
         for row, sequence in enumerate(sequences):
             sampling = sequence.sampling
@@ -134,9 +135,11 @@ class Sampler:
                 banned.extend((row, token) for token in sorted(ending) if token < vocab)
             if sampling.constraint is not None:
                 masks.append((row, self._grammar_mask(sequence, sampling.constraint)))
+            if sampling.allowed_token_ids:
+                only.append((row, sampling.allowed_token_ids))
             if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
                 penalties.append(_penalties(row, sequence, vocab))
-        if not (bias or banned or masks or penalties):
+        if not (bias or banned or masks or only or penalties):
             return logits
 
         logits = logits.clone()
@@ -148,6 +151,11 @@ class Sampler:
         if banned:
             at = self._upload([row * vocab + token for row, token in banned], np.int64)
             flat.index_fill_(0, at, -torch.inf)
+        for row, token_ids in only:
+            at = self._upload(token_ids, np.int64)
+            kept = logits[row, at]
+            logits[row] = -torch.inf
+            logits[row, at] = kept
         if masks:
             allowed = self._ops.upload(np.stack([mask for _, mask in masks]))
             rows = self._upload([row for row, _ in masks], np.int64)

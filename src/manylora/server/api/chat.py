@@ -15,7 +15,7 @@ from manylora.errors import RequestError
 from manylora.server.api.answers import Piece
 from manylora.server.api.request import context_of, read_body
 from manylora.server.api.respond import LEAST_LOGPROB, LONG_TEXT, NOTHING_ELSE, respond
-from manylora.server.api.schemas import ChatBody, Message, sampling_params
+from manylora.server.api.schemas import ChatBody, Message, sampling_params, template_arguments
 from manylora.text import TokenLogprob
 
 __all__ = ["chat_routes", "flatten"]
@@ -130,16 +130,14 @@ async def create_chat_completion(request: Request) -> Response:
         defaults=settings.defaults,
     )
     messages = flatten(body.messages)
+    arguments = template_arguments(body)
 
     def render() -> tuple[int, ...]:
         return tuple(
             context.tokenizer.chat(
                 messages,
                 settings.chat_template,
-                **{
-                    "add_generation_prompt": body.add_generation_prompt is not False,
-                    **(body.chat_template_kwargs or {}),
-                },
+                **{**arguments, **(body.chat_template_kwargs or {})},
             )
         )
 

@@ -16,7 +16,7 @@ from manylora.errors import ManyloraError, ModelNotFound, RequestError
 from manylora.hosting.adapter_book import LoadedAdapter
 from manylora.server.api.chat import flatten
 from manylora.server.api.request import Context, context_of, read_body
-from manylora.server.api.schemas import DetokenizeBody, TokenizeBody
+from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, template_arguments
 
 __all__ = ["json_response", "model_routes"]
 
@@ -82,10 +82,7 @@ async def tokenize(request: Request) -> Response:
     else:
         template = (await context.settings.of(body.model or "")).chat_template
         tokens = await asyncio.to_thread(
-            tokenizer.chat,
-            flatten(body.messages or []),
-            template,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            tokenizer.chat, flatten(body.messages or []), template, **template_arguments(body)
         )
     answer: dict[str, Any] = {
         "count": len(tokens),

@@ -42,7 +42,7 @@ HARMLESS = frozenset(_HARMLESS.split())
 """Fields that change nothing in the answer."""
 
 _REFUSED = """
-    allowed_token_ids audio bad_words chat_template continue_final_message documents functions kv_transfer_params
+    audio bad_words chat_template documents functions kv_transfer_params
     logits_processors lora_path lora_request mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort
     return_token_ids return_tokens_as_token_ids suffix thinking_token_budget tools truncate_prompt_tokens
     typical_p use_beam_search verbosity vllm_xargs web_search_options

@@ -21,6 +21,7 @@ __all__ = [
     "TokenizeBody",
     "check_token_ids",
     "sampling_params",
+    "template_arguments",
 ]
 
 MAX_CHOICES = 128
@@ -55,6 +56,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     stream: bool | None = None
@@ -91,6 +93,7 @@ class ChatBody(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool | None = None
 
@@ -102,6 +105,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -110,6 +114,22 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+
+
+def template_arguments(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Return the arguments of a chat template: the end is the model's turn, to begin or to go on with.
+
+    Raises:
+        RequestError: Both are asked for.
+    """
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "Got continue_final_message and add_generation_prompt, expected one of them", param="continue_final_message"
+        )
+    return {
+        "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
+        "continue_final_message": bool(body.continue_final_message),
+    }
 
 
 def sampling_params(
@@ -143,6 +163,10 @@ def sampling_params(
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    if body.allowed_token_ids == []:
+        raise RequestError("Got no allowed_token_ids, expected at least one", param="allowed_token_ids")
+    allowed_token_ids = tuple(dict.fromkeys(body.allowed_token_ids or ()))
+    check_token_ids(allowed_token_ids, vocab_size, "allowed_token_ids")
     return SamplingParams(
         max_tokens=defaults.cap(max_tokens),
         min_tokens=_or(body.min_tokens, 0),
@@ -162,6 +186,7 @@ def sampling_params(
         skip_special_tokens=_or(body.skip_special_tokens, True),
         constraint=constraint_of(body),
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
+        allowed_token_ids=allowed_token_ids,
     )
 
 
