@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from manylora.types import SamplingParams
+from manylora.types import Constraint, SamplingParams
 
 if TYPE_CHECKING:
     from manylora.offline import Engine, Generation
 
-__all__ = ["Engine", "Generation", "SamplingParams"]
+__all__ = ["Constraint", "Engine", "Generation", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -71,6 +71,12 @@ class ModelConfig:
         choices=("auto", "off", "on"),
         help="Replay captured graphs for steps that only decode: auto is on a GPU. They need triton attention.",
     )
+    generation_config: str = _model(
+        "auto",
+        metavar="auto|vllm|PATH",
+        help="Sampling defaults of requests that set none: auto reads generation_config.json of the model and of each "
+        "adapter's folder, vllm reads none, PATH is a folder with the model's.",
+    )
     trust_remote_code: bool = _model(False, help="Allow the checkpoint to run its own code.")
 
     def __post_init__(self) -> None:
@@ -324,6 +330,11 @@ class ServerConfig:
         None,
         choices=("deepseek_r1", "qwen3"),
         help="How the model marks its reasoning, which is then sent apart from the content.",
+    )
+    trust_adapter_templates: bool = _adapters(
+        False,
+        help="Render chats with the chat template in an adapter's folder, if it has one. A template is a program that "
+        "runs in the server: only for adapters of authors that you trust.",
     )
     drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="Time that SIGTERM waits for requests in flight.")
     hang_timeout_s: float = _http(

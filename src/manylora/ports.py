@@ -10,7 +10,7 @@ from manylora.adapters.shape import BaseShape
 from manylora.config import DEFAULT_HOST_BYTES
 from manylora.errors import AdapterError
 from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.types import AdapterKey, AdapterVersion, Tier
+from manylora.types import AdapterKey, AdapterVersion, Constraint, Tier
 
 __all__ = ["AdapterReader", "EngineParts", "Executor", "SharedBase", "Work", "check_each"]
 
@@ -122,6 +122,8 @@ class EngineParts:
         waits_by_layer: Whether a step can run on an adapter that is on its way, and wait for each layer.
         host_bytes: Size of the host tier where the configuration gives none.
         shared: The base's weights, where other processes can map them.
+        prepare: Compiles a request's constraint before the request is added; blocks, safe from any thread. Raises
+            ``RequestError`` for one that cannot be enforced.
     """
 
     base: BaseShape
@@ -135,3 +137,4 @@ class EngineParts:
     waits_by_layer: bool = False
     host_bytes: int = DEFAULT_HOST_BYTES
     shared: SharedBase | None = None
+    prepare: Callable[[Constraint], None] = lambda constraint: None

@@ -19,6 +19,7 @@ __all__ = [
     "AdapterKey",
     "AdapterVersion",
     "ColdStart",
+    "Constraint",
     "Continuation",
     "FinishReason",
     "Output",
@@ -63,6 +64,37 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+CONSTRAINT_KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+MAX_CONSTRAINT_CHARS = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form that an answer must have.
+
+    Args:
+        kind: ``json``: the text is a JSON schema, ``"{}"`` for any JSON value; ``regex``; ``choice``: a JSON list of
+            strings, one of which is the answer; ``grammar``: in Lark's or GBNF's notation; ``structural_tag``: a JSON
+            object with ``structures`` and ``triggers``, as vLLM takes it.
+        text: The schema, pattern, choices, grammar or tags.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in CONSTRAINT_KINDS:
+            raise RequestError(
+                f"Got the constraint {self.kind[:50]!r}, expected one of {', '.join(CONSTRAINT_KINDS)}",
+                param="structured_outputs",
+            )
+        if len(self.text) > MAX_CONSTRAINT_CHARS:
+            raise RequestError(
+                f"Got a constraint of {len(self.text)} characters, expected at most {MAX_CONSTRAINT_CHARS}",
+                param="structured_outputs",
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters, by OpenAI's and vLLM's names.
@@ -87,8 +119,9 @@ class SamplingParams:
         ignore_eos: Continue after end-of-sequence tokens, for load generators.
         logprobs: Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
         skip_special_tokens: Leave special tokens out of the text.
-        json_schema: JSON schema (as text) the answer must match; ``"{}"`` means any JSON value.
+        constraint: The form that the answer must have.
         logit_bias: Pairs of token id and additive bias in [-100, 100].
+        allowed_token_ids: The only tokens that may be generated; empty for all.
     """
 
     max_tokens: int | None = None
@@ -107,8 +140,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
-    json_schema: str | None = None
+    constraint: Constraint | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, expected: str) -> None:
@@ -133,6 +167,11 @@ class SamplingParams:
             len(self.logit_bias) <= 1024 and all(t >= 0 and -100.0 <= b <= 100.0 for t, b in self.logit_bias),
             "logit_bias",
             "at most 1024 token ids with a bias from -100 to 100",
+        )
+        check(
+            len(self.allowed_token_ids) <= 65536 and all(t >= 0 for t in self.allowed_token_ids),
+            "allowed_token_ids",
+            "at most 65536 token ids",
         )
 
 
@@ -164,6 +203,7 @@ class Request:
         seed: Seed drawn for a request whose ``sampling`` has none, so that every engine continues it alike; ``None``
             lets the engine draw one.
         continuation: The answer so far, if another engine began it.
+        default_max_tokens: Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
     """
 
     request_id: str
@@ -175,6 +215,7 @@ class Request:
     priority: int = 0
     seed: int | None = None
     continuation: Continuation | None = None
+    default_max_tokens: int | None = None
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):

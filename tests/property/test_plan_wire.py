@@ -18,13 +18,13 @@ from manylora.plan import AdapterLoad, Placement, PlannedSequence, StepPlan
 from manylora.plan_wire import PlanDecoder, PlanEncoder
 from manylora.ports import Work
 from manylora.sim.run.fake import FakeExecutor
-from manylora.types import AdapterKey, SamplingParams, Tier
+from manylora.types import AdapterKey, Constraint, SamplingParams, Tier
 
 SAMPLINGS: list[dict[str, object]] = [
     {},
     {"seed": 2**64 - 1, "stop": ("\n",), "stop_token_ids": (3, 5)},
     {"logprobs": 2, "logit_bias": ((7, 0.1), (8, -100.0))},
-    {"json_schema": "{}", "presence_penalty": 1.5, "top_p": 0.9},
+    {"constraint": Constraint("json", "{}"), "presence_penalty": 1.5, "top_p": 0.9},
 ]
 
 

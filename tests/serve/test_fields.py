@@ -13,7 +13,7 @@ from manylora.errors import RequestError
 from manylora.server.api.request import REFUSED, parse
 from manylora.server.api.responses import ResponsesBody
 from manylora.server.api.schemas import ChatBody, CompletionBody, SamplingFields, sampling_params
-from manylora.types import SamplingParams
+from manylora.types import Constraint, SamplingParams
 
 NUMBERS = st.one_of(
     st.integers(-3, 300),
@@ -71,7 +71,7 @@ def test_what_is_understood_arrives() -> None:
         seed=2**63,
         min_tokens=2,
         ignore_eos=True,
-        json_schema='{"type":"object"}',
+        constraint=Constraint("json", '{"type":"object"}'),
     )
 
 

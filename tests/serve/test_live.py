@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,6 +107,55 @@ def test_forced_tool_calls_match_their_schema(client: openai.OpenAI, choice: Any
     arguments = json.loads(call.function.arguments)
     assert arguments["way"] in ("up", "down")
     assert isinstance(arguments["twice"], bool)
+
+
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"structured_outputs": {"regex": "[ab]{3}-[0-9]"}}, r"[ab]{3}-[0-9]"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    ({"structured_outputs": {"grammar": 'start: "x" "y"~2'}}, "xyy"),
+    ({"structured_outputs": {"json": {"enum": [7]}}}, r"\s*7\s*"),
+    ({"guided_choice": ["up", "down"]}, "up|down"),
+    ({"guided_regex": "[0-9]{2}"}, "[0-9]{2}"),
+    ({"guided_grammar": 'root ::= "a" | "b"'}, "[ab]"),
+    ({"guided_json": '{"enum": ["k"]}'}, r'\s*"k"\s*'),
+]
+
+
+@pytest.mark.parametrize(("fields", "pattern"), FORMS)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_answers_have_the_form_that_is_asked_for(
+    client: openai.OpenAI, fields: dict[str, Any], pattern: str, is_chat: bool
+) -> None:
+    asked: dict[str, Any] = {"model": "lora-1", "max_tokens": 60, "seed": 2, "extra_body": fields}
+    if is_chat:
+        hello: Any = [{"role": "user", "content": "hello"}]
+        whole = client.chat.completions.create(messages=hello, **asked).choices[0].message.content or ""
+        chunks = client.chat.completions.create(messages=hello, stream=True, **asked)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        whole = client.completions.create(prompt="hello", **asked).choices[0].text
+        chunks = client.completions.create(prompt="hello", stream=True, **asked)
+        streamed = "".join(chunk.choices[0].text for chunk in chunks)
+    assert re.fullmatch(pattern, whole)
+    assert streamed == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "part"),
+    [
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex cannot be followed"),
+        ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+        ({"guided_choice": ["a"], "structured_outputs": {"regex": "b"}}, "guided_choice", "expected one"),
+        ({"structured_outputs": {"regex": "b", "choice": ["a"]}}, "structured_outputs", "Got 2 constraints"),
+        ({"structured_outputs": {"yaml": "b"}}, "structured_outputs", "yaml"),
+        ({"structured_outputs": {"json": "{}", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
+        ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs", "at most"),
+    ],
+)
+def test_a_wrong_form_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str, part: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=part) as caught:
+        client.completions.create(model="base", prompt="x", extra_body=fields)
+    assert caught.value.param == param
 
 
 def test_logprobs_are_of_the_model(client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -220,3 +221,17 @@ def test_health_and_version(http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "serving"}
     assert http.get("/ping").status_code == 200
     assert http.get("/version").json()["version"]
+
+
+def test_the_last_message_is_continued_when_asked(http: httpx.Client, client: openai.OpenAI) -> None:
+    messages: list[Any] = [*HELLO, {"role": "assistant", "content": "well"}]
+    body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    tokens = http.post("/tokenize", json=body).json()["tokens"]
+    assert bytes(tokens) == b"<user>hello</user><assistant>well"
+    extra = {"add_generation_prompt": False, "continue_final_message": True}
+    chat = client.chat.completions.create(model="base", messages=messages, max_tokens=2, extra_body=extra)
+    assert chat.usage is not None and chat.usage.prompt_tokens == len(tokens)
+    with pytest.raises(openai.BadRequestError, match="expected one of them"):
+        client.chat.completions.create(
+            model="base", messages=messages, extra_body={**extra, "add_generation_prompt": True}
+        )

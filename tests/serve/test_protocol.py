@@ -19,7 +19,7 @@ from manylora.hosting.protocol import (
     decode_message,
     encode,
 )
-from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken, SamplingParams
+from manylora.types import AdapterKey, Constraint, FinishReason, Output, Request, SampledToken, SamplingParams
 
 
 def make(kind: type[ManyloraError]) -> ManyloraError:
@@ -53,7 +53,9 @@ def test_every_error_survives_the_journey(name: str) -> None:
                     request_id="r",
                     prompt=(1, 2),
                     model="m",
-                    sampling=SamplingParams(stop=("a",), logit_bias=((3, -1.0),), seed=2**63, json_schema="{}"),
+                    sampling=SamplingParams(
+                        stop=("a",), logit_bias=((3, -1.0),), seed=2**63, constraint=Constraint("json", "{}")
+                    ),
                 )
             ],
         ),

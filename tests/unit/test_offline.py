@@ -27,7 +27,7 @@ from manylora.plan import PlannedSequence
 from manylora.ports import EngineParts, check_each
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.text import Tokenizer
-from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
+from manylora.types import AdapterKey, AdapterVersion, Constraint, SampledToken, Tier
 
 LINE = "the quick brown fox STOP here"
 
@@ -209,7 +209,7 @@ def test_errors_of_one_request_do_not_lose_the_others(engine: Engine) -> None:
     good, unknown, long, nameless, foreign, bad_schema = engine.generate(
         ["hello", "hello", list(range(3, 300)), "hello", [10**6], "hello"],
         adapter=["one", "nobody", None, "", None, None],
-        sampling=[SamplingParams()] * 5 + [SamplingParams(json_schema="{broken")],
+        sampling=[SamplingParams()] * 5 + [SamplingParams(constraint=Constraint("json", "{broken"))],
     )
     assert good.error is None and good.text
     for answer, part in [
@@ -350,7 +350,7 @@ def test_progress_is_shown_when_asked(engine: Engine, capsys: pytest.CaptureFixt
 
 
 def test_the_public_names_are_exact_and_cheap_to_import() -> None:
-    assert sorted(manylora.__all__) == manylora.__all__ == ["Engine", "Generation", "SamplingParams"]
+    assert sorted(manylora.__all__) == manylora.__all__ == ["Constraint", "Engine", "Generation", "SamplingParams"]
     assert dir(manylora) == manylora.__all__
     assert manylora.Generation is Generation
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from text_tokenizers import make_huggingface
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora import Engine, SamplingParams
+from manylora import Constraint, Engine, SamplingParams
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.hosting.live_parts import build_live_parts
@@ -103,7 +103,7 @@ def test_random_weights_answer_in_json_when_told_to(engine: Engine) -> None:
         "required": ["colour", "size"],
         "additionalProperties": False,
     }
-    sampling = SamplingParams(json_schema=json.dumps(schema), max_tokens=200, seed=1)
+    sampling = SamplingParams(constraint=Constraint("json", json.dumps(schema)), max_tokens=200, seed=1)
     for answer in engine.generate(["hello"] * 4, adapter=[None, "one", "two", None], sampling=sampling):
         value = json.loads(answer.text)
         assert value["colour"] in ("red", "blue") and 0 <= value["size"] <= 9
@@ -119,7 +119,7 @@ def test_planning_ahead_changes_no_token(
         GREEDY,
         SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, repetition_penalty=1.5, frequency_penalty=0.5),
         SamplingParams(temperature=0.8, seed=4, max_tokens=NUM_TOKENS, top_p=0.9, logprobs=2, min_tokens=8),
-        SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, json_schema=json.dumps(schema)),
+        SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, constraint=Constraint("json", json.dumps(schema))),
     ]
     adapters = ["one", None, "two"]
     jobs = [(f"hello {i}", adapters[i % 3], samplings[i % 4]) for i in range(12)]

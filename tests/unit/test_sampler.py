@@ -15,7 +15,7 @@ from manylora.execution.sampling.draw import draw_at
 from manylora.execution.sampling.philox import philox4x32, philox_uniform
 from manylora.execution.sampling.sampler import Sampler
 from manylora.plan import PlannedSequence
-from manylora.types import SamplingParams
+from manylora.types import Constraint, SamplingParams
 
 EOS = 2
 
@@ -365,7 +365,7 @@ def test_more_logprobs_than_tokens_reports_all() -> None:
 def test_without_a_grammar_a_constrained_row_ends_rather_than_answer_wrongly() -> None:
     logits = torch.tensor([[9.0, 0.0, 0.0], [9.0, 0.0, 0.0]])
     greedy = SamplingParams(temperature=0.0)
-    constrained = SamplingParams(temperature=0.0, json_schema="{}")
+    constrained = SamplingParams(temperature=0.0, constraint=Constraint("json", "{}"))
     assert sample_ids(logits, [sequence(constrained), sequence(greedy)]) == [EOS, 0]
 
 
@@ -377,3 +377,14 @@ def test_an_absurd_top_k_means_all() -> None:
 
 def test_nothing_to_sample() -> None:
     assert Sampler(3, ()).sample(torch.empty(0, 3), []) == []
+
+
+def test_only_allowed_tokens_are_chosen() -> None:
+    logits = torch.randn(2, 50)
+    free = SamplingParams(temperature=0.0)
+    bound = SamplingParams(temperature=0.0, allowed_token_ids=(41, 7), logit_bias=((7, 90.0),))
+    assert sample_ids(logits, [sequence(bound), sequence(free)]) == [7, int(logits[1].argmax())]
+    drawn = {
+        sample_ids(logits[:1], [sequence(SamplingParams(allowed_token_ids=(41, 7)), seed=i)])[0] for i in range(40)
+    }
+    assert drawn == {41, 7}

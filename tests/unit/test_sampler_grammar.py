@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,10 @@ from test_sampler import sequence
 from text_tokenizers import MAKERS, make_huggingface
 
 from manylora.errors import RequestError
-from manylora.execution.sampling.grammar import MAX_COMPILED, JsonGrammar, check_schema, grammar_available
+from manylora.execution.sampling.grammar import MAX_COMPILED, Grammars, check_constraint, grammar_available
 from manylora.execution.sampling.sampler import Sampler
 from manylora.text import Tokenizer
-from manylora.types import SamplingParams
+from manylora.types import Constraint, SamplingParams
 
 pytest.importorskip("llguidance")
 
@@ -62,7 +63,8 @@ def answer(
     sampler: Sampler, tokenizer: Tokenizer, vocab: int, schema: Any, *, seed: int, forget_every: int = 0
 ) -> tuple[str, list[int]]:
     """Generate with random logits until the end; ``forget_every`` plays pre-emption."""
-    sampling = SamplingParams(json_schema=json.dumps(schema), temperature=0.9)
+    constraint = schema if isinstance(schema, Constraint) else Constraint("json", json.dumps(schema))
+    sampling = SamplingParams(constraint=constraint, temperature=0.9)
     rng = torch.Generator().manual_seed(seed)
     generated: list[int] = []
     for step in range(400):
@@ -82,8 +84,8 @@ def test_random_logits_give_valid_json(saved: tuple[str, Tokenizer], name: str) 
     source, tokenizer = saved
     vocab = tokenizer.vocab_size + NUM_PADDING
     schema, is_valid = SCHEMAS[name]
-    check_schema(json.dumps(schema))
-    sampler = Sampler(vocab, tokenizer.eos_token_ids, grammar=JsonGrammar(source, vocab, tokenizer.eos_token_ids))
+    check_constraint(Constraint("json", json.dumps(schema)))
+    sampler = Sampler(vocab, tokenizer.eos_token_ids, grammar=Grammars(source, vocab, tokenizer.eos_token_ids))
     for seed in range(2):
         text, tokens = answer(sampler, tokenizer, vocab, schema, seed=seed)
         assert is_valid(json.loads(text)), text
@@ -93,11 +95,14 @@ def test_random_logits_give_valid_json(saved: tuple[str, Tokenizer], name: str) 
 def test_rows_without_a_schema_are_left_alone(saved: tuple[str, Tokenizer]) -> None:
     source, tokenizer = saved
     vocab = tokenizer.vocab_size
-    sampler = Sampler(vocab, tokenizer.eos_token_ids, grammar=JsonGrammar(source, vocab, tokenizer.eos_token_ids))
+    sampler = Sampler(vocab, tokenizer.eos_token_ids, grammar=Grammars(source, vocab, tokenizer.eos_token_ids))
     favourite = tokenizer.encode("w", add_special_tokens=False)[-1]
     logits = torch.zeros(2, vocab)
     logits[:, favourite] = 9.0
-    free, bound = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, json_schema='{"enum": [1]}')
+    free, bound = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, constraint=Constraint("json", '{"enum": [1]}')),
+    )
     first, second = sampler.sample(logits, [sequence(free), sequence(bound, seq_id=1)])
     assert first.token_id == favourite
     assert tokenizer.decode([second.token_id]).strip() in ("", "1")
@@ -106,10 +111,12 @@ def test_rows_without_a_schema_are_left_alone(saved: tuple[str, Tokenizer]) -> N
 def test_a_schema_that_fails_late_ends_its_row(saved: tuple[str, Tokenizer], caplog: pytest.LogCaptureFixture) -> None:
     source, tokenizer = saved
     vocab = tokenizer.vocab_size
-    grammar = JsonGrammar(source, vocab, tokenizer.eos_token_ids)
+    grammar = Grammars(source, vocab, tokenizer.eos_token_ids)
     sampler = Sampler(vocab, tokenizer.eos_token_ids, grammar=grammar)
-    unchecked = SamplingParams(json_schema='{"type": "nonsense"}')
-    impossible = SamplingParams(json_schema='{"enum": [1]}')  # continues text it would never have allowed
+    unchecked = SamplingParams(constraint=Constraint("json", '{"type": "nonsense"}'))
+    impossible = SamplingParams(
+        constraint=Constraint("json", '{"enum": [1]}')
+    )  # continues text it would never have allowed
     stray = tokenizer.encode("fox", add_special_tokens=False)
     tokens = sampler.sample(
         torch.zeros(2, vocab), [sequence(unchecked), sequence(impossible, generated=stray, seq_id=1)]
@@ -120,9 +127,9 @@ def test_a_schema_that_fails_late_ends_its_row(saved: tuple[str, Tokenizer], cap
 
 def test_compiled_schemas_are_bounded(saved: tuple[str, Tokenizer]) -> None:
     source, tokenizer = saved
-    grammar = JsonGrammar(source, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    grammar = Grammars(source, tokenizer.vocab_size, tokenizer.eos_token_ids)
     for i in range(MAX_COMPILED + 10):
-        assert grammar.allowed(i, json.dumps({"enum": [i]}), []).any()
+        assert grammar.allowed(i, Constraint("json", json.dumps({"enum": [i]})), []).any()
     assert len(grammar._compiled) == MAX_COMPILED
 
 
@@ -140,13 +147,13 @@ def test_compiled_schemas_are_bounded(saved: tuple[str, Tokenizer]) -> None:
 )
 def test_bad_schemas_are_refused_early(schema: str, part: str) -> None:
     with pytest.raises(RequestError, match="cannot be followed") as caught:
-        check_schema(schema)
-    assert part in str(caught.value) and caught.value.param == "json_schema"
+        check_constraint(Constraint("json", schema))
+    assert part in str(caught.value) and caught.value.param == "structured_outputs"
 
 
 def test_schemas_that_allow_anything() -> None:
     for schema in ("{}", "true", '{"type": "object"}'):
-        check_schema(schema)
+        check_constraint(Constraint("json", schema))
 
 
 def test_without_the_extra_a_schema_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,6 +161,72 @@ def test_without_the_extra_a_schema_is_refused_by_name(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not grammar_available()
     with pytest.raises(RequestError, match=r"manylora\[grammar\]"):
-        check_schema("{}")
-    mask = JsonGrammar(str(tmp_path), 10, (2,)).allowed(0, "{}", [])
+        check_constraint(Constraint("json", "{}"))
+    mask = Grammars(str(tmp_path), 10, (2,)).allowed(0, Constraint("json", "{}"), [])
     assert not mask.any(), "a row that cannot be constrained must not go on unconstrained"
+
+
+FORMS: dict[str, tuple[Constraint, str]] = {
+    "regex": (Constraint("regex", r"[abc]{3}:[0-9]{2}"), r"[abc]{3}:[0-9]{2}"),
+    "choice": (Constraint("choice", json.dumps(["the fox", 'a "dog"\n'])), r'the fox|a "dog"'),
+    "lark": (Constraint("grammar", 'start: "a" (", " NUM)~2\nNUM: /[0-9]/'), r"a, [0-9], [0-9]"),
+    "gbnf": (Constraint("grammar", 'root ::= "SELECT " col\ncol ::= "a" | "b"'), r"SELECT [ab]"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_random_logits_give_every_form(saved: tuple[str, Tokenizer], name: str) -> None:
+    source, tokenizer = saved
+    if source.rpartition("characters")[1] and name in ("choice", "gbnf"):
+        pytest.skip("its vocabulary lacks the letters")
+    vocab = tokenizer.vocab_size + NUM_PADDING
+    constraint, pattern = FORMS[name]
+    check_constraint(constraint)
+    grammar = Grammars(source, vocab, tokenizer.eos_token_ids)
+    grammar.prepare(constraint)
+    sampler = Sampler(vocab, tokenizer.eos_token_ids, grammar=grammar)
+    for seed in range(2):
+        text, tokens = answer(sampler, tokenizer, vocab, constraint, seed=seed)
+        assert re.fullmatch(pattern, text.replace("</s>", "").strip()), text
+        assert answer(sampler, tokenizer, vocab, constraint, seed=seed, forget_every=2)[1] == tokens
+
+
+def test_structural_tags_bind_only_the_text_between(saved: tuple[str, Tokenizer]) -> None:
+    source, tokenizer = saved
+    structures = [{"begin": "<f=a>", "schema": {"enum": [1]}, "end": "</f>"}]
+    tags = Constraint("structural_tag", json.dumps({"structures": structures, "triggers": ["<f="]}))
+    check_constraint(tags)
+    grammar = Grammars(source, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    grammar.prepare(tags)
+    start = grammar.allowed(0, tags, [])
+    assert start.sum() > tokenizer.vocab_size // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "part"),
+    [
+        ("regex", "(", "regex"),
+        ("choice", "[]", "1 to 4096"),
+        ("choice", '["a", ""]', "not empty"),
+        ("choice", '"a"', "array"),
+        ("grammar", "start: x", "unknown name"),
+        ("grammar", "::=", "grammar"),
+        ("structural_tag", '{"format": {}}', "format"),
+        ("structural_tag", '{"structures": [{"begin": "<a>", "end": ""}], "triggers": ["<b"]}', "no trigger begins"),
+        (
+            "structural_tag",
+            '{"structures": [{"begin": "x", "end": "", "schema": false}], "triggers": ["x"]}',
+            "nothing",
+        ),
+    ],
+)
+def test_bad_constraints_are_refused_early(kind: str, text: str, part: str) -> None:
+    with pytest.raises(RequestError, match="cannot be followed") as caught:
+        check_constraint(Constraint(kind, text))
+    assert part in str(caught.value)
+
+
+def test_constraints_are_bounded() -> None:
+    for kind, text in (("yaml", ""), ("regex", "a" * 300_000)):
+        with pytest.raises(RequestError, match="constraint"):
+            Constraint(kind, text)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manylora.adapters.config import read_config
+from manylora.adapters.extras import AdapterExtras, read_extras
 from manylora.adapters.method import StoredModule
 from manylora.adapters.methods import find_method
 from manylora.adapters.read import check_directory, read_adapter, read_tensors
@@ -30,6 +31,7 @@ class AdapterReport:
         fits: Whether the base can serve it; ``None`` when no base was given.
         problem: The reason, when it does not fit.
         version: Identity and sizes in every tier, when it fits.
+        extras: Settings of requests in its folder.
     """
 
     path: str
@@ -42,6 +44,7 @@ class AdapterReport:
     fits: bool | None
     problem: str | None
     version: AdapterVersion | None
+    extras: AdapterExtras
 
     @property
     def target_modules(self) -> tuple[str, ...]:
@@ -78,4 +81,5 @@ def inspect_adapter(path: str | Path, base: BaseShape | None = None, *, max_byte
         fits=None if base is None else problem is None,
         problem=problem,
         version=version,
+        extras=read_extras(name, directory),
     )

@@ -300,7 +300,7 @@ class EngineCore:
                 sampling.max_tokens,
                 max_tokens,
                 sampling.temperature,
-                sampling.json_schema is not None,
+                sampling.constraint is not None,
                 sequence.num_answered,
             )
         )

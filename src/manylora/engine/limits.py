@@ -66,7 +66,10 @@ class RequestLimits:
                 f"the memory left beside its adapter and pinned ones holds {max(0, room + num_prompt - 1)}",
                 param="prompt" if room < 1 else "max_tokens",
             )
-        longest = min(limit - num_prompt, room) if asked is None else asked
+        longest = asked
+        if longest is None:
+            fitting = min(limit - num_prompt, room)
+            longest = fitting if request.default_max_tokens is None else min(fitting, request.default_max_tokens)
         num_answered = len(request.continuation.tokens) if request.continuation is not None else 0
         if num_answered >= longest:
             raise RequestError(f"Got {num_answered} tokens of the answer already, expected fewer than {longest}")
@@ -84,6 +87,7 @@ class RequestLimits:
             raise RequestError(f"The prompt has token ids outside [0, {vocab_size})", param="prompt")
         for param, token_ids in (
             ("stop_token_ids", request.sampling.stop_token_ids),
+            ("allowed_token_ids", request.sampling.allowed_token_ids),
             ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
         ):
             if max(token_ids, default=0) >= vocab_size:

@@ -199,6 +199,7 @@ def _build(
         host_bytes=_host_bytes(),
         waits_by_layer=True,
         shared=share_weights(weights),
+        prepare=sampler.prepare,
     )
 
 

@@ -19,7 +19,7 @@ from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.plan import PlannedSequence, StepPlan, StepResult
-from manylora.types import AdapterKey, SampledToken
+from manylora.types import AdapterKey, Constraint, SampledToken
 
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
@@ -45,6 +45,10 @@ class TokenSampler(Protocol):
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Drop the state of sequences that have left the engine."""
+        ...
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint before its request; blocks, safe from any thread. ``RequestError`` if it cannot be."""
         ...
 
 

@@ -52,11 +52,13 @@ class LoadedAdapter:
         path: Directory of the adapter.
         is_pinned: Whether it is pinned.
         loaded_at: Time of its first load, in seconds since the epoch: ``created`` in ``/v1/models``.
+        num_loads: Loads under its name; a replacement may have the path of the version before it.
     """
 
     path: str
     is_pinned: bool = False
     loaded_at: int = 0
+    num_loads: int = 1
 
 
 class AdapterBook:
@@ -130,7 +132,7 @@ class AdapterBook:
         if before is None:
             self.adapters[name] = LoadedAdapter(path=path, loaded_at=int(self._epoch_s()))
         else:
-            self.adapters[name] = replace(before, path=path)
+            self.adapters[name] = replace(before, path=path, num_loads=before.num_loads + 1)
 
     def note_pin(self, name: str, is_pinned: bool) -> None:
         """Record a pin or an unpin."""

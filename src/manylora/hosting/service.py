@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -22,7 +22,7 @@ from manylora.costs.step_log import LoggedExecutor, open_step_log
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import AdapterStatus
-from manylora.errors import AdapterError, ConfigError, ManyloraError
+from manylora.errors import AdapterError, ConfigError, ManyloraError, RequestError
 from manylora.events import AdapterLoaded
 from manylora.hosting.observer import Observer
 from manylora.hosting.protocol import (
@@ -47,7 +47,7 @@ from manylora.hosting.protocol import (
 )
 from manylora.ports import EngineParts, Executor, SharedBase
 from manylora.scheduling.prediction import RequestLog
-from manylora.types import AdapterVersion, Output, Tier
+from manylora.types import AdapterVersion, Constraint, Output, Tier
 
 __all__ = ["BuildParts", "Builder", "EngineService", "builder_for", "load_builder"]
 
@@ -63,6 +63,8 @@ TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
 
 NUM_READERS = 2
+NUM_COMPILERS = 2
+NO_FAULTS: Mapping[Constraint | None, Fault] = {}
 CHECKED_TOGETHER = 256
 """Adapters in one message to a reader: its cost is spread, and several readers share a start."""
 
@@ -111,6 +113,8 @@ class EngineService:
         self._base = base
         self._observer = Observer()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="constraint-compiler")
+        self._preparing: dict[str, bool] = {}  # requests whose constraint is being compiled: whether cancelled
         self._loop: EngineLoop | None = None
         self._parts: EngineParts | None = None
         self._is_stopping = False
@@ -151,6 +155,7 @@ class EngineService:
             return False
         finally:
             self._readers.shutdown(wait=False, cancel_futures=True)
+            self._compilers.shutdown(wait=False, cancel_futures=True)
             parts.close()
             with contextlib.suppress(OSError):  # of a disk that is full
                 files.close()
@@ -184,8 +189,13 @@ class EngineService:
         assert self._loop is not None, "commands come after Ready"
         post = self._loop.post
         match command:
-            case AddRequests():
-                post(lambda core, now: self._add(core, now, command))
+            case AddRequests(requests=requests):
+                if constraints := {wanted for one in requests if (wanted := one.sampling.constraint) is not None}:
+                    self._preparing.update(dict.fromkeys((one.request_id for one in requests), False))
+                    with contextlib.suppress(RuntimeError):  # the engine has just ended
+                        self._compilers.submit(self._prepare, command, constraints)
+                else:
+                    post(lambda core, now: self._add(core, now, command))
             case Cancel():
                 post(lambda core, now: self._cancel(core, now, command))
             case LoadAdapter():
@@ -230,11 +240,19 @@ class EngineService:
         else:
             self._send(Reply(call, statuses=() if status is None else (status,)))
 
-    def _add(self, core: EngineCore, now: float, command: AddRequests) -> None:
+    def _add(
+        self,
+        core: EngineCore,
+        now: float,
+        command: AddRequests,
+        faults: Mapping[Constraint | None, Fault] = NO_FAULTS,
+    ) -> None:
         added: list[str] = []
         refused: dict[str, Fault] = {}
         for request in command.requests:
             try:
+                if (fault := faults.get(request.sampling.constraint)) is not None:
+                    raise fault.to_error()
                 core.add_request(request, now)
             except ManyloraError as error:
                 if not command.each:
@@ -251,7 +269,31 @@ class EngineService:
         if command.stopped:
             self._observer.note_stopped(command.request_ids)
         for request_id in command.request_ids:
+            if request_id in self._preparing:
+                self._preparing[request_id] = True
             core.cancel(request_id, now)
+
+    def _prepare(self, command: AddRequests, constraints: set[Constraint]) -> None:
+        """Compile constraints on a thread, then post the requests to the loop. Never raises."""
+        assert self._loop is not None
+        assert self._parts is not None
+        faults: dict[Constraint | None, Fault] = {}
+        for constraint in constraints:
+            try:
+                self._parts.prepare(constraint)
+            except ManyloraError as error:
+                faults[constraint] = Fault.of(error)
+            except Exception as error:
+                logger.exception("constraint_failed kind=%s", constraint.kind)
+                faults[constraint] = Fault.of(RequestError(f"The constraint could not be compiled: {error!r}"))
+        self._loop.post(lambda core, now: self._add_prepared(core, now, command, faults))
+
+    def _add_prepared(
+        self, core: EngineCore, now: float, command: AddRequests, faults: Mapping[Constraint | None, Fault]
+    ) -> None:
+        """Add requests whose constraints are compiled; those that were cancelled meanwhile are left out."""
+        kept = [one for one in command.requests if not self._preparing.pop(one.request_id, False)]
+        self._add(core, now, AddRequests(command.call, kept, command.each), faults)
 
     def _snapshot(self, core: EngineCore, now: float, command: TakeSnapshot) -> None:
         adapters = core.adapters

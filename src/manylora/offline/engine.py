@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.errors import ConfigError, EngineDead, ManyloraError, ModelNotFound
+from manylora.generation import GenerationDefaults
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.base_share import BaseShare
 from manylora.hosting.fleet import Fleet
@@ -31,6 +32,7 @@ from manylora.hosting.service import Builder, builder_for
 from manylora.offline.batch import Batch
 from manylora.offline.generation import Generation, Job
 from manylora.text import Detokenizer, Tokenizer
+from manylora.text.generation_file import load_generation_defaults
 from manylora.types import Request, SamplingParams
 
 __all__ = ["Engine"]
@@ -86,6 +88,7 @@ class Engine:
         config = _engine_config(str(model), options)
         config = dataclasses.replace(config, step_log=_text(step_log), request_log=_text(request_log))
         self._tokenizer = Tokenizer.load(config.model.tokenizer or config.model.model, revision=config.model.revision)
+        self._defaults = load_generation_defaults(config.model) or GenerationDefaults()
         self._window = min(2 * config.scheduler.max_num_seqs, config.scheduler.max_waiting)
         self._ids = itertools.count()  # next() on it is atomic
         self._is_closed = False
@@ -129,7 +132,7 @@ class Engine:
         Args:
             prompts: Texts or token ids; one prompt or several.
             adapter: One adapter for all prompts, or one per prompt; ``None`` is the base.
-            sampling: One for all prompts, or one per prompt; ``None`` for the defaults.
+            sampling: One for all prompts, or one per prompt; ``None`` for the base model's ``generation_config.json``.
             progress: Show a progress bar on the terminal.
 
         Returns:
@@ -257,7 +260,7 @@ class Engine:
     ) -> list[Generation]:
         """Run prompts or conversations; ``encode`` returns the prompt to report and its token ids."""
         adapters = _one_each("adapters", adapter, len(given), str | None)
-        samplings = _one_each("samplings", sampling or SamplingParams(), len(given), SamplingParams)
+        samplings = _one_each("samplings", sampling or self._defaults.sampling(), len(given), SamplingParams)
         if self._is_closed:
             raise EngineDead(CLOSED)
         answers = [self._prepare(*asked, encode=encode) for asked in zip(given, adapters, samplings, strict=True)]
@@ -280,17 +283,20 @@ class Engine:
         try:
             if adapter == "":
                 raise ModelNotFound("Got an adapter without a name, expected a name or None for the base")
-            if sampling.json_schema is not None:
-                from manylora.execution.sampling.grammar import check_schema
+            if sampling.constraint is not None:
+                from manylora.execution.sampling.grammar import check_constraint
 
-                check_schema(sampling.json_schema)
+                check_constraint(sampling.constraint)
             shown, tokens = encode(asked)
         except ManyloraError as error:
             return Generation(
                 prompt=shown, text="", token_ids=(), finish_reason="error", adapter=adapter, error=str(error)
             )
         request = Request(
-            request_id=f"offline-{next(self._ids)}", prompt=tokens, sampling=sampling, model=adapter or ""
+            request_id=f"offline-{next(self._ids)}",
+            prompt=tokens,
+            sampling=sampling,
+            model=adapter or "",
         )
         return Job(shown, adapter, request, Detokenizer(self._tokenizer, tokens, sampling))
 

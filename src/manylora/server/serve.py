@@ -28,6 +28,7 @@ import uvicorn
 
 from manylora.config import EngineConfig, FleetConfig, ServerConfig
 from manylora.demo import demo_model_path
+from manylora.generation import GenerationDefaults
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_keeper import RestartPolicy
@@ -44,7 +45,9 @@ from manylora.server.auth import Gate
 from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.listening import HttpServer, bind, new_event_loop, url_of
 from manylora.server.metrics.prometheus import Metrics
+from manylora.server.model_settings import ModelSettings
 from manylora.text import Tokenizer
+from manylora.text.generation_file import load_generation_defaults
 
 __all__ = ["Server", "run"]
 
@@ -148,7 +151,11 @@ class Server:
             model = self._engine_config.model
             load = functools.partial(Tokenizer.load, model.tokenizer or model.model, revision=model.revision)
             tokenizer = await asyncio.to_thread(load)
-            http = self._http_server(tokenizer, listening.set)
+            # A simulated engine reads only the tokenizer of its model, which may be all there is.
+            is_live = self._engine_config.simulate is None
+            named = model if is_live else replace(model, model=model.tokenizer or model.model)
+            defaults = await asyncio.to_thread(load_generation_defaults, named)
+            http = self._http_server(tokenizer, defaults, listening.set)
             tasks.append(asyncio.create_task(http.serve(sockets=[self._socket])))
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
@@ -175,7 +182,9 @@ class Server:
             if self._drain_timeout_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
 
-    def _http_server(self, tokenizer: Tokenizer, on_listening: Callable[[], None]) -> HttpServer:
+    def _http_server(
+        self, tokenizer: Tokenizer, defaults: GenerationDefaults | None, on_listening: Callable[[], None]
+    ) -> HttpServer:
         version = metadata.version("manylora")
         model = self._engine_config.model
         digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
@@ -188,6 +197,13 @@ class Server:
             fleet=self.fleet,
             tokenizer=tokenizer,
             gate=Gate(self._config.api_keys, self._config.admin_key),
+            settings=ModelSettings(
+                defaults,
+                base_name=self.fleet.served_name,
+                adapters=self.fleet.adapters.loaded,
+                tokenizer=tokenizer,
+                trusts_templates=self._config.trust_adapter_templates,
+            ),
             metrics=self._metrics,
             lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
             fingerprint=f"fp_{digest.hexdigest()}",

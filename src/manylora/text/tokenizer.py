@@ -89,6 +89,19 @@ class Tokenizer:
         """Whether ``chat`` is available."""
         return self._hf.chat_template is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's chat template; of several the default one."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return None if template is None else str(template)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary."""
+        found: int | None = self._fast.token_to_id(token)
+        return found
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``.
 
@@ -125,12 +138,19 @@ class Tokenizer:
         return DecodedPieces(prompt, decode)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: str | None = None,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
     ) -> list[int]:
         """Return the token ids of a chat, by the model's own template.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` in order.
+            template: A template in place of the model's own.
             add_generation_prompt: End with the tokens that open the model's turn.
             template_kwargs: More variables for the template (``tools``, ``enable_thinking`` ...).
 
@@ -138,14 +158,20 @@ class Tokenizer:
             RequestError: There is no template, it refuses the messages, or a variable would replace one of the
                 renderer's own.
         """
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        text = self.render_chat(messages, template, add_generation_prompt=add_generation_prompt, **template_kwargs)
         return self.encode(text, add_special_tokens=False)  # the template writes the special tokens
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: str | None = None,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
     ) -> str:
         """Return the text of a chat; arguments and errors as ``chat``."""
-        if not self.has_chat_template:
+        if template is None and not self.has_chat_template:
             raise RequestError(f"The tokenizer {self._name!r} has no chat template", param="messages")
         if not messages:
             raise RequestError("Got no messages, expected at least one", param="messages")
@@ -156,6 +182,7 @@ class Tokenizer:
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                chat_template=template,
                 **template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -83,6 +84,8 @@ def _show(report: AdapterReport, base: BaseShape | None) -> None:
     facts.add_row("modules", f"{len(report.modules)}: {', '.join(report.target_modules)}")
     facts.add_row("weights", f"{sum(module.num_elements for module in report.modules):,} {_dtypes(report)}")
     facts.add_row("on disk", _size(report.disk_bytes))
+    for title, text in _extras(report):
+        facts.add_row(title, text)
     if report.version is not None and base is not None:
         version, page = report.version, base.page
         facts.add_row("in host memory", f"{_size(version.host_bytes)} as {page.dtype}")
@@ -94,6 +97,19 @@ def _show(report: AdapterReport, base: BaseShape | None) -> None:
     out.print(facts)
     if report.modules:
         _show_modules(report)
+
+
+def _extras(report: AdapterReport) -> Iterator[tuple[str, str]]:
+    """Yield the settings of requests in the folder, and those that have no effect."""
+    extras = report.extras
+    if given := extras.defaults.given():
+        yield "request defaults", ", ".join(f"{name} {value:g}" for name, value in given.items())
+    if extras.chat_template is not None:
+        yield "chat template", "its own; served with --trust-adapter-templates if it is not the base's"
+    if extras.tokens:
+        yield "tokens", f"its tokenizer adds {len(extras.tokens)}; those that the base's lacks are not served"
+    for problem in extras.problems:
+        yield "not served", problem
 
 
 def _show_modules(report: AdapterReport) -> None:

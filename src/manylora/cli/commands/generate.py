@@ -15,7 +15,7 @@ from manylora.cli.options.values import collect_adapters, parse_cache_dir
 from manylora.cli.views.terminal import fail, note, out
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.errors import AdapterNotFound
-from manylora.types import SamplingParams
+from manylora.types import Constraint, SamplingParams
 
 if TYPE_CHECKING:
     from manylora import Generation
@@ -75,7 +75,7 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         stop=tuple(stop or ()),
-        json_schema=json_schema,
+        constraint=None if json_schema is None else Constraint("json", json_schema),
     )
     note(f"loading {model}")
     from manylora import Engine  # imports torch

@@ -1,8 +1,9 @@
-"""Answers that match a JSON schema: masks of allowed tokens, by ``llguidance`` (the extra ``grammar``).
+"""Answers of a given form: masks of allowed tokens, by ``llguidance`` (the extra ``grammar``).
 
 A request's matcher is a cache, not a state: it is rebuilt from the generated tokens when a sequence returns after
-pre-emption. Masks take about 50 us per row and token. The slow parts happen once: a schema's compilation (kept for
-later requests) and the tokenizer's conversion (about a second for 128,000 tokens, at the first constrained request).
+pre-emption, or on another engine. Masks take about 50 us per row and token. The slow parts happen once, on a thread
+that runs no step and before the request is queued (``prepare``): the compilation of a constraint, and at the first the
+conversion of the tokenizer (about a second for 128,000 tokens).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,16 +21,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.errors import RequestError
+from manylora.execution.sampling.grammar_text import grammar_text
+from manylora.types import Constraint
 
-__all__ = ["JsonGrammar", "check_schema", "grammar_available"]
+__all__ = ["Grammars", "check_constraint", "grammar_available"]
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILED = 64
-"""Compiled schemas to keep; the least recently used is dropped first."""
+MAX_COMPILED = 1024
+"""Compiled constraints to keep; the least recently used is dropped first. Only when as many others arrived between its
+preparation and its first token does a step compile one."""
 
-COMPILE_DEFAULTS = {"whitespace_pattern": r"[ \n\r\t]{0,16}"}
-"""Whitespace between JSON tokens: bounded, else a model may write blanks to the end of its context."""
+PARAM = "structured_outputs"
+
+_NAMES = {
+    "json": "JSON schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural tag",
+}
 
 LITERAL_TOKENS = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
 """A decoder that llguidance reads, for tokenizers whose tokens are the text itself."""
@@ -39,35 +51,32 @@ def grammar_available() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-def check_schema(schema: str) -> None:
-    """Check that a JSON schema can be enforced, before its request is queued.
+def check_constraint(constraint: Constraint) -> None:
+    """Check that a constraint can be enforced, before its request is sent to an engine.
 
     Raises:
-        RequestError: The extra is missing, the text is no schema, or a keyword cannot be enforced. A keyword that would
-            be ignored is refused too, because the answer could then break the schema.
+        RequestError: The extra is missing, the text is malformed, or a JSON schema's keyword cannot be enforced. A
+            keyword that would be ignored is refused too, because the answer could then break the schema.
     """
     if not grammar_available():
         raise RequestError(
-            "JSON schemas need the extra 'grammar', which this installation lacks (pip install 'manylora[grammar]')",
-            param="json_schema",
+            f"{_NAMES[constraint.kind]}s need the extra 'grammar', which this installation lacks "
+            "(pip install 'manylora[grammar]')",
+            param=PARAM,
         )
     from llguidance import LLMatcher
 
     try:
-        problem = LLMatcher.validate_grammar(_grammar_text(schema))
+        problem = LLMatcher.validate_grammar(grammar_text(constraint))
     except ValueError as error:
         problem = str(error)
     if problem:
-        raise RequestError(f"The JSON schema cannot be followed: {problem.splitlines()[0]}", param="json_schema")
+        raise _refusal(constraint, problem)
 
 
-def _grammar_text(schema: str) -> str:
-    from llguidance import LLMatcher
-
-    if schema.strip() == "true":  # any value; but only an object takes options
-        schema = "{}"
-    text: str = LLMatcher.grammar_from_json_schema(schema, COMPILE_DEFAULTS)
-    return text
+def _refusal(constraint: Constraint, problem: str) -> RequestError:
+    line = next(iter(problem.splitlines()), "")[:500]
+    return RequestError(f"The {_NAMES[constraint.kind]} cannot be followed: {line}", param=PARAM)
 
 
 @dataclass(slots=True)
@@ -79,8 +88,8 @@ class _Progress:
     has_failed: bool = False
 
 
-class JsonGrammar:
-    """Token masks for requests with a JSON schema; used by one thread.
+class Grammars:
+    """Token masks for requests with a constraint: ``prepare`` is safe from any thread, the rest is for one.
 
     ``tokenizer``, a directory or name, is loaded on first use.
     """
@@ -93,18 +102,21 @@ class JsonGrammar:
         self._vocab_size = vocab_size
         self._eos = [token for token in eos_token_ids if 0 <= token < vocab_size]
         self._tokenizer: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._special: frozenset[str] = frozenset()
+        self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._loading = threading.Lock()
+        self._lock = threading.Lock()  # of ``_compiled``
         self._progress: dict[int, _Progress] = {}
 
-    def allowed(self, seq_id: int, schema: str, generated: Sequence[int]) -> NDArray[np.bool_]:
+    def allowed(self, seq_id: int, constraint: Constraint, generated: Sequence[int]) -> NDArray[np.bool_]:
         """Return which tokens may follow ``generated``, bool ``[vocab]``.
 
-        Never raises, since one request must not end a step that others share. If a schema fails here in spite of
-        ``check_schema`` (its limits can depend on the tokens), no token is allowed, which ends the row.
+        Never raises, since one request must not end a step that others share. If a constraint fails here in spite of
+        ``prepare`` (its limits can depend on the tokens), no token is allowed, which ends the row.
         """
         progress = self._progress.get(seq_id)
         if progress is None or progress.num_seen > len(generated):
-            progress = self._progress[seq_id] = self._start(seq_id, schema)
+            progress = self._progress[seq_id] = self._start(seq_id, constraint)
         if progress.has_failed:
             return np.zeros(self._vocab_size, dtype=np.bool_)
         matcher = progress.matcher
@@ -126,24 +138,42 @@ class JsonGrammar:
         for seq_id in seq_ids:
             self._progress.pop(seq_id, None)
 
-    def _start(self, seq_id: int, schema: str) -> _Progress:
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint for requests that follow; blocks.
+
+        Raises:
+            RequestError: It cannot be enforced with this tokenizer.
+        """
         try:
-            return _Progress(self._compile(schema).deep_copy())
-        except Exception:  # missing extra, broken tokenizer or schema: checked before; none may end the step
+            matcher = self._compile(constraint)
+        except ValueError as error:
+            raise _refusal(constraint, str(error)) from None
+        if matcher.is_error():
+            raise _refusal(constraint, matcher.get_error())
+
+    def _start(self, seq_id: int, constraint: Constraint) -> _Progress:
+        try:
+            return _Progress(self._compile(constraint).deep_copy())
+        except Exception:  # missing extra, broken tokenizer or constraint: checked before; none may end the step
             logger.exception("grammar_failed seq_id=%d", seq_id)
             return _Progress(None, has_failed=True)
 
-    def _compile(self, schema: str) -> Any:
+    def _compile(self, constraint: Constraint) -> Any:
         from llguidance import LLMatcher
 
-        matcher = self._compiled.get(schema)
-        if matcher is None:
+        with self._lock:
+            matcher = self._compiled.get(constraint)
+            if matcher is not None:
+                self._compiled.move_to_end(constraint)
+                return matcher
+        with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = self._load_tokenizer()
-            matcher = self._compiled[schema] = LLMatcher(self._tokenizer, _grammar_text(schema))
+        matcher = LLMatcher(self._tokenizer, grammar_text(constraint, self._special))
+        with self._lock:
+            self._compiled[constraint] = matcher
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(schema)
         return matcher
 
     def _load_tokenizer(self) -> Any:
@@ -155,6 +185,7 @@ class JsonGrammar:
         description["truncation"] = description["padding"] = None
         if description["decoder"] is None or description["decoder"]["type"] == "Fuse":
             description["decoder"] = LITERAL_TOKENS
+        self._special = frozenset(token["content"] for token in description["added_tokens"] if token["special"])
         eos = self._eos or hf.eos_token_id
         return LLTokenizer(json.dumps(description), n_vocab=max(self._vocab_size, len(hf)), eos_token=eos)
 

@@ -24,10 +24,10 @@ from manylora.adapters.shape import BaseShape
 from manylora.config import ModelConfig
 from manylora.execution.device import make_device_ops
 from manylora.execution.sampling.draw import cut_weights, draw_at
-from manylora.execution.sampling.grammar import JsonGrammar
+from manylora.execution.sampling.grammar import Grammars
 from manylora.execution.sampling.philox import philox_uniform
 from manylora.plan import PlannedSequence
-from manylora.types import SampledToken
+from manylora.types import Constraint, SampledToken
 
 __all__ = ["Sampler", "make_sampler"]
 
@@ -45,7 +45,7 @@ class Sampler:
 
     A broken adapter's logits do not affect other rows: NaN is never chosen, +inf is the largest finite number, and a
     row without any choice (all NaN or masked) ends with the model's end-of-sequence token, or token 0 if it has none.
-    Without ``grammar`` a row with ``json_schema`` ends at once, since an unconstrained answer would be silently wrong
+    Without ``grammar`` a row with a constraint ends at once, since an unconstrained answer would be silently wrong
     (the server refuses such requests before).
     """
 
@@ -55,7 +55,7 @@ class Sampler:
         eos_token_ids: Sequence[int],
         device: torch.device | str = "cpu",
         *,
-        grammar: JsonGrammar | None = None,
+        grammar: Grammars | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos = tuple(t for t in eos_token_ids if 0 <= t < vocab_size)
@@ -68,6 +68,11 @@ class Sampler:
         """Drop the state of sequences that have left the engine (only grammars keep state)."""
         if self._grammar is not None:
             self._grammar.release(seq_ids)
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint, so that no step does; blocks, safe from any thread. Errors as ``Grammars.prepare``."""
+        if self._grammar is not None:
+            self._grammar.prepare(constraint)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken]:
@@ -118,6 +123,7 @@ class Sampler:
         bias: list[tuple[int, int, float]] = []
         banned: list[tuple[int, int]] = []
         masks: list[tuple[int, NDArray[np.bool_]]] = []
+        only: list[tuple[int, tuple[int, ...]]] = []
         penalties: list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]] = []
         for row, sequence in enumerate(sequences):
             sampling = sequence.sampling
@@ -127,11 +133,13 @@ class Sampler:
             if sampling.min_tokens > num_generated(sequence):
                 ending = {*self._eos, *sampling.stop_token_ids}
                 banned.extend((row, token) for token in sorted(ending) if token < vocab)
-            if sampling.json_schema is not None:
-                masks.append((row, self._grammar_mask(sequence, sampling.json_schema)))
+            if sampling.constraint is not None:
+                masks.append((row, self._grammar_mask(sequence, sampling.constraint)))
+            if sampling.allowed_token_ids:
+                only.append((row, sampling.allowed_token_ids))
             if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
                 penalties.append(_penalties(row, sequence, vocab))
-        if not (bias or banned or masks or penalties):
+        if not (bias or banned or masks or only or penalties):
             return logits
 
         logits = logits.clone()
@@ -143,6 +151,11 @@ class Sampler:
         if banned:
             at = self._upload([row * vocab + token for row, token in banned], np.int64)
             flat.index_fill_(0, at, -torch.inf)
+        for row, token_ids in only:
+            at = self._upload(token_ids, np.int64)
+            kept = logits[row, at]
+            logits[row] = -torch.inf
+            logits[row, at] = kept
         if masks:
             allowed = self._ops.upload(np.stack([mask for _, mask in masks]))
             rows = self._upload([row for row, _ in masks], np.int64)
@@ -153,11 +166,11 @@ class Sampler:
             flat[at] = torch.where(values > 0, values / scale, values * scale) - subtract
         return logits
 
-    def _grammar_mask(self, sequence: PlannedSequence, schema: str) -> NDArray[np.bool_]:
+    def _grammar_mask(self, sequence: PlannedSequence, constraint: Constraint) -> NDArray[np.bool_]:
         if self._grammar is None:
             logger.error("grammar_missing seq_id=%d", sequence.seq_id)
             return np.zeros(self._vocab_size, dtype=np.bool_)
-        return self._grammar.allowed(sequence.seq_id, schema, sequence.tokens[sequence.num_prompt_tokens :])
+        return self._grammar.allowed(sequence.seq_id, constraint, sequence.tokens[sequence.num_prompt_tokens :])
 
     def _draw(self, logits: Tensor, highest: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
         """Draw a token per row by inverting its cumulative distribution at one uniform number.
@@ -224,13 +237,11 @@ class Sampler:
 
 
 def make_sampler(config: ModelConfig, base: BaseShape) -> Sampler:
-    """Return the sampler of a live engine, with grammars for requests with a JSON schema."""
+    """Return the sampler of a live engine, with grammars for requests with a constraint."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    grammar = JsonGrammar(
-        config.tokenizer or config.model, base.vocab_size, base.eos_token_ids, revision=config.revision
-    )
+    grammar = Grammars(config.tokenizer or config.model, base.vocab_size, base.eos_token_ids, revision=config.revision)
     return Sampler(base.vocab_size, base.eos_token_ids, device, grammar=grammar)
 
 

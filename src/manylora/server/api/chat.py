@@ -16,8 +16,9 @@ from manylora.server.api.answers import Piece
 from manylora.server.api.message_format import MessageFormat, chat_choice, message_readers
 from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.api.respond import LONG_TEXT, NOTHING_ELSE, AnswerFormat, respond
-from manylora.server.api.schemas import ChatBody, Message, sampling_params
+from manylora.server.api.schemas import ChatBody, Message, sampling_params, template_arguments
 from manylora.server.api.tools import called, tool_use
+from manylora.server.model_settings import Settings
 
 __all__ = ["chat_prompt", "chat_routes", "flatten"]
 
@@ -103,18 +104,14 @@ def _num_logprobs(body: ChatBody) -> int | None:
 
 
 async def chat_prompt(
-    context: Context,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    *,
-    add_generation_prompt: bool = True,
+    context: Context, settings: Settings, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> tuple[int, ...]:
     """Return the token ids of a chat, rendered with more ``variables`` for the template."""
 
     def render() -> tuple[int, ...]:
-        return tuple(context.tokenizer.chat(messages, add_generation_prompt=add_generation_prompt, **variables))
+        return tuple(context.tokenizer.chat(messages, settings.chat_template, **variables))
 
-    is_long = sum(len(message["content"]) for message in messages) > LONG_TEXT
+    is_long = sum(len(message["content"]) for message in messages) > LONG_TEXT or settings.chat_template is not None
     return await asyncio.to_thread(render) if is_long else render()
 
 
@@ -125,22 +122,20 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
+    settings = await context.settings.of(body.model)
     sampling = sampling_params(
         body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=_num_logprobs(body),
         vocab_size=context.fleet.info.vocab_size,
+        defaults=settings.defaults,
     )
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, parser=context.config.tool_call_parser)
     sampling = use.constrain(sampling)
-    prompt = await chat_prompt(
-        context,
-        flatten(body.messages),
-        {**(body.chat_template_kwargs or {}), **use.template_variables},
-        add_generation_prompt=body.add_generation_prompt is not False,
-    )
+    variables = {**template_arguments(body), **(body.chat_template_kwargs or {}), **use.template_variables}
+    prompt = await chat_prompt(context, settings, flatten(body.messages), variables)
     form: AnswerFormat = ChatFormat(has_logprobs=sampling.logprobs is not None)
-    if make_reader := message_readers(context, use, prompt, is_constrained=sampling.json_schema is not None):
+    if make_reader := message_readers(context, use, prompt, is_constrained=sampling.constraint is not None):
         form = MessageFormat(make_reader, use, has_logprobs=sampling.logprobs is not None)
     return await respond(
         context,
@@ -148,9 +143,10 @@ async def create_chat_completion(request: Request) -> Response:
         [prompt],
         sampling,
         form,
+        settings=settings,
         tenant=tenant,
         id_prefix="chatcmpl-",
-        schema_param="response_format" if use.json_schema is None else "tools",
+        constraint_param=None if use.json_schema is None else "tools",
     )
 
 

@@ -136,15 +136,17 @@ async def create_completion(request: Request) -> Response:
     context = context_of(request)
     tenant = context.gate.check_inference(request)
     body = await read_body(request, CompletionBody)
+    settings = await context.settings.of(body.model)
     sampling = sampling_params(
         body,
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         logprobs=body.logprobs,
         vocab_size=context.fleet.info.vocab_size,
+        defaults=settings.defaults,
     )
     prompts = await _prompts(context, body)
     form = CompletionFormat(_echoes(context, body, prompts), has_logprobs=body.logprobs is not None)
-    return await respond(context, body, prompts, sampling, form, tenant=tenant, id_prefix="cmpl-")
+    return await respond(context, body, prompts, sampling, form, settings=settings, tenant=tenant, id_prefix="cmpl-")
 
 
 completion_routes = [Route("/v1/completions", create_completion, methods=["POST"])]

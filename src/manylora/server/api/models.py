@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import metadata
 from typing import Any
 
@@ -15,7 +16,7 @@ from manylora.errors import ManyloraError, ModelNotFound, RequestError
 from manylora.hosting.adapter_book import LoadedAdapter
 from manylora.server.api.chat import flatten
 from manylora.server.api.request import Context, context_of, read_body
-from manylora.server.api.schemas import DetokenizeBody, TokenizeBody
+from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, template_arguments
 
 __all__ = ["json_response", "model_routes"]
 
@@ -80,8 +81,10 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         tokens = tokenizer.encode(body.prompt)
     else:
-        add_generation_prompt = body.add_generation_prompt is not False
-        tokens = tokenizer.chat(flatten(body.messages or []), add_generation_prompt=add_generation_prompt)
+        template = (await context.settings.of(body.model or "")).chat_template
+        tokens = await asyncio.to_thread(
+            tokenizer.chat, flatten(body.messages or []), template, **template_arguments(body)
+        )
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": context.fleet.info.max_model_len,

@@ -27,6 +27,7 @@ from manylora.server.api.schemas import SamplingFields
 from manylora.server.auth import Gate
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
+from manylora.server.model_settings import ModelSettings
 from manylora.text import Tokenizer
 
 __all__ = ["REFUSED", "Context", "context_of", "parse", "read_body"]
@@ -41,10 +42,9 @@ HARMLESS = frozenset(_HARMLESS.split())
 """Fields that change nothing in the answer."""
 
 _REFUSED = """
-    allowed_token_ids audio bad_words chat_template continue_final_message documents functions guided_choice
-    guided_grammar guided_json guided_regex kv_transfer_params logits_processors lora_path lora_request
-    mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort return_token_ids
-    return_tokens_as_token_ids structured_outputs suffix thinking_token_budget truncate_prompt_tokens
+    audio bad_words chat_template documents functions kv_transfer_params
+    logits_processors lora_path lora_request mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort
+    return_token_ids return_tokens_as_token_ids suffix thinking_token_budget truncate_prompt_tokens
     typical_p use_beam_search verbosity vllm_xargs web_search_options
 """
 REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
@@ -52,6 +52,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, 
     "include_reasoning": (None, True),
     "length_penalty": (None, 1.0),
     "modalities": (None, ["text"]),
+    "prompt_logprobs": (None,),  # 0 asks for those of the prompt's own tokens
 }
 """Fields that would change the answer, with the values under which they would not."""
 
@@ -70,6 +71,7 @@ class Context:
         fleet: The engines.
         tokenizer: The base model's tokenizer.
         gate: Checks API keys.
+        settings: Sampling defaults and chat templates, by model.
         metrics: Shown by ``/metrics`` and ``/status``.
         lora_roots: Directories from which adapters may be loaded at run time.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
@@ -85,6 +87,7 @@ class Context:
     fleet: Fleet
     tokenizer: Tokenizer
     gate: Gate
+    settings: ModelSettings
     metrics: Metrics
     lora_roots: tuple[Path, ...]
     fingerprint: str

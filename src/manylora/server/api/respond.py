@@ -18,14 +18,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.errors import ManyloraError, ModelNotFound, RequestError
-from manylora.execution.sampling.grammar import check_schema
+from manylora.execution.sampling.grammar import check_constraint
 from manylora.hosting.output_stream import Flush
 from manylora.server.api.answers import Answers, ClientGone, Piece
+from manylora.server.api.constraints import constraint_field
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
-from manylora.types import Request, SamplingParams
+from manylora.server.model_settings import Settings
+from manylora.types import Constraint, Request, SamplingParams
 
 __all__ = ["HEADERS", "LEAST_LOGPROB", "LONG_TEXT", "NOTHING_ELSE", "AnswerFormat", "respond", "send_body", "submit"]
 
@@ -70,13 +72,21 @@ async def respond(
     sampling: SamplingParams,
     form: AnswerFormat,
     *,
+    settings: Settings,
     tenant: str,
     id_prefix: str,
-    schema_param: str = "response_format",
+    constraint_param: str | None = None,
 ) -> Response:
     """Submit the prompts and return the response, which sends the answers; arguments and errors as of ``submit``."""
     answers, head = await submit(
-        context, body, prompts, sampling, tenant=tenant, id_prefix=id_prefix, schema_param=schema_param
+        context,
+        body,
+        prompts,
+        sampling,
+        settings=settings,
+        tenant=tenant,
+        id_prefix=id_prefix,
+        constraint_param=constraint_param,
     )
     if body.stream:
         return _EventStream(answers, form, head=head, fingerprint=context.fingerprint, options=body.stream_options)
@@ -89,9 +99,10 @@ async def submit(
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
     *,
+    settings: Settings,
     tenant: str,
     id_prefix: str,
-    schema_param: str,
+    constraint_param: str | None = None,
 ) -> tuple[Answers, dict[str, Any]]:
     """Submit the prompts; return their answers, and the id, time and model of the response.
 
@@ -102,7 +113,8 @@ async def submit(
         sampling: Sampling parameters of every answer.
         tenant: The caller.
         id_prefix: The begin of the response's id.
-        schema_param: The field that gave the JSON schema.
+        settings: Settings of its model.
+        constraint_param: The field that gave the constraint, if none of the usual ones.
 
     Raises:
         RequestError: The engine refuses a request.
@@ -117,8 +129,8 @@ async def submit(
         )
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
-    if sampling.json_schema is not None:
-        await _check_schema(sampling.json_schema, schema_param)
+    if sampling.constraint is not None:
+        await _check(sampling.constraint, constraint_param or constraint_field(body))
     answer_id = id_prefix + uuid.uuid4().hex
     requests = [
         Request(
@@ -129,6 +141,7 @@ async def submit(
             tenant=tenant,
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
+            default_max_tokens=settings.defaults.max_new_tokens,
         )
         for index, prompt in enumerate(prompts)
         for choice in range(num_answers)
@@ -138,9 +151,9 @@ async def submit(
     return answers, {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
 
 
-async def _check_schema(schema: str, param: str) -> None:
+async def _check(constraint: Constraint, param: str | None) -> None:
     try:
-        await asyncio.to_thread(check_schema, schema)  # some take milliseconds
+        await asyncio.to_thread(check_constraint, constraint)  # some take milliseconds
     except RequestError as error:
         raise RequestError(str(error), param=param) from None
 

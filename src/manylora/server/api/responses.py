@@ -16,11 +16,12 @@ from starlette.routing import Route
 
 from manylora.errors import RequestError
 from manylora.server.api.chat import chat_prompt, flatten
+from manylora.server.api.constraints import JsonSchema, ResponseFormat
 from manylora.server.api.message_format import message_readers
 from manylora.server.api.request import context_of, read_body
 from manylora.server.api.respond import submit
 from manylora.server.api.responses_output import ResponsesStream, WholeResponse
-from manylora.server.api.schemas import JsonSchema, Message, ResponseFormat, SamplingFields, sampling_params
+from manylora.server.api.schemas import Message, SamplingFields, sampling_params
 from manylora.server.api.tools import CalledFunction, Function, FunctionName, Tool, ToolCall, ToolChoice, tool_use
 from manylora.text import MessageReader
 
@@ -213,8 +214,13 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponsesBody)
     _check(body)
     body.response_format = _response_format(body.text)
+    settings = await context.settings.of(body.model)
     sampling = sampling_params(
-        body, max_tokens=body.max_output_tokens, logprobs=None, vocab_size=context.fleet.info.vocab_size
+        body,
+        max_tokens=body.max_output_tokens,
+        logprobs=None,
+        vocab_size=context.fleet.info.vocab_size,
+        defaults=settings.defaults,
     )
     tools = _tools(body.tools)
     use = tool_use(
@@ -222,18 +228,19 @@ async def create_response(request: Request) -> Response:
     )
     sampling = use.constrain(sampling)
     try:
-        prompt = await chat_prompt(context, flatten(_messages(body)), use.template_variables)
+        prompt = await chat_prompt(context, settings, flatten(_messages(body)), use.template_variables)
     except RequestError as error:
         raise RequestError(str(error), param="input") from None
-    make_reader = message_readers(context, use, prompt, is_constrained=sampling.json_schema is not None)
+    make_reader = message_readers(context, use, prompt, is_constrained=sampling.constraint is not None)
     answers, head = await submit(
         context,
         body,
         [prompt],
         sampling,
+        settings=settings,
         tenant=tenant,
         id_prefix="resp_",
-        schema_param="text" if use.json_schema is None else "tools",
+        constraint_param="text" if use.json_schema is None else "tools",
     )
     fields = {
         "id": head["id"],

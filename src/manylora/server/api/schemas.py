@@ -7,6 +7,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from manylora.errors import RequestError
+from manylora.generation import NO_DEFAULTS, GenerationDefaults
+from manylora.server.api.constraints import ConstraintFields, constraint_of
 from manylora.server.api.tools import Tool, ToolCall, ToolChoice
 from manylora.types import SamplingParams
 
@@ -14,18 +16,16 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
-    "JsonSchema",
     "Message",
-    "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
     "TokenizeBody",
     "check_token_ids",
     "sampling_params",
+    "template_arguments",
 ]
 
 MAX_CHOICES = 128
-JSON_OBJECT = '{"type":"object"}'
 
 Value = TypeVar("Value")
 
@@ -37,21 +37,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(msgspec.Struct, kw_only=True):
-    """``response_format.json_schema``."""
-
-    schema: dict[str, Any] | bool
-    name: str | None = None
-
-
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """OpenAI's ``response_format``."""
-
-    type: str
-    json_schema: JsonSchema | None = None
-
-
-class SamplingFields(msgspec.Struct, kw_only=True):
+class SamplingFields(ConstraintFields, kw_only=True):
     """Fields of completions and of chat completions."""
 
     model: str
@@ -71,11 +57,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     user: str | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -109,6 +95,7 @@ class ChatBody(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool | None = None
     tools: list[Tool] | None = None
@@ -123,6 +110,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -133,16 +121,38 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+def template_arguments(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Return the arguments of a chat template: the end is the model's turn, to begin or to go on with.
+
+    Raises:
+        RequestError: Both are asked for.
+    """
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "Got continue_final_message and add_generation_prompt, expected one of them", param="continue_final_message"
+        )
+    return {
+        "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
+        "continue_final_message": bool(body.continue_final_message),
+    }
+
+
 def sampling_params(
-    body: SamplingFields, *, max_tokens: int | None, logprobs: int | None, vocab_size: int
+    body: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    vocab_size: int,
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
-    """Return the sampling parameters of a request, with the defaults of OpenAI's API.
+    """Return the sampling parameters of a request, with the model's defaults, then those of OpenAI's API.
 
     Args:
         body: The request.
         max_tokens: Most tokens to generate; ``None`` for as many as fit.
         logprobs: Number of alternatives to report; ``None`` for no log-probabilities.
         vocab_size: Token ids are below this.
+        defaults: The defaults of the model.
 
     Raises:
         RequestError: A value is out of range, or two fields contradict each other.
@@ -158,16 +168,20 @@ def sampling_params(
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    if body.allowed_token_ids == []:
+        raise RequestError("Got no allowed_token_ids, expected at least one", param="allowed_token_ids")
+    allowed_token_ids = tuple(dict.fromkeys(body.allowed_token_ids or ()))
+    check_token_ids(allowed_token_ids, vocab_size, "allowed_token_ids")
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=defaults.cap(max_tokens),
         min_tokens=_or(body.min_tokens, 0),
-        temperature=_or(body.temperature, 1.0),
-        top_p=_or(body.top_p, 1.0),
-        top_k=0 if body.top_k == -1 else _or(body.top_k, 0),  # -1 is vLLM's value for all
-        min_p=_or(body.min_p, 0.0),
+        temperature=_or(body.temperature, _or(defaults.temperature, 1.0)),
+        top_p=_or(body.top_p, _or(defaults.top_p, 1.0)),
+        top_k=0 if body.top_k == -1 else _or(body.top_k, defaults.top_k or 0),  # -1 is vLLM's value for all
+        min_p=_or(body.min_p, defaults.min_p or 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        repetition_penalty=_or(body.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
         seed=body.seed,
         stop=stop,
         stop_token_ids=stop_token_ids,
@@ -175,8 +189,9 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         skip_special_tokens=_or(body.skip_special_tokens, True),
-        json_schema=_json_schema(body.response_format),
+        constraint=constraint_of(body),
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
+        allowed_token_ids=allowed_token_ids,
     )
 
 
@@ -199,18 +214,3 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[i
         pairs.append((int(token), value))
     check_token_ids(tuple(token for token, _ in pairs), vocab_size, "logit_bias")
     return tuple(pairs)
-
-
-def _json_schema(form: ResponseFormat | None) -> str | None:
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return JSON_OBJECT
-    if form.type != "json_schema":
-        raise RequestError(
-            f"Got response_format.type = {form.type[:50]!r}, expected one of text, json_object, json_schema",
-            param="response_format",
-        )
-    if form.json_schema is None:
-        raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
-    return msgspec.json.encode(form.json_schema.schema).decode()

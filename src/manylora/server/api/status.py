@@ -67,6 +67,7 @@ def _report(context: Context) -> StatusReport:
         base=latency.of_adapter("", now),
         replicas=tuple(_replica_row(one, None, 0) for one in fleet.replicas()),
         resumes=Resumes(**dataclasses.asdict(fleet.resumes)),
+        generation_defaults=context.settings.base.defaults.given(),
     )
 
 

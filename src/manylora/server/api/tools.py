@@ -14,7 +14,7 @@ import msgspec
 
 from manylora.errors import RequestError
 from manylora.text.tools import TOOL_PARSERS, NamedCall, RequiredCalls, ToolParser
-from manylora.types import SamplingParams
+from manylora.types import Constraint, SamplingParams
 
 __all__ = [
     "CalledFunction",
@@ -109,11 +109,11 @@ class ToolUse:
             sampling = replace(sampling, skip_special_tokens=False)
         if self.json_schema is None:
             return sampling
-        if sampling.json_schema is not None:
+        if sampling.constraint is not None:
             raise RequestError(
-                "response_format cannot be combined with a tool_choice that forces a call", param="response_format"
+                "a form of the answer cannot be combined with a tool_choice that forces a call", param="tool_choice"
             )
-        return replace(sampling, json_schema=self.json_schema)
+        return replace(sampling, constraint=Constraint("json", self.json_schema))
 
 
 def tool_use(

@@ -123,6 +123,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
         adapters: Highest tier first, then busy ones, then the most requested; as many as the caller asked for.
         replicas: The engines.
         resumes: Requests that lost their engine.
+        generation_defaults: Sampling defaults of the base model, by name.
     """
 
     state: str
@@ -138,6 +139,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int | None = None
     engine: EngineStats | None = None
     adapters: tuple[AdapterRow, ...] = ()
+    generation_defaults: dict[str, float] = {}
     replicas: tuple[ReplicaRow, ...] = ()
     resumes: Resumes | None = None
 

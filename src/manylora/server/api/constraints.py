@@ -1,0 +1,127 @@
+"""The fields that ask for an answer of a given form: OpenAI's, vLLM's, and vLLM's older names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from manylora.errors import RequestError
+from manylora.types import Constraint
+
+__all__ = ["ConstraintFields", "JsonSchema", "ResponseFormat", "constraint_field", "constraint_of"]
+
+JSON_OBJECT = '{"type":"object"}'
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """``response_format.json_schema``."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """OpenAI's ``response_format``; ``structural_tag`` is vLLM's."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's ``structured_outputs``: one of the first six."""
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class ConstraintFields(msgspec.Struct, kw_only=True):
+    """The fields of both endpoints."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+def constraint_of(body: ConstraintFields) -> Constraint | None:
+    """Return the constraint that a request asks for.
+
+    Raises:
+        RequestError: It asks for several, or for a kind that is not supported.
+    """
+    found = _found(body)
+    if len(found) > 1:
+        names = ", ".join(sorted(field for field, _ in found))
+        raise RequestError(f"Got {len(found)} constraints of the answer in {names}, expected one", param=found[0][0])
+    return found[0][1] if found else None
+
+
+def constraint_field(body: ConstraintFields) -> str | None:
+    """Return the field that has the constraint."""
+    found = _found(body)
+    return found[0][0] if found else None
+
+
+def _found(body: ConstraintFields) -> list[tuple[str, Constraint]]:
+    found = [(f"guided_{kind}", constraint) for kind, constraint in _by_kind(body, "guided_")]
+    if body.structured_outputs is not None:
+        found += [("structured_outputs", one) for _, one in _by_kind(body.structured_outputs, "")]
+        found += [("structured_outputs", one) for one in _of_structured_outputs_alone(body.structured_outputs)]
+    if body.response_format is not None and body.response_format.type != "text":
+        found.append(("response_format", _of_response_format(body.response_format)))
+    return found
+
+
+def _by_kind(values: msgspec.Struct, prefix: str) -> list[tuple[str, Constraint]]:
+    """Return the constraints of the kinds that have a field of the older names too."""
+    found = []
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(values, prefix + kind)
+        if value is not None:
+            found.append((kind, Constraint(kind, value if isinstance(value, str) else _text(value))))
+    return found
+
+
+def _of_structured_outputs_alone(given: StructuredOutputs) -> list[Constraint]:
+    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        if getattr(given, name):
+            raise RequestError(f"structured_outputs.{name} is not supported by this server", param="structured_outputs")
+    found = []
+    if given.json_object:
+        found.append(Constraint("json", JSON_OBJECT))
+    if given.structural_tag is not None:
+        found.append(Constraint("structural_tag", given.structural_tag))
+    return found
+
+
+def _of_response_format(form: ResponseFormat) -> Constraint:
+    if form.type == "json_object":
+        return Constraint("json", JSON_OBJECT)
+    if form.type == "structural_tag":
+        return Constraint("structural_tag", _text({"structures": form.structures, "triggers": form.triggers}))
+    if form.type != "json_schema":
+        raise RequestError(
+            f"Got response_format.type = {form.type[:50]!r}, expected one of text, json_object, json_schema, "
+            "structural_tag",
+            param="response_format",
+        )
+    if form.json_schema is None:
+        raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
+    return Constraint("json", _text(form.json_schema.schema))
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

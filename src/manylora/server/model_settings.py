@@ -1,0 +1,105 @@
+"""Settings of requests by model: sampling defaults and chat template, of the base and of adapters' folders.
+
+The folder of an adapter is read on a thread at the first request for it, and again when the adapter is replaced, so
+that a start with thousands of adapters reads none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from manylora.adapters.extras import read_extras
+from manylora.generation import GenerationDefaults
+from manylora.hosting.adapter_book import LoadedAdapter
+from manylora.text import Tokenizer
+
+__all__ = ["ModelSettings", "Settings"]
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT = 4096
+"""Adapters whose settings are kept; the least recently requested are read again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of one model's requests; ``chat_template`` is ``None`` for the tokenizer's own."""
+
+    defaults: GenerationDefaults
+    chat_template: str | None = None
+
+
+class ModelSettings:
+    """Finds the settings for the model of a request. For the event loop's thread alone.
+
+    Args:
+        base: Defaults of the base; ``None`` if generation defaults are off, those of adapters included.
+        base_name: The base's name in requests.
+        adapters: The adapters that are loaded, by name.
+        tokenizer: The base's tokenizer.
+        trusts_templates: Whether chat templates of adapters are used.
+    """
+
+    def __init__(
+        self,
+        base: GenerationDefaults | None,
+        *,
+        base_name: str,
+        adapters: Mapping[str, LoadedAdapter],
+        tokenizer: Tokenizer,
+        trusts_templates: bool,
+    ) -> None:
+        self.base = Settings(defaults=base or GenerationDefaults())
+        self._has_defaults = base is not None
+        self._base_name = base_name
+        self._adapters = adapters
+        self._tokenizer = tokenizer
+        self._trusts_templates = trusts_templates
+        self._kept: OrderedDict[str, tuple[str, int, Settings]] = OrderedDict()
+
+    async def of(self, model: str) -> Settings:
+        """Return the settings for a model's name; those of the base for a name that does not exist."""
+        if model == self._base_name:
+            return self.base
+        name = model if model in self._adapters else model.removeprefix(f"{self._base_name}:")
+        entry = self._adapters.get(name)
+        if entry is None:
+            return self.base
+        kept = self._kept.get(name)
+        if kept is None or kept[:2] != (entry.path, entry.num_loads):
+            settings = await asyncio.to_thread(self._read, name, entry.path)
+            kept = self._kept[name] = (entry.path, entry.num_loads, settings)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        elif len(self._adapters) > MAX_KEPT:
+            self._kept.move_to_end(name)
+        return kept[2]
+
+    def _read(self, name: str, path: str) -> Settings:
+        """Read an adapter's folder, and log its settings and those that have no effect."""
+        extras = read_extras(name, Path(path))
+        defaults, template = self.base.defaults, None
+        ignored = list(extras.problems)
+        if given := extras.defaults.given():
+            if self._has_defaults:
+                defaults = extras.defaults.over(self.base.defaults)
+                logger.info("adapter_defaults name=%s %s", name, " ".join(f"{key}={given[key]}" for key in given))
+            else:
+                ignored.append("generation_config.json: off by --generation-config vllm")
+        if extras.chat_template is not None and extras.chat_template != self._tokenizer.chat_template:
+            if self._trusts_templates:
+                template = extras.chat_template
+                logger.info("adapter_chat_template name=%s", name)
+            else:
+                ignored.append("its chat template, which is not the base's: see --trust-adapter-templates")
+        lacking = [token for token, number in extras.tokens if self._tokenizer.token_id(token) != number]
+        if lacking:
+            ignored.append(f"{len(lacking)} tokens that the base's tokenizer lacks, as {lacking[0][:50]!r}")
+        for one in ignored[:20]:
+            logger.warning("adapter_setting_ignored name=%s: %s", name, one)
+        return Settings(defaults=defaults, chat_template=template)
