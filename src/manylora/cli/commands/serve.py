@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +10,25 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from manylora.cli.options.config_file import read_config_file
+from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LoraModules, ModelArgument, panel, resolve_model
+from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, resolve_model
 from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
 from manylora.cli.options.vllm_flags import spread_lists, take_out
 from manylora.cli.views.terminal import note
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    EngineConfig,
+    FleetConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import options_for, options_of
+from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
 
 __all__ = ["ServeCommand", "serve"]
@@ -30,10 +38,10 @@ _FLAGS = flags_of(
     *options_of(POLICIES).values(),
     *options_of(PREDICTORS).values(),
     *options_of(EVICTION_POLICIES).values(),
-    *(EngineConfig, ServerConfig),
+    *options_of(ROUTERS).values(),
+    *(EngineConfig, FleetConfig, ServerConfig),
 )
-_PANELS = ("Model", "Adapters", "Scheduling", "Memory", "HTTP", "Debugging", "Simulation")
-_LOG_LEVELS = ("debug", "info", "warning", "error")
+_PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Debugging", "Simulation")
 
 
 class ServeCommand(TyperCommand):
@@ -47,36 +55,18 @@ class ServeCommand(TyperCommand):
         return super().parse_args(ctx, spread_lists(ours))
 
 
-def _use_config_file(context: typer.Context, path: str | None) -> str | None:
-    """Set the file's values as defaults, before other options are parsed."""
-    if path is not None:
-        params = [param for param in context.command.params if param.name not in (None, "config", "help")]
-        context.default_map = read_config_file(
-            path,
-            options=[str(param.name) for param in params],
-            lists=[str(param.name) for param in params if getattr(param, "multiple", False)],
-            flags=_FLAGS,
-        )
-    return path
-
-
 @with_flags(_FLAGS, panels=_PANELS)
 def serve(
     model: ModelArgument,
     chosen: Chosen,
     config: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Read options from a TOML file, by the same names, with the model and a table of lora-modules.",
-            is_eager=True,
-            callback=_use_config_file,
+        config_option(
+            _FLAGS, "Read options from a TOML file, by the same names, with the model and a table of lora-modules."
         ),
     ] = None,
     lora_modules: LoraModules = None,
-    log_level: Annotated[
-        str, panel("Debugging", "Lowest level of messages to log.", metavar="|".join(_LOG_LEVELS))
-    ] = "info",
+    log_level: LogLevel = "info",
     builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, with OpenAI's API.
@@ -87,7 +77,7 @@ def serve(
 
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
-    server = chosen.make(ServerConfig)
+    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig))
     server = replace(server, lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs))
     base = chosen.of(ModelConfig)
     typed = collect_adapters(lora_modules or (), server.lora_dirs)
@@ -100,8 +90,8 @@ def serve(
         adapters=chosen.make(AdapterConfig),
     )
     engine = replace(engine, cache_dir=parse_cache_dir(engine.cache_dir))
-    _log_to_stderr(log_level)
-    _check_early(engine)
+    log_to_stderr(log_level, "api")
+    _check_early(engine, server.fleet)
     note(f"starting {model} with {len(adapters)} adapters; its address follows when it is ready")
     from manylora.server import LoraModule, run  # imports torch and the web framework
 
@@ -113,7 +103,7 @@ def serve(
     sys.exit(run(engine, server, modules, builder=builder))
 
 
-def _check_early(engine: EngineConfig) -> None:
+def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:
     """Raise errors of the configuration before a model is loaded, which may take minutes."""
     from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
 
@@ -124,15 +114,10 @@ def _check_early(engine: EngineConfig) -> None:
     options_for("eviction", engine.adapters.eviction, EVICTION_POLICIES, engine.adapters.eviction_options)
     make_predictor(engine.scheduler, engine.seed)
     make_step_composition(engine.scheduler.step_composition)
+    options_for("router", fleet.router, ROUTERS, fleet.router_options)
     for option, path in (("--request-log", engine.request_log), ("--step-log", engine.step_log)):
         try:
             if path is not None:
                 open(path, "a").close()
         except OSError as error:
             raise ConfigError(f"Got {option} {path!r}, which cannot be written: {error.strerror}") from None
-
-
-def _log_to_stderr(level: str) -> None:
-    if level not in _LOG_LEVELS:
-        raise typer.BadParameter(f"Got {level!r}, expected one of {', '.join(_LOG_LEVELS)}", param_hint="--log-level")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s api %(name)s %(message)s")

@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    EngineConfig,
+    FleetConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.costs.workers import CpuWorkers
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
+from manylora.proxy.config import ProxyConfig
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
 
@@ -31,7 +40,9 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Scheduler", SchedulerConfig, "In scenarios and experiments: `[setup.scheduler]`."),
     ("Adapters", AdapterConfig, "In scenarios and experiments: `[setup.adapters]`."),
     ("Engine", EngineConfig, ""),
+    ("Replicas", FleetConfig, ""),
     ("Server", ServerConfig, ""),
+    ("Route", ProxyConfig, "Of `manylora route`, which takes a file by `--config` as well."),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("CPU workers of a simulation", CpuWorkers, "In scenarios and experiments: `[setup.workers]`."),
     ("Scenario", Scenario, "At the top of a scenario; the flags are those of `simulate`."),
