@@ -1,7 +1,8 @@
 """Step-time models of CaraServe's router (CS-5) on live kernels and on simulated devices: how much they explain.
 
 Live: an engine with the demo model serves bursts of requests of random sizes and ranks, once with each kernel of the
-device, and the fit that every engine has learns from its steps. Kernels that pad need a GPU. *In sample* are the steps
+device, and the fit that every engine has learns from its steps. Kernels that pad need a GPU: on a CPU ``grouped`` and
+``naive`` multiply each adapter's rows by its own rank, and are *unpadded*. *In sample* are the steps
 that a line was fitted to; *out of sample* is the error of predictions made before a step was learnt from. Simulated: an
 A10 with noise on every step, under each family of kernels.
 
@@ -58,6 +59,9 @@ def live(kernel: str, device: str, seconds: float) -> tuple[StepFit, ...]:
     for line in log:
         if isinstance(line, StepRecord):
             fit.observe(load_of(line.features), line.took_s)
+    phases = {one.phase for one in fit.fits()}
+    if phases != {"decode", "prefill"}:
+        raise SystemExit(f"{kernel}: too few steps in {seconds:.0f} s, fitted {sorted(phases)}; set --seconds")
     return fit.fits()
 
 
@@ -83,8 +87,10 @@ def main() -> None:
     """Fit and report."""
     parser = arguments(__doc__, quick="seconds instead of minutes")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of the live engine")
+    parser.add_argument("--seconds", type=float, help="of each live sweep (90, or 20 with --quick)")
     options = parser.parse_args()
-    seconds, num_steps = (8.0, 400) if options.quick else (90.0, 4000)
+    seconds, num_steps = (20.0, 400) if options.quick else (90.0, 4000)
+    seconds = options.seconds or seconds
     runs: dict[str, Callable[[], tuple[StepFit, ...]]] = {
         f"A10, {kernel}": lambda kernel=kernel: simulated(kernel, num_steps)  # type: ignore[misc]
         for kernel in ("padded", "s-lora-mbgmm", "ragged")

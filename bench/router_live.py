@@ -50,6 +50,8 @@ NUM_REPLICAS = 8
 RANKS = (8, 16, 32, 64)
 TARGETS = ("q_proj", "k_proj", "v_proj")
 START_S = 180.0
+VOCABULARY = 100
+"""Tokens that prompts are drawn from: the demo's tokenizer has a few more."""
 SCHEDULER = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512, max_waiting=1_000_000)
 SPEC = WorkloadSpec(
     arrivals=PoissonArrivals(rate=14.0),
@@ -134,7 +136,7 @@ def simulated(router: str, workload: Workload, options: argparse.Namespace) -> d
 def live(router: str, workload: Workload, adapters: Path, options: argparse.Namespace) -> dict[str, float]:
     """Serve the workload over HTTP."""
     with serving(router, adapters, options.replicas) as url:
-        prompts, target = TokenPrompts(vocab_size=200, seed=0), Target(url=url)
+        prompts, target = TokenPrompts(vocab_size=VOCABULARY, seed=0), Target(url=url)
         questions = [
             Question(
                 request_id=str(index),
@@ -145,7 +147,7 @@ def live(router: str, workload: Workload, adapters: Path, options: argparse.Name
             )
             for index, one in enumerate(workload.requests)
         ]
-        run = asyncio.run(run_load(target, questions))
+        run = asyncio.run(run_load(target, questions, warm_up=questions[:1]))  # one that fails ends the run
         with urllib.request.urlopen(f"{url}/status?adapters=0") as answer:
             status = json.load(answer)
     return summary([answer.record for answer in run.answers]) | {"loads": status["engine"]["num_loads"]}

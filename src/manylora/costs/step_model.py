@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 __all__ = ["PRIOR", "TOKEN_KNOTS", "StepModel"]
 
-TOKEN_KNOTS = (0, 64, 128, 256)
+_, SECOND, THIRD, FOURTH = TOKEN_KNOTS = (0, 64, 128, 256)
 """Tokens of a step at which the cost of one more token may change."""
 
 
@@ -76,10 +76,14 @@ class StepModel:
         """
         rank = num_adapted * max_rank if self.is_prompt_padded else sum_rank
         seconds = self.prompt_step_s + self.prompt_context_s * context + self.token_rank_s * rank
-        for knot, token_s in zip(TOKEN_KNOTS, self.token_s, strict=True):
-            if num_tokens <= knot:
-                break
-            seconds += token_s * (num_tokens - knot)
+        first_s, second_s, third_s, fourth_s = self.token_s  # a router asks this of every replica: no loop
+        seconds += first_s * num_tokens
+        if num_tokens > SECOND:
+            seconds += second_s * (num_tokens - SECOND)
+            if num_tokens > THIRD:
+                seconds += third_s * (num_tokens - THIRD)
+                if num_tokens > FOURTH:
+                    seconds += fourth_s * (num_tokens - FOURTH)
         return seconds
 
 

@@ -4,7 +4,7 @@
 
     candidates   replicas that hold the adapter | the first few in its own order | the least loaded
     cost         time added to the request and to all others there
-                 + time by which tokens would miss the SLO, many times over
+                 + added time by which tokens are expected to miss the SLO, ten times over
                  + wait for a seat or for memory
                  + price of a copy: whole where the adapter is not, less at copies beyond those that its load needs
 
@@ -16,6 +16,7 @@ views of the replicas: another router, or this one after a restart, decides alik
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -43,11 +44,17 @@ IDLE_LOAD = 4
 OUTER_SHARE = 0.1
 """Share of that price at a copy beyond those that the adapter's load needs."""
 
-SLO_SHARE = 0.97
-"""Share of the SLO that the mean time of a token may take, before it costs."""
-
 SLO_WEIGHT = 10.0
-"""Cost of a second beyond that, in seconds."""
+"""Cost of a second by which a token misses the SLO, in seconds."""
+
+SLO_SPREAD = 0.04
+"""Spread of the mean time of an answer's tokens around its prediction, relative to the SLO.
+
+The requests that arrive and end during an answer are unknown: replicas predicted at the SLO end on either side of it.
+"""
+
+MOST_EXCESS = 30.0
+"""Spreads beyond the SLO from which on the excess itself is the expectation, to the last digit."""
 
 
 class AutoRouter:
@@ -121,8 +128,9 @@ class AutoRouter:
         # All wait for the prompt; the others have half of their answers before them.
         cost_s = (load + 1) * prefill_s + answer * step_s + load * mean_answer / 2 * decode_s
         if self._tbt_s is not None:
-            over_s = step_s + times.stall_s - SLO_SHARE * self._tbt_s
-            cost_s += max(0.0, over_s) * SLO_WEIGHT * (load + 1) * answer
+            before_s = times.decode_s + times.stall_s
+            late_s = (load + 1) * _late_s(before_s + decode_s, self._tbt_s) - load * _late_s(before_s, self._tbt_s)
+            cost_s += SLO_WEIGHT * answer * late_s
         num_over = self._num_over(view, num_tokens + answer)
         if num_over > 0:
             cost_s += num_over * answer * step_s / (load + 1)
@@ -139,3 +147,10 @@ class AutoRouter:
             held = view.num_prompt_tokens + view.num_requests * view.mean_answer_tokens
             num_over = max(num_over, (held + num_tokens - view.kv_tokens) / num_tokens)
         return num_over
+
+
+def _late_s(predicted_s: float, slo_s: float) -> float:
+    """Return the expected time by which a token is late: near 0 well within the SLO, the excess well beyond it."""
+    spread_s = SLO_SPREAD * slo_s
+    excess = (predicted_s - slo_s) / spread_s
+    return spread_s * (excess if excess > MOST_EXCESS else math.log1p(math.exp(excess)))

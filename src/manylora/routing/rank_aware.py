@@ -9,12 +9,13 @@ Source: CaraServe, "Rank-aware request scheduling", algorithm 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from manylora.options import check_options, option
-from manylora.routing.view import ReplicaView
+from manylora.routing.view import ReplicaView, StepTimes
 from manylora.types import Request
 
 __all__ = ["RankAwareRouter", "added_time"]
@@ -34,19 +35,30 @@ def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: flo
         rank: Rank of its adapter, 0 for the base.
         answer_tokens: Expected length of its answer.
     """
-    steps, times = view.steps, view.times()
-    adapted, max_rank = view.num_adapted, view.max_rank
-    largest = rank if rank > max_rank else max_rank
-    rows = times.num_rows + num_tokens
-    context = times.context + num_tokens
-    added_rank, adapted_rows = 0, times.num_adapted_rows
-    if rank:
-        added_rank = (adapted + 1) * largest - adapted * max_rank if steps.is_padded else rank
-        adapted_rows += num_tokens
-    row_rank = times.row_rank + num_tokens * rank
-    prefill_s = steps.prefill_s(rows, context, adapted_rows, row_rank, largest) - times.next_s
-    decode_s = steps.request_s + steps.context_s * (num_tokens + answer_tokens / 2) + steps.rank_s * added_rank
-    return max(0.0, prefill_s), decode_s
+    prefill_s = _added_prefill_s(view, view.times(), num_tokens, rank)
+    return prefill_s, _added_decode_s(view, num_tokens, rank, answer_tokens)
+
+
+def _added_prefill_s(view: ReplicaView, times: StepTimes, num_tokens: int, rank: int) -> float:
+    _, next_s, _, context, num_rows, num_adapted, row_rank = times
+    max_rank = view.max_rank
+    added_s = view.steps.prefill_s(
+        num_rows + num_tokens,
+        context + num_tokens,
+        num_adapted + num_tokens if rank else num_adapted,
+        row_rank + num_tokens * rank,
+        rank if rank > max_rank else max_rank,
+    )
+    added_s -= next_s
+    return added_s if added_s > 0.0 else 0.0
+
+
+def _added_decode_s(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: float) -> float:
+    steps, added_rank = view.steps, rank
+    if rank and steps.is_padded:
+        adapted, max_rank = view.num_adapted, view.max_rank
+        added_rank = (adapted + 1) * (rank if rank > max_rank else max_rank) - adapted * max_rank
+    return steps.request_s + steps.context_s * (num_tokens + answer_tokens / 2) + steps.rank_s * added_rank
 
 
 class RankAwareRouter:
@@ -75,20 +87,22 @@ class RankAwareRouter:
         self._tbt_s = tbt_s
 
     def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
-        """Compare the added time at every replica."""
+        """Compare the added time at every replica; of equals the first.
+
+        A replica that is worse by its decode steps alone needs no account of its prompts.
+        """
         rank = self._ranks.get(request.model, 0)
         num_tokens = len(request.prompt)
-
-        def total_s(index: int) -> float:
+        best, least_s = among[0], math.inf
+        for index in among:
             view = replicas[index]
-            load = view.load
-            if not load:
-                return 0.0
+            load, times = view.load, view.times()
             mean_answer = view.mean_answer_tokens
-            prefill_s, decode_s = added_time(view, num_tokens, rank, mean_answer)
-            cost_s = prefill_s / mean_answer + decode_s
-            if self._tbt_s is not None and view.times().decode_s + decode_s > self._tbt_s:
+            cost_s = _added_decode_s(view, num_tokens, rank, mean_answer)
+            if self._tbt_s is not None and times.decode_s + cost_s > self._tbt_s:
                 cost_s += PENALTY_S
-            return cost_s * load
-
-        return min(among, key=total_s)
+            if cost_s * load < least_s:
+                total_s = (_added_prefill_s(view, times, num_tokens, rank) / mean_answer + cost_s) * load
+                if total_s < least_s:
+                    best, least_s = index, total_s
+        return best
