@@ -14,7 +14,7 @@ from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.errors import ConfigError
-from manylora.events import ColdStartChosen, ColdStartEnded, RequestAdmitted
+from manylora.events import ColdStartChosen, ColdStartEnded, RequestAdmitted, RequestPreempted
 from manylora.hosting.snapshot import merge_stats
 from manylora.memory import ReloadCosts
 from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, PlannedSequence, StepPlan
@@ -237,6 +237,33 @@ def test_cancelled_while_its_weights_arrive(plan_ahead):
         rig.core.check_integrity()
     assert rig.finish("a") == "cancelled"
     assert rig.core.stats().num_adapter_pages == rig.core.stats().num_kv_pages == 0
+
+
+@pytest.mark.parametrize("then", ["arrives", "fails", "is cancelled"])
+@pytest.mark.parametrize("mode", ["layers", "assist"])
+def test_preempted_while_its_weights_arrive(mode, then):
+    """An older sequence takes its KV; the pages of the copy in flight stay claimed until that has ended."""
+    rig = rig_of(mode, num_pages=6, prefix_caching=False, reads_host=True)
+    rig.add(request("old", num_prompt=2, max_tokens=8))
+    rig.turn()
+    rig.executor.complete_step()
+    rig.add(request("a", model="x", max_tokens=3))
+    rig.turn()
+    assert placements(rig) == [ON_DEVICE, ARRIVING if mode == "layers" else IN_HOST]
+    while not of(rig, RequestPreempted):
+        rig.executor.complete_step()
+        rig.turn()
+        rig.core.check_integrity()
+    assert rig.executor.loads and rig.core.stats().num_adapter_pages == 3
+    if then == "is cancelled":
+        assert rig.core.cancel("a", rig.now)
+    rig.executor.complete_load(0, error="the link is down" if then == "fails" else None)
+    while rig.core.has_requests or rig.core.has_pending_work:
+        rig.step()
+        rig.core.check_integrity()
+    assert rig.finish("old") == "length"
+    assert rig.finish("a") == {"arrives": "length", "fails": "error", "is cancelled": "cancelled"}[then]
+    assert rig.core.stats().num_kv_pages == 0
 
 
 def test_sequences_of_an_adapter_share_its_placement():
