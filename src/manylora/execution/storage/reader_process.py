@@ -12,9 +12,8 @@
 
 The process starts with the first adapter, or earlier (``start``), and ends when the pipe closes. It works at a lower
 priority, since loading may take longer but tokens may not. An *urgent* read is an exception: a step waits for its
-layers, and idle threads of the step keep their cores busy for a while, so a read of lower priority would get little of
-them. If a file kills the process (by memory use or a crash), that adapter is refused by name, and the next one starts
-another process.
+layers, and on busy cores a read of lower priority would get little time. If a file kills the process (by memory use or
+a crash), that adapter is refused by name, and the next one starts another process.
 """
 
 from __future__ import annotations
