@@ -19,17 +19,18 @@ The link is paced, so that a copy lasts for a stated number of steps of a decodi
 
 An A10 with Llama-2-7B and rank 64 has half a step: 4 projections of 32 layers x 2 x 64 x 4096 weights x 2 bytes are
 134 MB, which take 11 ms at 12 GB/s (pageable memory, or two engines on a PCIe 4 link); a step reads 13.5 GB of weights
-at 600 GB/s in 22 ms. Four steps are eight times that: all linears, and a link that others share.
+at 600 GB/s in 22 ms. Four steps are eight times that: all linears, and a link that others share. In a third setting the
+copy takes half a step, and host memory holds half of the cold adapters: each is read from its file (which may be in the
+page cache).
 
 Statistics, chosen before any run: per engine the P50 and P99 over the requests (or gaps) of all rounds together; as a
-ratio, the engine's P99 over the resident engine's, of all rounds together, with the lowest and highest ratio of one
-round beside it. Goals: *auto* within 1.10 at the P99 of the first token of cold requests, and within 1.05 at the P99
-between tokens of warm ones. Writes `results/cold_start.json` and `.md`.
+ratio, that of the engine's P99 and the resident engine's by round (`manylora.bench.rounds`).
+Goals: *auto* within 1.10 at the P99 of the first token of cold requests, and within 1.05 at the P99 between tokens of
+warm ones. Writes `results/cold_start.json` and `.md`.
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -38,10 +39,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from churn import percentile_ms, rotated
+from churn import percentile_ms
 from publishing import arguments, publish, table
 from rich.progress import Progress
 
+from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -59,6 +61,8 @@ NUM_WARM, NUM_COLD = 4, 32
 NUM_SEATS = 16
 NUM_IN, NUM_OUT = 24, 32
 COPY_STEPS = (0.5, 4.0)
+FROM_DISK = "from disk"
+SETTINGS = (*(f"{steps:g} steps" for steps in COPY_STEPS), FROM_DISK)
 RESIDENT = "all resident"
 MODES = (*(mode.value for mode in ColdStart), "auto")
 COLD_TTFT, WARM_TTFT = "first token of cold requests", "first token of warm requests"
@@ -158,10 +162,6 @@ def make_requests(count: int, vocab_size: int, label: str) -> list[Request]:
     ]
 
 
-def engine_name(mode: str, steps: float) -> str:
-    return f"{mode}, {steps:g} steps"
-
-
 def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
     """Run everything; return the figures."""
     rng = np.random.default_rng(2)
@@ -194,33 +194,35 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
         capacity = num_requests / min(resident.run(at_once).seconds for _ in range(2))
         times = np.cumsum(rng.exponential(1 / (load * capacity), num_requests)).tolist()
         step_s = resident.run(list(zip(times, make_requests(num_requests, base.vocab_size, "p"), strict=True))).step_s
-        for steps in COPY_STEPS:
+        for setting, steps in zip(SETTINGS, (*COPY_STEPS, COPY_STEPS[0]), strict=True):
             for mode in modes:
                 adapters = AdapterConfig(
                     link_bytes_per_s=round(version.host_bytes / (steps * step_s)),
                     eviction="none",
                     look_ahead=0,  # else a request that waits for a seat is not cold any more
                     cold_start=mode,
+                    max_cpu_loras=NUM_COLD // 2 if setting == FROM_DISK else None,
                 )
-                systems[engine_name(mode, steps)] = system = System(replace(config, adapters=adapters), folders)
+                systems[f"{mode}, {setting}"] = system = System(replace(config, adapters=adapters), folders)
                 system.pin(warm)
 
         task = progress.add_task("rounds", total=len(systems) * (num_rounds + 1))
         outcomes = {name: Outcome() for name in systems}
-        for number in range(-1, num_rounds):  # one round to warm up
-            times = np.cumsum(rng.exponential(1 / (load * capacity), num_requests)).tolist()
-            for name in rotated(list(systems), number):
-                requests = make_requests(num_requests, base.vocab_size, f"{name}-{number}")
-                found = systems[name].run(list(zip(times, requests, strict=True)))
-                if number >= 0:
-                    outcomes[name].rounds.append(found)
-                progress.advance(task)
+        drawn = rng.exponential(1 / (load * capacity), (num_rounds + 1, num_requests)).cumsum(axis=1)
+        others = Others()
+        for number, name in in_turns(list(systems), num_rounds):
+            requests = make_requests(num_requests, base.vocab_size, f"{name}-{number}")
+            found = systems[name].run(list(zip(drawn[number].tolist(), requests, strict=True)))
+            if number >= 0:
+                outcomes[name].rounds.append(found)
+            progress.advance(task)
+        busy_share = others.share()
         for name, system in systems.items():
             outcomes[name].cold_starts = system.cold_starts()
             system.close()
     return {
         "machine": describe_machine(torch.device("cpu")),
-        "load_average": os.getloadavg(),
+        "busy_share": busy_share,
         "command": "python bench/cold_start.py",
         "adapter_bytes": version.host_bytes,
         "step_s": step_s,
@@ -237,13 +239,10 @@ def figures_of(outcome: Outcome, resident: Outcome) -> dict[str, Any]:
     """Return percentiles over all rounds, ratios to the resident engine, and the counters of cold starts."""
     percentiles, ratios = {}, {}
     for title in resident.rounds[0].samples:
-        ours, theirs = outcome.pooled(title), resident.pooled(title)
+        ours = outcome.pooled(title)
         percentiles[title] = {f"P{rank}": percentile_ms(ours, rank) for rank in (50, 99)}
-        by_round = [
-            percentile_ms(one.samples[title], 99) / percentile_ms(other.samples[title], 99)
-            for one, other in zip(outcome.rounds, resident.rounds, strict=True)
-        ]
-        ratios[title] = percentile_ms(ours, 99) / percentile_ms(theirs, 99), min(by_round), max(by_round)
+        by_round = [[percentile_ms(one.samples[title], 99) for one in each.rounds] for each in (outcome, resident)]
+        ratios[title] = asdict(ratio_by_round(*by_round))
     return {
         "ms": percentiles,
         "p99_over_resident": ratios,
@@ -258,11 +257,10 @@ def page(figures: dict[str, Any]) -> str:
     """Return the report."""
     engines = figures["engines"]
 
-    def row(name: str) -> tuple[str, ...]:
+    def row(name: str) -> tuple[object, ...]:
         ms, over = engines[name]["ms"], engines[name]["p99_over_resident"]
         cells = [f"{ms[title][rank]:.3g}" for title in (COLD_TTFT, WARM_GAPS, ALL_GAPS) for rank in ("P50", "P99")]
-        ratios = [f"{over[title][0]:.2f} ({over[title][1]:.2f} to {over[title][2]:.2f})" for title in over]
-        return (name, *cells, ratios[list(over).index(COLD_TTFT)], ratios[list(over).index(WARM_GAPS)])
+        return (name, *cells, Ratio(**over[COLD_TTFT]), Ratio(**over[WARM_GAPS]))
 
     heads = ("", *(f"{what} {rank}" for what in ("first token", "gap, warm", "gap, all") for rank in ("P50", "P99")))
     chosen = [
@@ -275,17 +273,18 @@ def page(figures: dict[str, Any]) -> str:
     lines = [
         "# Cold starts: wait, assist, layers, and the choice between them",
         "",
-        f"`{figures['command']}` on {figures['machine']}; load average {figures['load_average'][0]:.1f} at the end. "
+        f"`{figures['command']}` on {figures['machine']}; other processes took {figures['busy_share']:.0%} of it. "
         f"The demo model; adapters of rank {RANK} on all linears, {figures['adapter_bytes'] / 2**20:.1f} MiB each; "
         f"{figures['requests']} requests a round of {NUM_IN} tokens in and {NUM_OUT} out, half of them cold, arriving "
         f"by a Poisson process at {figures['load']:.0%} of what the resident engine can do "
         f"({figures['requests_per_s']:.1f} a second). A copy is paced to last "
-        f"{' or '.join(f'{steps:g}' for steps in COPY_STEPS)} steps of {1e3 * figures['step_s']:.1f} ms. All engines "
+        f"{' or '.join(f'{steps:g}' for steps in COPY_STEPS)} steps of {1e3 * figures['step_s']:.1f} ms; {FROM_DISK}, "
+        f"it lasts {COPY_STEPS[0]:g}, and the adapter is read first. All engines "
         f"take turns on the same arrivals, {figures['num_rounds']} rounds. Core and loop in process, no HTTP."
         f"{left_out}",
         "",
         "Percentiles in ms over the requests and gaps of all rounds; first tokens are those of cold requests. The last "
-        "two columns: P99 over that of the resident engine, and the range of that ratio over the rounds.",
+        "two columns: P99 over that of the resident engine by round, the median and its 95 % interval.",
         "",
         *table((*heads, "first token, over resident", "gap of warm, over resident"), map(row, engines)),
         "",
@@ -312,7 +311,8 @@ def main() -> None:
     options = parser.parse_args()
     num_rounds, num_requests = (1, 24) if options.quick else (options.rounds, 120)
     figures = measure(num_rounds, num_requests, options.load)
-    publish("cold_start", figures, page(figures), is_kept=not options.quick)
+    refused = reason_to_refuse(num_rounds, figures["busy_share"])
+    publish("cold_start", figures, page(figures), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":

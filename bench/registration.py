@@ -5,7 +5,8 @@
 A small Llama with random weights, and folders of adapters of ranks 8 to 32 on all its linears. `manylora serve` starts
 on each number of folders, twice: with an empty cache of content hashes and with the one that the first start left. Each
 time the same hundred adapters are asked, by Zipf's law, from a fixed number of connections. All folders of one rank but
-the hundred share one weight file by hard links, so that they need little disk.
+the hundred share one weight file by hard links, so that they need little disk. The numbers take turns; figures are
+medians of the rounds, and ratios those of `manylora.bench.rounds`.
 
 * *seconds to ready*: from the start of the process to the line that says so, and the part of it that registration takes
   by the engine's log;
@@ -32,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from manylora.adapters.header import HeaderReader
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import stamp_files
 from manylora.bench.core import Scale, measure_decision
+from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.cli.options.values import collect_adapters
 from manylora.clock import WallClock
@@ -208,23 +211,58 @@ def parts_us(base: BaseShape, folder: Path, count: int) -> dict[str, float]:
     return {"listing folders": listing, "configuration and header": checking, "of which the stamp": stamping}
 
 
-def run(base_folder: Path, base: BaseShape, place: Path, count: int, seconds: float, turns: int) -> dict[str, Any]:
-    """Return the figures of one number of adapters."""
-    folder = place / f"adapters{count}"
-    make_adapters(folder, base, count)
-    time.sleep(2.1)  # contents of files just written are not kept
-    cache = place / f"cache{count}"
-    figures: dict[str, Any] = {"adapters": count}
+def run(base: Path, folder: Path, cache: Path, seconds: float) -> dict[str, Any]:
+    """Return the figures of one number of adapters in one round."""
+    shutil.rmtree(cache, ignore_errors=True)
+    figures: dict[str, Any] = {}
     for kind in ("cold", "warm"):
-        with Served(base_folder, folder, cache) as served:
+        with Served(base, folder, cache) as served:
             one: dict[str, Any] = {"ready_s": served.ready_s, "registered_s": served.registered_s}
             one["memory"] = served.memory()
             one |= asyncio.run(ask(served.url, seconds))
             figures[kind] = one
-    figures["decision_us"] = decision_us(count, turns)
-    figures["parts_us"] = parts_us(base, folder, count)
-    shutil.rmtree(folder)
     return figures
+
+
+def medians(rounds: Sequence[Any]) -> Any:
+    """Return the median of each figure over the rounds."""
+    if isinstance(rounds[0], dict):
+        return {key: medians([one[key] for one in rounds]) for key in rounds[0]}
+    return statistics.median(rounds)
+
+
+def measure(counts: Sequence[int], num_rounds: int, seconds: float, turns: int) -> dict[str, Any]:
+    """Run everything; return the figures."""
+    with tempfile.TemporaryDirectory() as path:
+        place = Path(path)
+        base = make_base(place / "base")
+        folders = {str(count): place / f"adapters{count}" for count in counts}
+        for count in counts:
+            make_adapters(folders[str(count)], base, count)
+        time.sleep(2.1)  # contents of files just written are not kept
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in folders}
+        others = Others()
+        for _, name in in_turns(list(folders), num_rounds, num_warm_up=0):
+            rounds[name].append(run(place / "base", folders[name], place / "cache", seconds))
+            print(name, rounds[name][-1], flush=True)
+        busy_share = others.share()
+        runs = []
+        for count in counts:
+            one: dict[str, Any] = {"adapters": count, **medians(rounds[str(count)])}
+            one["decision_us"] = decision_us(count, turns)
+            one["parts_us"] = parts_us(base, folders[str(count)], count)
+            runs.append(one)
+    served = {name: [one["warm"]["requests_per_s"] for one in each] for name, each in rounds.items()}
+    over = {name: asdict(ratio_by_round(each, served[str(counts[0])])) for name, each in served.items()}
+    return {
+        "command": "python bench/registration.py",
+        "busy_share": busy_share,
+        "num_rounds": num_rounds,
+        "runs": runs,
+        "requests_over_fewest": over,
+        "rounds": rounds,
+        "of one more": cost_of_one(runs),
+    }
 
 
 def cost_of_one(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -246,8 +284,9 @@ def cost_of_one(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def report(runs: Sequence[dict[str, Any]]) -> str:
+def report(figures: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
+    runs = figures["runs"]
     heads = ["", *(f"{run['adapters']:,}" for run in runs)]
     mib = 2**20
     rows: list[list[object]] = []
@@ -257,6 +296,8 @@ def report(runs: Sequence[dict[str, Any]]) -> str:
             ["of which registration, s", *(f"{run[kind]['registered_s']:.3f}" for run in runs)],
             [f"requests per second, {kind}", *(f"{run[kind]['requests_per_s']:.1f}" for run in runs)],
         ]
+    over = figures["requests_over_fewest"].values()
+    rows.append(["over the fewest, by round (95 % interval), warm", *(Ratio(**one) for one in over)])
     cold = [run["cold"] for run in runs]
     rows += [
         ["memory of the API, MiB", *(f"{one['memory']['api'] / mib:.0f}" for one in cold)],
@@ -266,12 +307,16 @@ def report(runs: Sequence[dict[str, Any]]) -> str:
         ["`/status`, ms", *(f"{one['/status ms']:.1f}" for one in cold)],
         ["`/metrics`, KiB", *(f"{one['/metrics bytes'] / KIB:.0f}" for one in cold)],
     ]
-    lines = ["# Registered adapters", "", f"{describe_machine(torch.device('cpu'))}.", "", *table(heads, rows)]
+    machine = (
+        f"{describe_machine(torch.device('cpu'))}; other processes took {figures['busy_share']:.0%} of it. Medians of "
+        f"{figures['num_rounds']} rounds."
+    )
+    lines = ["# Registered adapters", "", machine, "", *table(heads, rows)]
     lines += [
         "",
         "Of one more adapter:",
         "",
-        *table(["", ""], [[k, f"{v:,.1f}"] for k, v in cost_of_one(runs).items()]),
+        *table(["", ""], [[k, f"{v:,.1f}"] for k, v in figures["of one more"].items()]),
     ]
     return "\n".join(lines)
 
@@ -279,19 +324,15 @@ def report(runs: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = arguments(__doc__, quick="100 and 300 adapters, two seconds each")
     parser.add_argument("--counts", default="100,1000,10000")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of requests, for each start")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of requests, for each start")
     options = parser.parse_args()
     counts = (100, 300) if options.quick else tuple(map(int, options.counts.split(",")))
     seconds, turns = (2.0, 50) if options.quick else (options.seconds, 2000)
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        base = make_base(place / "base")
-        runs = []
-        for count in counts:
-            runs.append(run(place / "base", base, place, count, seconds, turns))
-            print(runs[-1], flush=True)
-    figures = {"command": "python bench/registration.py", "runs": runs, "of one more": cost_of_one(runs)}
-    publish("registration", figures, report(runs), is_kept=not options.quick)
+    num_rounds = 1 if options.quick else options.rounds
+    figures = measure(counts, num_rounds, seconds, turns)
+    refused = reason_to_refuse(num_rounds, figures["busy_share"])
+    publish("registration", figures, report(figures), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":

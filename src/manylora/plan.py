@@ -131,11 +131,13 @@ class AdapterLoad:
         version: The adapter.
         tier: Destination: ``HOST`` (read and pack the files) or ``DEVICE`` (copy the host's page images).
         pages: Device pages to fill, in the order of the layout; empty for ``HOST``.
+        is_urgent: Whether steps may wait for a read, so that it may not run at a lower priority than they do.
     """
 
     version: AdapterVersion
     tier: Tier
     pages: tuple[int, ...] = ()
+    is_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from bad_adapters import adapter_config, adapter_tensors, tiny_base, write_good_adapter
 from column_scaled import PEFT_TYPE, ColumnScaledLora
+from msgspec import structs
 from safetensors.numpy import load_file, save_file
 from test_execution_executor import BLOCK, executor_of, load, run, sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -34,8 +36,12 @@ from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.storage.page_tensor import PageTensor, image_tensor
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
 from manylora.execution.storage.tile_tables import GroupDirectory, make_template
+from manylora.plan import IN_HOST
 from manylora.ports import EngineParts
 from manylora.types import Tier
+
+if TYPE_CHECKING:
+    from manylora.execution.assist.exchange import Assistant
 
 LIMIT = 1 << 26
 METHOD = ColumnScaledLora()
@@ -240,6 +246,7 @@ ENGINES = {
     "reference": {"lora_kernel": "reference", "attention_kernel": "torch"},
     "triton": {"lora_kernel": "ragged", "attention_kernel": "triton"},
     "graphs": {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "on"},
+    "assisted": {"lora_kernel": "grouped", "attention_kernel": "torch"},
     "padded graphs": {"lora_kernel": "padded", "attention_kernel": "triton", "decode_graphs": "on"},
 }
 
@@ -250,12 +257,23 @@ def build(engines: Engines, kernels: str) -> EngineParts:
         memory=MemoryConfig(block_size=BLOCK, num_pages=96),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
-    return build_parts(config, WallClock())
+    opens = {"open_assistant": open_assistant} if kernels == "assisted" else {}
+    return build_parts(config, WallClock(), **opens)
+
+
+def open_assistant(device: torch.device, base: BaseShape) -> Assistant:
+    """Return workers on the path of a GPU, whose stream is a thread."""
+    from manylora.execution.assist.exchange import Assistant
+    from manylora.execution.assist.stream import ThreadStream
+
+    return Assistant(ThreadStream(), base, num_workers=2)
 
 
 @pytest.mark.parametrize("kernels", ENGINES)
 def test_logits_are_those_of_merged_models(kernels: str, engines: Engines, tmp_path: Path) -> None:
-    if kernels not in ("compiled", "reference"):
+    if kernels == "assisted":
+        pytest.importorskip("numba")
+    elif kernels not in ("compiled", "reference"):
         pytest.importorskip("triton")
     parts = build(engines, kernels)
     folders = [
@@ -281,13 +299,13 @@ def test_logits_are_those_of_merged_models(kernels: str, engines: Engines, tmp_p
                 for s in batch:
                     tokens[s].append(11 * len(tokens[s]) % 100)
             counts = [length or len(tokens[s]) for s in batch]
-            rows = run(
-                parts,
-                *(
-                    sequence(tokens[s], len(tokens[s]) - n, n, 8 * s, keys[s], seq_id=s)
-                    for s, n in zip(batch, counts, strict=True)
-                ),
-            )
+            sequences = [
+                sequence(tokens[s], len(tokens[s]) - n, n, 8 * s, keys[s], seq_id=s)
+                for s, n in zip(batch, counts, strict=True)
+            ]
+            if kernels == "assisted":
+                sequences = [structs.replace(one, placement=IN_HOST) if one.adapter else one for one in sequences]
+            rows = run(parts, *sequences)
             for row, s in zip(rows, batch, strict=True):
                 with torch.no_grad():
                     expected = models[s](torch.tensor([tokens[s]])).logits[0, -1]

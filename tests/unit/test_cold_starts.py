@@ -10,14 +10,16 @@ from harness import Rig, make_rig, request
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, ModelConfig
+from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.errors import ConfigError
-from manylora.events import ColdStartChosen, ColdStartEnded, RequestAdmitted
+from manylora.events import ColdStartChosen, ColdStartEnded, RequestAdmitted, RequestPreempted
 from manylora.hosting.snapshot import merge_snapshots
-from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE
+from manylora.memory import ReloadCosts
+from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, PlannedSequence, StepPlan
 from manylora.server.metrics.scrape import snapshot_metrics
-from manylora.types import ColdStart, Tier
+from manylora.types import AdapterKey, ColdStart, SamplingParams, Tier
 
 
 def rig_of(mode: str = "layers", *, on_disk: bool = False, **options: Any) -> Rig:
@@ -73,6 +75,7 @@ def test_a_request_runs_while_its_weights_arrive(on_disk):
     rig.add(request("a", model="x"), request("b", model="x"))
     rig.turn()
     assert [load.tier for load, _ in rig.executor.loads] == ([Tier.HOST] if on_disk else []) + [Tier.DEVICE]
+    assert all(load.is_urgent for load, _ in rig.executor.loads if load.tier is Tier.HOST)
     assert placements(rig) == [ARRIVING, ARRIVING]
     rig.core.check_integrity()
     rig.executor.complete_step()  # it has waited for every layer
@@ -236,6 +239,33 @@ def test_cancelled_while_its_weights_arrive(plan_ahead):
     assert rig.core.stats().num_adapter_pages == rig.core.stats().num_kv_pages == 0
 
 
+@pytest.mark.parametrize("then", ["arrives", "fails", "is cancelled"])
+@pytest.mark.parametrize("mode", ["layers", "assist"])
+def test_preempted_while_its_weights_arrive(mode, then):
+    """An older sequence takes its KV; the pages of the copy in flight stay claimed until that has ended."""
+    rig = rig_of(mode, num_pages=6, prefix_caching=False, reads_host=True)
+    rig.add(request("old", num_prompt=2, max_tokens=8))
+    rig.turn()
+    rig.executor.complete_step()
+    rig.add(request("a", model="x", max_tokens=3))
+    rig.turn()
+    assert placements(rig) == [ON_DEVICE, ARRIVING if mode == "layers" else IN_HOST]
+    while not of(rig, RequestPreempted):
+        rig.executor.complete_step()
+        rig.turn()
+        rig.core.check_integrity()
+    assert rig.executor.loads and rig.core.stats().num_adapter_pages == 3
+    if then == "is cancelled":
+        assert rig.core.cancel("a", rig.now)
+    rig.executor.complete_load(0, error="the link is down" if then == "fails" else None)
+    while rig.core.has_requests or rig.core.has_pending_work:
+        rig.step()
+        rig.core.check_integrity()
+    assert rig.finish("old") == "length"
+    assert rig.finish("a") == {"arrives": "length", "fails": "error", "is cancelled": "cancelled"}[then]
+    assert rig.core.stats().num_kv_pages == 0
+
+
 def test_sequences_of_an_adapter_share_its_placement():
     rig = rig_of("auto", reads_host=True)
     rig.add(request("a", model="x", max_tokens=9))
@@ -308,6 +338,43 @@ def test_a_wait_for_memory_teaches_nothing():
     assert not ended.is_measured
     (layers,) = (one for one in rig.core.stats().cold_starts if one.mode == "layers")
     assert (layers.num_starts, layers.num_measured, layers.correction) == (1, 0, 1.0)
+
+
+def test_a_handoff_is_learnt_beside_steps_that_become_longer():
+    """Nearly every step has cold rows while KV grows: the line of steps over tokens is old, and teaches no handoff."""
+    costs, layers, handoff_s = ReloadCosts(), 32, 20e-6
+    cold_starts = ColdStarts(
+        mode="auto",
+        possible=tuple(ColdStart),
+        cache=make_rig().core._cache,
+        costs=costs,
+        is_accelerated=True,
+        num_layers=layers,
+        max_step_tokens=512,
+        emit=lambda event: None,
+    )
+    part = PlannedSequence(
+        seq_id=0,
+        tokens=[1],
+        num_prompt_tokens=1,
+        start=0,
+        num_tokens=1,
+        pages=(0,),
+        adapter=AdapterKey("x"),
+        rank=16,
+        sampling=SamplingParams(),
+        is_sampled=True,
+        seed=0,
+        placement=IN_HOST,
+    )
+    for number in range(400):
+        took_s = 0.020 + 0.00002 * number
+        if number < 50 or number % 20 == 0:
+            costs.step.observe(8, took_s)
+        else:
+            plan = StepPlan(step_id=number, sequences=(part,))
+            assert not cold_starts.learn_step(plan, 8, took_s + 2 * layers * handoff_s)
+    assert cold_starts._assist.delay_s(16, 0.020, layers) == pytest.approx(2 * layers * handoff_s, rel=0.15)
 
 
 def test_cold_starts_of_several_engines_are_merged_and_scraped():

@@ -165,6 +165,41 @@ def test_a_step_waits_for_each_layer(
     torch.testing.assert_close(again.rows[0], step.rows[0], atol=0, rtol=0)
 
 
+def test_the_image_may_leave_the_host_tier_while_a_step_waits(
+    parts: EngineParts, versions: Versions, expected: dict[int, torch.Tensor], link: GatedLink
+) -> None:
+    one, two = versions
+    loaded = start(one, Tier.DEVICE, parts)
+    step = Launched(parts, batch(one, two))
+    link.permits.release()
+    parts.executor.drop_adapter(one.key, Tier.HOST)
+    assert step.work.poll(0.0) is None
+    link.close()
+    assert not step.result().failed and loaded().error is None
+    torch.testing.assert_close(step.rows[0], expected[0], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("at_page", [0, 1])
+def test_an_adapter_that_leaves_after_such_a_step_is_loaded_anew(
+    at_page: int, parts: EngineParts, versions: Versions, expected: dict[int, torch.Tensor], link: GatedLink
+) -> None:
+    """The views of the step before are not used again: its pages may have had another owner meanwhile."""
+    one, two = versions
+    loaded = start(one, Tier.DEVICE, parts)
+    step = Launched(parts, batch(one, two))
+    for _ in range(at_page):
+        link.permits.release()
+    assert step.work.poll(0.0) is None
+    link.close()
+    assert not step.result().failed and loaded().error is None
+    parts.executor.drop_adapter(one.key, Tier.DEVICE)
+    executor_of(parts)._copies.pages.flat[list(pages_for(one))] = float("nan")
+    assert start(one, Tier.DEVICE, parts)().error is None
+    again = Launched(parts, batch(one, two), 2)
+    assert not again.result().failed
+    torch.testing.assert_close(again.rows[0], expected[0], atol=0, rtol=0)
+
+
 def test_steps_of_others_do_not_wait(parts: EngineParts, versions: Versions, link: GatedLink) -> None:
     one, two = versions
     loaded = start(one, Tier.DEVICE, parts)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from manylora.execution.storage import reader_process
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.reader import HostReader
 from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
+from manylora.types import AdapterVersion
 
 BASE = tiny_base()
 LIMIT = 1 << 26
@@ -63,6 +65,32 @@ def test_it_refuses_by_the_same_name(helper: ReaderProcess, tmp_path: Path) -> N
     with pytest.raises(AdapterError, match="damaged") as caught:
         helper.read("mine", str(folder))
     assert caught.value.adapter == "mine"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is the whole process's")
+def test_only_urgent_reads_have_the_priority_of_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step that waits for layers would wait long for a read of lower priority."""
+    found: list[int] = []
+    served = reader_process._Served.read_layers
+
+    def note_and_read(self: reader_process._Served, version: AdapterVersion) -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        served(self, version)
+
+    monkeypatch.setattr(reader_process._Served, "read_layers", note_and_read)
+    here, there = Pipe()
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    version = read_adapter("mine", write_good_adapter(tmp_path / "a", BASE), BASE, max_bytes=LIMIT).version
+    nowhere = replace(version, source=str(tmp_path / "nowhere"))
+    thread = threading.Thread(target=reader_process.serve, args=(there,), daemon=True)
+    thread.start()
+    here.send(SETTINGS)
+    for is_urgent in (True, False, True):
+        here.send(reader_process._Again(nowhere, is_urgent))
+        assert isinstance(here.recv(), reader_process._Refused)
+    here.close()
+    thread.join()
+    assert found == [usual, min(19, usual + reader_process.NICENESS), usual]
 
 
 @pytest.fixture

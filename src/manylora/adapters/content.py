@@ -15,9 +15,13 @@ from manylora.adapters.method import ModuleWeights
 from manylora.adapters.shape import BaseShape
 from manylora.types import AdapterKey
 
-__all__ = ["by_layer", "content_key", "digest_layer", "split_digests"]
+__all__ = ["HASH", "by_layer", "content_key", "digest_layer", "split_digests"]
+
+HASH = "sha256"
+"""Name of the hash: digests by another one are not compared with."""
 
 DIGEST_BYTES = 20
+"""Of SHA-256, which processors have instructions for: twice as fast as BLAKE2 there, and hashing is half of a read."""
 
 
 def by_layer(weights: Iterable[ModuleWeights]) -> list[list[ModuleWeights]]:
@@ -32,7 +36,7 @@ def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
     File metadata, key order, training settings and file names are left out: two uploads of the same weights are one
     version. Every part is preceded by its length, so that different lists of parts never hash alike.
     """
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = hashlib.sha256()
 
     def add(part: bytes | memoryview) -> None:
         digest.update(struct.pack("<Q", len(part)))
@@ -45,17 +49,17 @@ def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
         for tensor in w.tensors:
             add(tensor.dtype.encode())
             add(tensor.data.data)
-    return digest.digest()
+    return digest.digest()[:DIGEST_BYTES]
 
 
 def content_key(base: BaseShape, digests: Sequence[bytes]) -> AdapterKey:
     """Return the identity of an adapter on a base, by the digests of its layers."""
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = hashlib.sha256()
     digest.update(struct.pack("<Q", len(base.fingerprint)))
     digest.update(base.fingerprint.encode())
     for one in digests:
         digest.update(one)
-    return AdapterKey(digest.hexdigest())
+    return AdapterKey(digest.digest()[:DIGEST_BYTES].hex())
 
 
 def split_digests(digests: bytes) -> list[bytes]:

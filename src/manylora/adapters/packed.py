@@ -138,7 +138,8 @@ def _decode(stored: NDArray[Any]) -> NDArray[np.float32]:
 def _write(image: NDArray[Any], tiles: Iterable[Tile], matrix: NDArray[Any]) -> None:
     for tile in tiles:
         piece = matrix[tile.row : tile.row + tile.num_rows, tile.col : tile.col + tile.num_cols]
-        image[tile.page, tile.offset : tile.offset + piece.size] = piece.reshape(-1)
+        # A view of the page, not a flat copy of the piece, which is transposed if it is of B.
+        image[tile.page, tile.offset : tile.offset + piece.size].reshape(piece.shape)[...] = piece
 
 
 def _read(image: NDArray[Any], tiles: Iterable[Tile], rows: int, cols: int) -> NDArray[np.float32]:

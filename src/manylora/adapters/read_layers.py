@@ -3,8 +3,8 @@
 ::
 
     header    names, types and places of all tensors: everything is checked but the numbers, and the layout is known
-    layer 0   a range of the file -> compared with its digest -> packed | its full pages may be used
-    layer 1        (read while layer 0 is packed)                        | ...
+    layer 0   a range of the file -> digest | compared with the one registered -> packed | its full pages may be used
+    layer 1                                 | (read and hashed while layer 0 is packed)  | ...
 
 A layer is used once it is known to hold the weights that were registered, never before. Without digests of the layers,
 the pages count as full when the last layer has been read and the content hash of all is right.
@@ -116,14 +116,14 @@ class LayerReader:
         digests: list[bytes] = []
         exact: list[str] = []
         with ThreadPoolExecutor(1) as ahead:
-            coming = ahead.submit(self._fetch, self._layers[0])
+            coming = ahead.submit(self._fetch_and_digest, self._layers[0])
             for number, (groups, num_full) in enumerate(self.layout.layers()):
-                weights = coming.result()
+                weights, digest = coming.result()
                 is_last = number + 1 == len(self._layers)
                 if not is_last:
-                    coming = ahead.submit(self._fetch, self._layers[number + 1])
-                digests.append(digest_layer(weights))
-                if self._digests and digests[-1] != self._digests[number]:
+                    coming = ahead.submit(self._fetch_and_digest, self._layers[number + 1])
+                digests.append(digest)
+                if self._digests and digest != self._digests[number]:
                     raise self._changed()
                 check_finite(self._name, weights)
                 if self._is_first and self._asked_dtype == "auto":
@@ -152,6 +152,10 @@ class LayerReader:
 
     def _fetch(self, weights: Sequence[ModuleWeights]) -> Sequence[ModuleWeights]:
         return weights if self._source is None else fetch(self._source, weights)
+
+    def _fetch_and_digest(self, weights: Sequence[ModuleWeights]) -> tuple[Sequence[ModuleWeights], bytes]:
+        weights = self._fetch(weights)
+        return weights, digest_layer(weights)
 
     def _changed(self) -> AdapterError:
         return AdapterError(

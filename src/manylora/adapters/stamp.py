@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 from manylora.adapters.config import read_config_file
+from manylora.adapters.content import HASH
 from manylora.adapters.read import find_weights
 from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
@@ -47,7 +48,7 @@ def make_stamp(base: BaseShape, dtype: str, config: bytes, weights: Path, status
     digest = hashlib.blake2b(digest_size=20)
     place = os.path.realpath(weights)
     times = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    digest.update(repr((base.fingerprint, dtype, place, times)).encode())
+    digest.update(repr((HASH, base.fingerprint, dtype, place, times)).encode())
     digest.update(config)
     return digest.hexdigest()
 

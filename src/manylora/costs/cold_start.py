@@ -177,7 +177,7 @@ class AssistCosts:
         return num_layers * (exposed_s + 2 * self._handoff_s)
 
     def observe(self, row_rank: int, step_s: float, num_layers: int, took_s: float) -> None:
-        """Learn that such a step took ``took_s``.
+        """Learn that such a step took ``took_s``, and ``step_s`` without the rows.
 
         A step that should have hidden the CPU's part teaches the handoff. Any other teaches the rate; so does a delay
         that no handoff explains.
@@ -185,8 +185,9 @@ class AssistCosts:
         layer_s, excess_s = step_s / num_layers, (took_s - step_s) / num_layers
         handoff_s = self._handoff_s
         if is_hidden := self._row_rank_s * row_rank <= layer_s:
-            handoff_s = min(max(0.0, excess_s / 2), MOST_HANDOFF_S)
-            self._handoff_s += LEARN * (handoff_s - self._handoff_s)
+            # Noise counts in both directions, and the estimate alone is bounded by zero: else noise would raise it.
+            handoff_s = min(max(-MOST_HANDOFF_S, excess_s / 2), MOST_HANDOFF_S)
+            self._handoff_s = max(0.0, self._handoff_s + LEARN * (handoff_s - self._handoff_s))
         excess_s -= 2 * handoff_s
         if not is_hidden or excess_s > 0.0:
             rate_s = max(0.0, layer_s + excess_s) / row_rank

@@ -201,7 +201,7 @@ class TorchExecutor:
         return replace(result, device_s=time.perf_counter() - began_at)
 
     def _in_place(self, image: HostAdapter | AdapterVersion) -> ResidentAdapter:
-        adapter = image if isinstance(image, HostAdapter) else self._reader.read_again(image)
+        adapter = image if isinstance(image, HostAdapter) else self._reader.read_again(image, is_urgent=True)
         adapter.arrival.wait(len(adapter.image))
         return adapter.in_place()
 
@@ -214,7 +214,7 @@ class TorchExecutor:
                 follower.follow(adapter)
 
         try:
-            self._reader.read_again(load.version, begun)
+            self._reader.read_again(load.version, begun, is_urgent=load.is_urgent)
         except Exception as error:
             for follower in self._take_followers(key):
                 follower.fail(reason_of(error))

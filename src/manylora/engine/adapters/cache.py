@@ -257,7 +257,7 @@ class AdapterCache:
         if residency.host is TierState.ABSENT:
             if depth is Depth.IDLE and not self._has_host_room(version):
                 return residency
-            self._start(AdapterLoad(version=version, tier=Tier.HOST), now)
+            self._start(AdapterLoad(version=version, tier=Tier.HOST, is_urgent=at_once), now)
         if residency.host is TierState.RESIDENT or at_once:
             pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth)
             if pages is not None:

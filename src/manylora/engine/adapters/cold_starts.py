@@ -34,6 +34,10 @@ __all__ = ["ColdStarts", "possible_modes"]
 NUM_STEPS = 16
 """Steps without cold rows after which the duration of a step is known well enough to tell what cold rows add."""
 
+RECENT = 8
+"""Most steps with cold rows after one without them whose durations are compared with that one's: steps become longer
+with the KV they read, which no line over tokens shows."""
+
 
 def possible_modes(*, reads_host: bool, waits_by_layer: bool) -> tuple[ColdStart, ...]:
     """Return the modes that an executor with these abilities can do."""
@@ -105,6 +109,8 @@ class ColdStarts:
         self._corrections = Corrections()
         self._choices: dict[int, _Choice] = {}  # by seq_id, until the first token
         self._sums = {one: _Sums() for one in possible}
+        self._num_cold_steps = 0  # one after another, up to the last
+        self._last_cold_step = -1
 
     @property
     def is_awaiting(self) -> bool:
@@ -212,13 +218,17 @@ class ColdStarts:
 
     def learn_step(self, plan: StepPlan, num_tokens: int, took_s: float) -> bool:
         """Learn from a step with cold rows; return whether one with all weights on the device had taken as long."""
+        is_next = plan.step_id == self._last_cold_step + 1
+        self._num_cold_steps = self._num_cold_steps + 1 if is_next else 1
+        self._last_cold_step = plan.step_id
         if any(part.placement is ARRIVING for part in plan.sequences):
             return False
         row_rank = sum([part.rank * part.num_tokens for part in plan.sequences if part.placement is IN_HOST])
         if not row_rank or not self._assist.is_beside:
             return True
-        if self._costs.step.num_observed >= NUM_STEPS:
-            step_s = self._costs.step.seconds(num_tokens)
+        step = self._costs.step
+        if step.num_observed >= NUM_STEPS and self._num_cold_steps <= RECENT:
+            step_s = max(1e-9, step.seconds(num_tokens) + step.last_residual_s)
             self._assist.observe(row_rank, step_s, self._num_layers, took_s)
         return False
 

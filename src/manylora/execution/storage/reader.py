@@ -59,11 +59,16 @@ class HostReader:
             return process.check(adapters)
 
     def read_again(
-        self, version: AdapterVersion, begun: Callable[[HostAdapter], None] = lambda adapter: None
+        self,
+        version: AdapterVersion,
+        begun: Callable[[HostAdapter], None] = lambda adapter: None,
+        *,
+        is_urgent: bool = False,
     ) -> HostAdapter:
         """Bring a registered version into the host tier, layer by layer, and return it when it is complete.
 
-        ``begun`` is called with the adapter before its first page is there, or with one that is complete already.
+        ``begun`` is called with the adapter before its first page is there, or with one that is complete already. A
+        read that ``is_urgent`` runs at the priority of steps, which may wait for it.
 
         Raises:
             AdapterError: Its directory is gone or broken, or holds other weights now.
@@ -84,7 +89,7 @@ class HostReader:
 
         try:
             with self._free_process() as process:
-                digests = process.read_layers(version, begin, advance)
+                digests = process.read_layers(version, begin, advance, is_urgent=is_urgent)
         except BaseException as error:
             if adapter is not None:
                 self._store.fail(version.key, adapter, reason_of(error))

@@ -10,9 +10,10 @@
     here      [(name, path), ...]  ----->  reader   check configurations and headers alone
               for each the number of its shape, its key and digests, or a refusal; the shapes  <-----
 
-The process starts with the first adapter, or earlier (``start``), and ends when the pipe closes. It runs at a lower
-priority, since loading may take longer but tokens may not. If a file kills it (by memory use or a crash), that adapter
-is refused by name, and the next one starts another process.
+The process starts with the first adapter, or earlier (``start``), and ends when the pipe closes. It works at a lower
+priority, since loading may take longer but tokens may not. An *urgent* read is an exception: a step waits for its
+layers, and on busy cores a read of lower priority would get little time. If a file kills the process (by memory use or
+a crash), that adapter is refused by name, and the next one starts another process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
@@ -74,6 +76,13 @@ class ReaderSettings:
     max_bytes: int
     dtype: str | None = None
     hashes: str | None = None
+
+
+class _Again(NamedTuple):
+    """The question for a version that was registered."""
+
+    version: AdapterVersion
+    is_urgent: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +191,12 @@ class ReaderProcess:
         raise _error(answer)
 
     def read_layers(
-        self, version: AdapterVersion, begin: Callable[[PackedAdapter], None], advance: Callable[[int], None]
+        self,
+        version: AdapterVersion,
+        begin: Callable[[PackedAdapter], None],
+        advance: Callable[[int], None],
+        *,
+        is_urgent: bool = False,
     ) -> bytes:
         """Read a version that was registered, layer by layer; return its digests if it is read for the first time.
 
@@ -190,6 +204,7 @@ class ReaderProcess:
             version: The version.
             begin: Takes the adapter while its image is still empty; called once, first.
             advance: Takes the number of pages that are full, counted from the first; in the end of all pages.
+            is_urgent: Whether it is read at the priority of steps.
 
         Raises:
             AdapterError: It is another version now, it cannot be read, or the process died while it read it.
@@ -198,7 +213,7 @@ class ReaderProcess:
         with self._lock:
             try:
                 pipe = self._running()
-                pipe.send(version)
+                pipe.send(_Again(version, is_urgent))
                 answer = pipe.recv()
                 if isinstance(answer, _Packed):
                     begin(self._receive(answer, _map(recv_handle(pipe))))
@@ -282,14 +297,18 @@ def serve(pipe: Connection) -> None:
     try:
         settings: ReaderSettings = pipe.recv()
         served = _Served(pipe, settings)
-        while True:
-            asked = pipe.recv()
-            if isinstance(asked, AdapterVersion):
-                served.read_layers(asked)
-            elif isinstance(asked, list):
-                served.check(asked)
-            else:
-                served.read(*asked)
+        # On Linux a thread has a priority of its own. Elsewhere the whole process has this one from the first work on.
+        with ThreadPoolExecutor(1, initializer=os.nice, initargs=(NICENESS,)) as at_low_priority:
+            while True:
+                asked = pipe.recv()
+                if isinstance(asked, _Again) and asked.is_urgent:
+                    served.read_layers(asked.version)
+                elif isinstance(asked, _Again):
+                    at_low_priority.submit(served.read_layers, asked.version).result()
+                elif isinstance(asked, list):
+                    at_low_priority.submit(served.check, asked).result()
+                else:
+                    at_low_priority.submit(served.read, *asked).result()
     except EOFError:
         return
 
@@ -433,5 +452,4 @@ def _map(descriptor: int) -> NDArray[np.uint8]:
 
 def main(descriptor: int) -> None:
     """Run the reader process at the other end of a pipe."""
-    os.nice(NICENESS)
     serve(Connection(descriptor))

@@ -31,6 +31,13 @@ class LinearCost:
         self._guess = (fixed_s, per_unit_s * typical)
         self._n = self._x = self._xx = self._t = self._xt = 0.0
         self._line = self._guess
+        self._last = (0.0, fixed_s)
+
+    @property
+    def last_residual_s(self) -> float:
+        """Duration of the last observation over that of the line, in seconds."""
+        amount, seconds = self._last
+        return seconds - self.seconds(amount)
 
     @property
     def num_observed(self) -> float:
@@ -46,6 +53,7 @@ class LinearCost:
         self._t = self._t * FADE + seconds
         self._xt = self._xt * FADE + x * seconds
         self._line = self._fit()
+        self._last = (amount, seconds)
 
     def seconds(self, amount: float) -> float:
         """Return the duration of ``amount``."""
