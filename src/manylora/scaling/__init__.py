@@ -1,0 +1,21 @@
+"""The number of replicas: decided by pure code that is told the time, for live and simulated fleets."""
+
+from manylora.scaling.autoscaler import Autoscaler, Scaler, ScalingDecision, ScalingPolicy
+from manylora.scaling.capacity import ReplicaCapacity, predict_capacity
+from manylora.scaling.forecast import RateForecast
+from manylora.scaling.placement import hottest, least_missed
+from manylora.scaling.watch import Load, LoadWatch
+
+__all__ = [
+    "Autoscaler",
+    "Load",
+    "LoadWatch",
+    "RateForecast",
+    "ReplicaCapacity",
+    "Scaler",
+    "ScalingDecision",
+    "ScalingPolicy",
+    "hottest",
+    "least_missed",
+    "predict_capacity",
+]
