@@ -20,6 +20,7 @@ __all__ = [
     "MIB",
     "AdapterConfig",
     "EngineConfig",
+    "FleetConfig",
     "MemoryConfig",
     "ModelConfig",
     "SchedulerConfig",
@@ -31,8 +32,8 @@ GIB = 1024 * MIB
 DEFAULT_HOST_BYTES = 4 * GIB
 """Host memory for adapters where no machine says how much there is: in simulations."""
 
-_model, _memory, _scheduling, _adapters, _http = (
-    partial(option, panel=name) for name in ("Model", "Memory", "Scheduling", "Adapters", "HTTP")
+_model, _memory, _scheduling, _adapters, _replicas, _http = (
+    partial(option, panel=name) for name in ("Model", "Memory", "Scheduling", "Adapters", "Replicas", "HTTP")
 )
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -252,9 +253,42 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """The HTTP server."""
+class FleetConfig:
+    """The engines of a server, and the choice among them."""
 
+    replicas: int = _replicas(
+        1, unit="engines", at_least=1, at_most=256, help="Engines that serve the model, each with memory of its own."
+    )
+    devices: str | None = _replicas(
+        None,
+        metavar="DEVICE,...",
+        help="Devices of the engines in order, as cuda:0,cuda:1, then from the first again; by default --device.",
+    )
+    router: str = _replicas("affinity", plugin="router", help="Choice of the engine for each request.")
+    router_options: Mapping[str, Any] = _replicas(
+        factory=dict,
+        flag="--router-option",
+        metavar="KEY=VALUE",
+        help="An option of the router, built-in or plug-in. Repeatable.",
+    )
+    max_resumes: int = _replicas(
+        3,
+        at_least=0,
+        help="Engines that a request may lose and still go on, on another engine or the restarted one; 0 fails it with "
+        "its engine.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.devices is not None and not all(self.devices.split(",")):
+            raise ConfigError(f"Got devices = {self.devices!r}, expected names between commas, as cuda:0,cuda:1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server, and its fleet of engines."""
+
+    fleet: FleetConfig = field(default_factory=FleetConfig)
     host: str = _http("127.0.0.1", help="Address to listen on.")
     port: int = _http(8000, at_least=0, at_most=65535, help="Port; 0 picks a free one.")
     api_keys: tuple[str, ...] = _http(

@@ -7,9 +7,11 @@ ManyloraError
 ├── AdapterError     4xx     wrong adapter; names the adapter and the reason
 │   ├── AdapterNotFound  404 no such adapter, or no such path
 │   ├── AdapterExists    400 the name is taken
-│   └── AdapterForbidden 403 the path lies outside the allowed roots
+│   ├── AdapterForbidden 403 the path lies outside the allowed roots
+│   └── AdapterReplaced  409 an answer began on a version that its next engine lacks
 ├── CapacityError    429/503 no room now; says when to try again
-├── EngineDead       500     the engine process is gone; in-flight requests end with this
+├── EngineDead       500     the engine process is gone, and no other took the request over
+├── PoisonRequest    500     the request was at two deaths of engines; it is not tried again
 └── Stalled                  requests are left but nothing is pending: a bug in a policy
 """
 
@@ -20,11 +22,13 @@ __all__ = [
     "AdapterExists",
     "AdapterForbidden",
     "AdapterNotFound",
+    "AdapterReplaced",
     "CapacityError",
     "ConfigError",
     "EngineDead",
     "ManyloraError",
     "ModelNotFound",
+    "PoisonRequest",
     "RequestError",
     "Stalled",
 ]
@@ -90,6 +94,12 @@ class AdapterForbidden(AdapterError):
     status = 403
 
 
+class AdapterReplaced(AdapterError):
+    """An answer that an engine began cannot go on: the next engine has other weights under that name, or none."""
+
+    status = 409
+
+
 class CapacityError(ManyloraError):
     """There is no room now.
 
@@ -106,6 +116,10 @@ class CapacityError(ManyloraError):
 
 class EngineDead(ManyloraError):
     """The engine is gone; its requests in flight are lost, later ones may succeed."""
+
+
+class PoisonRequest(ManyloraError):
+    """A request ended because engines died on it again and again; see ``hosting.resumption``."""
 
 
 class Stalled(ManyloraError):

@@ -6,7 +6,7 @@ The core calls its sinks with each event, in order, on the loop's thread. Times 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manylora.types import AdapterKey, ColdStart, FinishReason, Tier
 
@@ -43,7 +43,7 @@ class RequestArrived(Event):
     """A request was accepted into the waiting set.
 
     ``name`` is the requested adapter's, empty for the base; ``max_tokens`` is the request's limit, ``limit`` the one in
-    effect.
+    effect; ``num_answered`` tokens of the answer are from another engine.
     """
 
     request_id: str
@@ -54,6 +54,7 @@ class RequestArrived(Event):
     limit: int
     temperature: float
     has_schema: bool
+    num_answered: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from manylora.errors import AdapterError
 from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
-__all__ = ["AdapterReader", "EngineParts", "Executor", "Work", "check_each"]
+__all__ = ["AdapterReader", "EngineParts", "Executor", "SharedBase", "Work", "check_each"]
 
 
 class Work(Protocol):
@@ -92,6 +92,21 @@ def check_each(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBase:
+    """The base's weights in memory that other processes of this machine can map.
+
+    Args:
+        file: Descriptor of the memory, in the process that holds this.
+        num_bytes: Size of the memory.
+        manifest: Table of the weights in it, for the builder that made it.
+    """
+
+    file: int
+    num_bytes: int
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
     """The parts of an engine core, made by ``execution.build`` or ``sim.build``.
 
@@ -106,6 +121,7 @@ class EngineParts:
         reads_host: Whether a step can read an adapter's weights from the host tier.
         waits_by_layer: Whether a step can run on an adapter that is on its way, and wait for each layer.
         host_bytes: Size of the host tier where the configuration gives none.
+        shared: The base's weights, where other processes can map them.
     """
 
     base: BaseShape
@@ -118,3 +134,4 @@ class EngineParts:
     reads_host: bool = False
     waits_by_layer: bool = False
     host_bytes: int = DEFAULT_HOST_BYTES
+    shared: SharedBase | None = None

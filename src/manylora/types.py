@@ -19,6 +19,7 @@ __all__ = [
     "AdapterKey",
     "AdapterVersion",
     "ColdStart",
+    "Continuation",
     "FinishReason",
     "Output",
     "Request",
@@ -136,6 +137,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """The answer so far of a request that another engine began; the next engine goes on after it.
+
+    Args:
+        tokens: Tokens that the client has; they count as generated. None if no token had come yet.
+        adapter: The adapter version that they are from, ``None`` for the base.
+    """
+
+    tokens: tuple[int, ...] = ()
+    adapter: AdapterKey | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A user's request.
 
@@ -147,6 +161,9 @@ class Request:
         tenant: The user, for fairness and accounting.
         cache_salt: Prefix blocks are shared only between equal salts.
         priority: Lower is sooner, for policies that use it.
+        seed: Seed drawn for a request whose ``sampling`` has none, so that every engine continues it alike; ``None``
+            lets the engine draw one.
+        continuation: The answer so far, if another engine began it.
     """
 
     request_id: str
@@ -156,6 +173,8 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     priority: int = 0
+    seed: int | None = None
+    continuation: Continuation | None = None
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -213,6 +232,7 @@ class AdapterVersion:
         dtype: Type of its packed weights; ``None`` for a version without weights (simulated).
         layer_digests: Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty
             where they are not known. ``key`` is the hash over them.
+        stamp: Identity of the files that it was registered from (``adapters.stamp``); empty without one.
     """
 
     key: AdapterKey
@@ -227,3 +247,4 @@ class AdapterVersion:
     disk_bytes: int
     dtype: str | None = None
     layer_digests: bytes = b""
+    stamp: str = ""

@@ -23,10 +23,11 @@ from manylora.errors import (
     ModelNotFound,
 )
 from manylora.hosting.adapter_book import LoraModule
-from manylora.hosting.client import OutputStream
+from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_keeper import RestartPolicy, State
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.link import LINKS
+from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import EngineSpec
 from manylora.hosting.service import BuildParts, EngineService
 from manylora.plan import StepPlan
@@ -77,7 +78,7 @@ class Service:
         config = engine_config(tokenizer)
         self.fleet = Fleet(
             [
-                partial(LINKS["thread"], EngineSpec(config=config, served_name="base", builder=build))
+                partial(LINKS["thread"], EngineSpec(config=config, served_name="base", builder=build), BaseShare())
                 for build in builders
             ],
             served_name="base",

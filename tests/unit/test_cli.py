@@ -21,7 +21,7 @@ import manylora.cli
 import manylora.server
 from manylora.cli.app import app, main
 from manylora.cli.views.demo_report import Answer, print_answers
-from manylora.config import EngineConfig, ServerConfig
+from manylora.config import EngineConfig, FleetConfig, ServerConfig
 from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.offline import Generation
 from manylora.types import SamplingParams
@@ -66,6 +66,16 @@ def test_serve_defaults_are_the_configuration_s(served: list[Served], tmp_path: 
     assert served[1].engine.cache_dir is None
     assert served[0].server == ServerConfig()
     assert served[0].adapters == {}
+
+
+def test_replicas_are_options_of_serve(served: list[Served]) -> None:
+    line = "serve demo --replicas 3 --devices cpu,cuda:1 --router least-loaded --max-resumes 0"
+    assert CliRunner().invoke(app, line.split()).exit_code == 0
+    (call,) = served
+    fleet = FleetConfig(replicas=3, devices="cpu,cuda:1", router="least-loaded", max_resumes=0)
+    assert call.server == ServerConfig(fleet=fleet)
+    refused = CliRunner().invoke(app, [*line.split(), "--router-option", "a=1"])
+    assert "router option 'a'" in str(refused.exception)
 
 
 def test_serve_demo_brings_its_adapters(served: list[Served]) -> None:

@@ -23,7 +23,7 @@ from manylora.cli.views.top_view import Rates, frame, rates_between
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.errors import ConfigError
 from manylora.scheduling import QueueStatus
-from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, StatusReport
+from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, ReplicaRow, StatusReport
 
 URL = "http://127.0.0.1:8000"
 
@@ -139,6 +139,35 @@ def test_cold_starts_by_mode_with_their_predictions() -> None:
     shown = show(report(engine=stats(cold_starts=modes)))
     assert "cold starts wait 1 assist 1,234 (12.0 ms, expected 10.0 ms)" in shown
     assert not any("cold starts" in line for line in show(report(engine=stats(cold_starts=(status("wait", 0, 0),)))))
+
+
+def test_several_engines_have_a_table_and_no_rates_while_one_is_away() -> None:
+    here = ReplicaRow(
+        index=0,
+        state="serving",
+        pid=7,
+        num_restarts=0,
+        num_in_flight=3,
+        num_running=2,
+        num_waiting=1,
+        num_free_pages=50,
+        num_loads=4,
+        num_resident=2,
+        pinned=("a",),
+    )
+    away = ReplicaRow(index=1, state="restarting", pid=None, num_restarts=2, num_in_flight=0)
+    assert not any(line.startswith("replica") for line in show(report(replicas=(here,))))
+    shown = show(report(replicas=(here, away)))
+    start = next(number for number, line in enumerate(shown) if line.startswith("replica"))
+    rows = [line.split() for line in shown[start + 2 : start + 4]]
+    assert rows == [
+        ["0", "serving", "0", "3", "2", "1", "50", "4", "2", "1"],
+        ["1", "restarting", "2", "0", "-", "-", "-", "-", "-", "0"],
+    ]
+    both = report(replicas=(here, msgspec.structs.replace(here, index=1)))
+    later = {"time": both.time + 1.0}
+    assert rates_between(both, msgspec.structs.replace(both, **later)) is not None
+    assert rates_between(both, report(replicas=(here, away), **later)) is None
 
 
 def test_latencies_in_their_units() -> None:

@@ -15,7 +15,15 @@ from test_plugins import SCENARIO
 
 from manylora.cli.app import app
 from manylora.cli.options.fields import PLUGINS, Flag, flags_of
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    EngineConfig,
+    FleetConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.errors import ConfigError
 from manylora.memory import ReloadCosts, make_eviction_policy
 from manylora.options import check_options, option, option_of
@@ -84,7 +92,7 @@ def test_every_option_of_every_command_is_a_field_or_the_command_s_own() -> None
 
 def test_every_field_in_a_panel_is_an_option_of_serve() -> None:
     asked = {flag.field.name for path, _, flags in commands() if path == "serve" for flag in flags}
-    owners = [ModelConfig, MemoryConfig, SchedulerConfig, AdapterConfig, EngineConfig, ServerConfig]
+    owners = [ModelConfig, MemoryConfig, SchedulerConfig, AdapterConfig, EngineConfig, FleetConfig, ServerConfig]
     owners += [owner for kind in ("policy", "predictor", "eviction") for owner in options_of(PLUGINS[kind]).values()]
     assert asked == {flag.field.name for flag in flags_of(*owners)}
 
@@ -241,7 +249,7 @@ def test_predictors_and_evictions_get_theirs_as_an_argument(tmp_path: Path) -> N
 
 
 def test_every_option_says_what_it_means() -> None:
-    owners = [ModelConfig, MemoryConfig, SchedulerConfig, AdapterConfig, EngineConfig, ServerConfig]
+    owners = [ModelConfig, MemoryConfig, SchedulerConfig, AdapterConfig, EngineConfig, FleetConfig, ServerConfig]
     for owner in [*owners, *(one for ours in PLUGINS.values() for one in options_of(ours).values())]:
         for name, field in owner.__dataclass_fields__.items():
             known = option_of(field)

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from manylora.errors import EngineDead
-from manylora.hosting.client import Flush, OutputStream
+from manylora.hosting.output_stream import Flush, OutputStream
 from manylora.server.http_protocol import ChunkWritingProtocol, chunk_writer
 from manylora.types import Output, SampledToken
 

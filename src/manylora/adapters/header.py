@@ -79,8 +79,8 @@ class HeaderReader:
         content = self._known(stamp)
         shape = self._shape(name, config, header, status.st_size, None if content is None else content.dtype)
         if content is None:
-            return replace(shape, key=provisional_key(stamp), source=str(directory))
-        return replace(shape, key=content.key, source=str(directory), layer_digests=content.layer_digests)
+            return replace(shape, key=provisional_key(stamp), source=str(directory), stamp=stamp)
+        return replace(shape, key=content.key, source=str(directory), layer_digests=content.layer_digests, stamp=stamp)
 
     def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
         """Return the version of all adapters with this configuration and header, without key and source."""

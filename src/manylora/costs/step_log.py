@@ -15,6 +15,7 @@ exactly (``sim/run/replay.py``), unless steps were planned ahead.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,8 @@ __all__ = [
     "read_step_log",
     "write_step_log",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
@@ -189,7 +192,7 @@ class LoggedExecutor:
 
 
 class StepLog:
-    """Writes log lines as JSON.
+    """Writes log lines as JSON. An error of the disk ends the log, not the engine that calls it.
 
     Args:
         file: Open for writing or appending; the caller closes it.
@@ -197,13 +200,19 @@ class StepLog:
     """
 
     def __init__(self, file: BinaryIO | FileIO, header: LogHeader) -> None:
-        self._file = file
+        self._file: BinaryIO | FileIO | None = file
         self._encode = msgspec.json.Encoder().encode
-        self._file.write(self._encode(header) + b"\n")
+        file.write(self._encode(header) + b"\n")
 
     def __call__(self, record: StepRecord | LoadRecord) -> None:
         """Write a record."""
-        self._file.write(self._encode(record) + b"\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(self._encode(record) + b"\n")
+        except OSError as error:
+            logger.error("step_log_ended reason=%s", error)
+            self._file = None
 
 
 @contextmanager
@@ -222,10 +231,10 @@ def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> I
     )
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(Path(path).open("ab", buffering=0))
+            log = StepLog(stack.enter_context(Path(path).open("ab", buffering=0)), header)
         except OSError as error:
             raise ConfigError(f"Got step_log = {str(path)!r}, which cannot be written: {error.strerror}") from error
-        yield StepLog(file, header)
+        yield log
 
 
 def write_step_log(path: str | Path, lines: Iterable[LogLine]) -> None:

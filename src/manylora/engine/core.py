@@ -246,22 +246,28 @@ class EngineCore:
 
         Raises:
             ModelNotFound: Neither the base nor an adapter has that name.
+            AdapterReplaced: It is the rest of an answer of an adapter version that is not here.
             RequestError: It can never be served: empty, unknown tokens, or too long for the model or the pool.
             CapacityError: Too many requests wait (429).
         """
-        named = self.adapters.resolve(request.model, self.served_name)
+        begun = request.continuation
+        if begun is not None and begun.tokens:
+            named = self.adapters.resolve_version(request.model, self.served_name, begun.adapter)
+        else:
+            named = self.adapters.resolve(request.model, self.served_name)
         version = named.version if named else None
         if request.request_id in self._sequences:
             raise RequestError(f"Got request_id = {request.request_id!r}, which is in flight", param="request_id")
         max_tokens = self._limits.check(request, version)
-        if len(self._policy) >= self._scheduler.max_waiting:
+        if begun is None and len(self._policy) >= self._scheduler.max_waiting:  # else it was accepted once already
             num_waiting = len(self._policy)
             raise CapacityError(
                 f"{num_waiting} requests are waiting, the most allowed",
                 retry_after_s=self._answers.retry_after_s(num_waiting, now),
             )
         sampling = request.sampling
-        seed = self._rng.getrandbits(63) if sampling.seed is None else sampling.seed & (2**64 - 1)
+        given = request.seed if sampling.seed is None else sampling.seed
+        seed = self._rng.getrandbits(63) if given is None else given & (2**64 - 1)
         root = prefix_root(self.base.fingerprint, version.key if version else None, request.cache_salt)
         eos = () if sampling.ignore_eos else self.base.eos_token_ids
         sequence = Sequence(
@@ -295,6 +301,7 @@ class EngineCore:
                 max_tokens,
                 sampling.temperature,
                 sampling.json_schema is not None,
+                sequence.num_answered,
             )
         )
 

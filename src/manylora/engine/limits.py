@@ -39,7 +39,8 @@ class RequestLimits:
         """Return how many tokens a request may generate with an adapter.
 
         Raises:
-            RequestError: It is empty, has unknown tokens, or is too long for the model or the pool.
+            RequestError: It is empty, has unknown tokens, is too long for the model or the pool, or its answer has all
+                tokens already.
         """
         self._check_tokens(request)
         num_prompt, asked = len(request.prompt), request.sampling.max_tokens
@@ -65,8 +66,11 @@ class RequestLimits:
                 f"the memory left beside its adapter and pinned ones holds {max(0, room + num_prompt - 1)}",
                 param="prompt" if room < 1 else "max_tokens",
             )
-        longest = min(limit - num_prompt, room)
-        return longest if asked is None else asked
+        longest = min(limit - num_prompt, room) if asked is None else asked
+        num_answered = len(request.continuation.tokens) if request.continuation is not None else 0
+        if num_answered >= longest:
+            raise RequestError(f"Got {num_answered} tokens of the answer already, expected fewer than {longest}")
+        return longest
 
     def num_pages_needed(self, sequence: Sequence) -> int:
         """Return the KV pages a sequence may come to need; the last token generated needs no KV."""

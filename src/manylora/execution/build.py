@@ -34,7 +34,7 @@ from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.step import fuse_launches
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
-from manylora.execution.model.base_weights import BaseWeights, check_complete
+from manylora.execution.model.base_weights import BaseWeights, check_complete, share_weights
 from manylora.execution.model.describe import describe_model
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
@@ -197,6 +197,7 @@ def _build(
         reads_host=executor.reads_host,
         host_bytes=_host_bytes(),
         waits_by_layer=True,
+        shared=share_weights(weights),
     )
 
 

@@ -23,6 +23,7 @@ from manylora.errors import (
     ManyloraError,
 )
 from manylora.hosting.client import EngineClient
+from manylora.hosting.protocol import AdapterIdentity
 
 __all__ = ["AdapterBook", "LoadedAdapter", "LoraModule"]
 
@@ -72,6 +73,7 @@ class AdapterBook:
         """Changes of names and paths; equal numbers mean equal lists."""
         self.ranks: dict[str, int] = {}
         """Rank of each adapter that an engine has loaded, by name; for routers."""
+        self._identities: dict[str, AdapterIdentity] = {}  # as the first engine registered them
         self._served_name = served_name
         self._epoch_s = epoch_s
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -122,7 +124,9 @@ class AdapterBook:
         """Record a load; a replacement keeps the pin and ``loaded_at``."""
         before = self.adapters.get(name)
         self.num_changes += 1
-        self.ranks[name] = status.version.rank
+        version = status.version
+        self.ranks[name] = version.rank
+        self._identities[name] = AdapterIdentity(version.rank, version.key, version.stamp)
         if before is None:
             self.adapters[name] = LoadedAdapter(path=path, loaded_at=int(self._epoch_s()))
         else:
@@ -137,6 +141,7 @@ class AdapterBook:
         self.num_changes += 1
         self.adapters.pop(name, None)
         self.ranks.pop(name, None)
+        self._identities.pop(name, None)
 
     async def bring_up(self, client: EngineClient, held: dict[str, LoadedAdapter]) -> list[AdapterError]:
         """Register the adapters of the book on an engine, without reading their weights.
@@ -173,11 +178,12 @@ class AdapterBook:
             await client.unload_adapter(name)
         if not wanted:
             return []
-        adapters = [(name, entry.path, name in held) for name, entry in wanted.items()]
-        ranks, refused = await client.load_adapters(adapters)
+        adapters = [(name, entry.path, name in held, self._identities.get(name)) for name, entry in wanted.items()]
+        registered, refused = await client.load_adapters(adapters)
         errors = [_about(name, error) for name, error in refused.items()]
-        self.ranks.update(ranks)
-        for name in ranks:
+        for name, identity in registered.items():
+            self.ranks[name] = identity.rank
+            self._identities[name] = identity
             before, entry = held.get(name), wanted[name]
             held[name] = entry
             if entry.is_pinned or (before is not None and before.is_pinned):

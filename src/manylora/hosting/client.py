@@ -1,7 +1,7 @@
 """The client of one engine: requests become streams of outputs, admin calls become awaitable answers.
 
-A client has one link. When the engine ends, every stream and every call in flight raises ``EngineDead`` at once, and
-``engine_keeper`` creates a new client.
+A client has one link. When the engine ends, it gives its requests up at once (``on_lost``), every call in flight raises
+``EngineDead``, and ``engine_keeper`` creates a new client.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.errors import EngineDead, ManyloraError
+from manylora.hosting.flight import Flight, Loss
 from manylora.hosting.link import EngineLink
+from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import (
+    AdapterIdentity,
     AddRequests,
     Cancel,
     Command,
@@ -32,88 +35,9 @@ from manylora.hosting.protocol import (
     UnloadAdapter,
     WarmAdapter,
 )
-from manylora.types import Output, Request
+from manylora.types import Output
 
-__all__ = ["Consume", "EngineClient", "Flush", "OutputStream"]
-
-Flush: TypeAlias = Callable[[], Awaitable[None]]
-"""The part of a consumer's work that must be awaited: a slow socket, room in a queue."""
-
-Consume: TypeAlias = Callable[[list[Output]], Flush | None]
-"""Consumes outputs; returns the work, if any, that must be awaited before the next call."""
-
-
-class OutputStream:
-    """The outputs of requests that were submitted together, until each has finished or been cancelled.
-
-    The consumer is called in the callback that received the outputs: waking a task for every token costs more than
-    writing the token, and all streams of a step wait for each other.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[Output] = []
-        self._error: ManyloraError | None = None
-        self._is_closed = False
-        self._consume: Consume | None = None  # set while outputs can be delivered as they arrive ...
-        self._interrupted: asyncio.Future[Flush | None] | None = None  # ... and the task that sleeps meanwhile
-
-    async def deliver(self, consume: Consume) -> None:
-        """Deliver outputs to ``consume`` as they arrive, until ``close``.
-
-        While the work that ``consume`` returned is awaited, outputs are collected: a slow reader gets more tokens at a
-        time, not a longer queue.
-
-        Args:
-            consume: Called with one or more outputs, on the event loop but not in this task. Its errors are raised
-                here.
-
-        Raises:
-            EngineDead: The engine died; its undelivered outputs are lost.
-        """
-        while not self._is_closed:
-            if self._waiting:
-                outputs, self._waiting = self._waiting, []
-                flush = consume(outputs)
-            elif self._error is not None:
-                raise self._error
-            else:
-                self._interrupted = asyncio.get_running_loop().create_future()
-                self._consume = consume
-                try:
-                    flush = await self._interrupted
-                finally:
-                    self._consume = self._interrupted = None
-            if flush is not None:
-                await flush()
-
-    def push(self, output: Output) -> None:
-        """Add an output, for the next ``wake``."""
-        self._waiting.append(output)
-
-    def wake(self) -> None:
-        """Deliver the outputs that were pushed, if they can be consumed now."""
-        consume, interrupted = self._consume, self._interrupted
-        if consume is None or interrupted is None or interrupted.done():
-            return
-        flush = None
-        if self._waiting:
-            outputs, self._waiting = self._waiting, []
-            try:
-                flush = consume(outputs)
-            except Exception as error:  # raised in this stream's task, and in no other
-                interrupted.set_exception(error)
-                return
-        if flush is not None or self._is_closed or self._error is not None:
-            interrupted.set_result(flush)
-
-    def close(self) -> None:
-        """End the stream: ``deliver`` returns. Called by the consumer."""
-        self._is_closed = True
-
-    def fail(self, error: ManyloraError) -> None:
-        """End the stream: ``deliver`` raises ``error`` after the outputs that have arrived."""
-        self._error = error
-        self.wake()
+__all__ = ["EngineClient"]
 
 
 class EngineClient:
@@ -123,7 +47,9 @@ class EngineClient:
         link: Link to the engine, not yet started.
         observe: Called with the engine's observations, message by message.
         on_started: Called with the id of every request whose first output has arrived.
-        on_ended: Called with the id of every request that has ended, for any reason.
+        on_ended: Called with the id of every request that has ended here, for any reason.
+        on_lost: Called with the accepted requests of an engine that is lost, which are no longer its own; by default
+            their streams fail.
     """
 
     def __init__(
@@ -133,18 +59,33 @@ class EngineClient:
         observe: Callable[[Observations], None],
         on_started: Callable[[str], object] | None = None,
         on_ended: Callable[[str], object] | None = None,
+        on_lost: Callable[[list[Flight], Loss], None] | None = None,
     ) -> None:
         self._link = link
         self._observe = observe
         self._on_started = on_started
         self._on_ended = on_ended
         self._unstarted: set[str] = set()  # empty without ``on_started``
-        self._streams: dict[str, OutputStream] = {}
+        self._on_lost = on_lost
+        self._flights: dict[str, Flight] = {}
+        self._submitted: dict[int, Sequence[Flight]] = {}  # by call, before the engine's answer
+        self._idle: asyncio.Future[None] | None = None
+        self._heard_at = 0.0  # time of its last message
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_numbers = itertools.count(1)
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[str] | None = None
-        self._dead: EngineDead | None = None
+        self._loss: Loss | None = None
+
+    @property
+    def loss(self) -> Loss | None:
+        """The reason why the engine was lost; ``None`` while it is alive."""
+        return self._loss
+
+    @property
+    def num_flights(self) -> int:
+        """Requests that the engine works on."""
+        return len(self._flights)
 
     @property
     def pid(self) -> int | None:
@@ -170,53 +111,75 @@ class EngineClient:
             self._ready.cancel()
 
     async def closed(self) -> str:
-        """Wait until the engine has ended and all in flight has failed; return the reason, in words."""
+        """Wait until the engine has ended and given its requests up; return the reason, in words."""
         assert self._watcher is not None
         return await asyncio.shield(self._watcher)
 
     async def stop(self) -> None:
         """End the engine; all that is in flight fails."""
-        self.fail_all(EngineDead("The engine was stopped."))
+        self.lose(Loss(EngineDead("The engine was stopped."), is_counted=False), is_final=True)
         await self._link.stop()
         if self._watcher is not None:
             await self._watcher
 
-    def fail_all(self, error: EngineDead) -> None:
-        """Fail every stream and call in flight, and every later one."""
-        self._dead = self._dead or error
-        streams = dict.fromkeys(self._streams.values())
-        self._forget(list(self._streams))
-        for stream in streams:
-            stream.fail(error)
+    def lose(self, loss: Loss, *, is_final: bool = False) -> None:
+        """Give up the engine: its requests go to ``on_lost``, calls in flight and later ones fail.
+
+        A submission in flight fails as well, with its requests.
+
+        Args:
+            loss: The reason.
+            is_final: Whether the requests cannot go on elsewhere: their streams fail.
+        """
+        self._loss = self._loss or loss
+        flights = [flight for flight in self._flights.values() if flight.is_accepted]
+        self._forget(list(self._flights))
+        self._submitted.clear()
+        for flight in flights:
+            if flight.on_news is None:  # else its pause began earlier
+                flight.lost_at = self._heard_at
+        if self._on_lost is not None and not is_final:
+            if flights:
+                self._on_lost(flights, loss)
+        else:
+            for flight in flights:
+                flight.fail(loss.error)
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_exception(loss.error)
         self._calls.clear()
 
-    def submit(
-        self, requests: Sequence[Request], stream: OutputStream, *, each: bool = False
-    ) -> Awaitable[dict[str, ManyloraError]]:
-        """Submit requests whose outputs go to ``stream``; await the result for the engine's answer.
+    async def idle(self) -> None:
+        """Wait until the engine works on no request."""
+        while self._flights:
+            if self._idle is None:
+                self._idle = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._idle)
+
+    def submit(self, flights: Sequence[Flight], *, each: bool = False) -> Awaitable[dict[str, ManyloraError]]:
+        """Submit requests; await the result for the engine's answer.
 
         The requests can be cancelled from the call on.
 
         Args:
-            requests: The requests.
-            stream: Receives their outputs.
+            flights: The requests.
             each: Whether valid requests are added although others fail, whose errors are returned by request id;
                 otherwise all are added or none.
 
         Raises:
             RequestError: A request is invalid.
             CapacityError: The queue is full.
-            EngineDead: The engine died.
+            EngineDead: The engine was lost before it had answered.
         """
-        request_ids = [request.request_id for request in requests]
-        for request_id in request_ids:
-            self._streams[request_id] = stream
+        for flight in flights:
+            flight.is_accepted = False
+            self._flights[flight.request_id] = flight
         if self._on_started is not None:
-            self._unstarted.update(request_ids)
-        return self._consent(requests, request_ids, each)
+            self._unstarted.update(flight.request_id for flight in flights)
+        requests = [flight.next_request() for flight in flights]
+        call, answer = self._send(lambda call: AddRequests(call, requests, each))
+        self._submitted[call] = flights
+        return self._consent(call, answer, [flight.request_id for flight in flights])
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Cancel requests; no output of them arrives any more.
@@ -225,7 +188,7 @@ class EngineClient:
             request_ids: Requests; those that have ended, or belong to other engines, are ignored.
             stopped: Whether their text reached a stop string, which counts as a normal end.
         """
-        in_flight = [request_id for request_id in request_ids if request_id in self._streams]
+        in_flight = [request_id for request_id in request_ids if request_id in self._flights]
         if in_flight:
             self._forget(in_flight)
             self._link.send(Cancel(in_flight, stopped))
@@ -235,18 +198,18 @@ class EngineClient:
         return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
 
     async def load_adapters(
-        self, adapters: Sequence[tuple[str, str, bool]]
-    ) -> tuple[dict[str, int], dict[str, ManyloraError]]:
+        self, adapters: Sequence[tuple[str, str, bool, AdapterIdentity | None]]
+    ) -> tuple[dict[str, AdapterIdentity], dict[str, ManyloraError]]:
         """Check adapters without their weights and register those that pass.
 
         Args:
-            adapters: Name and path of each, and whether it may replace one of that name.
+            adapters: As of ``LoadAdapters``.
 
         Returns:
-            The rank of each that is registered, and the error of each that is not, by name.
+            Each that is registered, and the error of each that is not, by name.
         """
         reply = await self._call(lambda call: LoadAdapters(call, list(adapters)))
-        return reply.ranks, {name: fault.to_error() for name, fault in reply.refused.items()}
+        return reply.registered, {name: fault.to_error() for name, fault in reply.refused.items()}
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name."""
@@ -269,10 +232,10 @@ class EngineClient:
         return reply.stats, reply.statuses
 
     async def _consent(
-        self, requests: Sequence[Request], request_ids: Sequence[str], each: bool
+        self, call: int, answer: asyncio.Future[Reply], request_ids: Sequence[str]
     ) -> dict[str, ManyloraError]:
         try:
-            reply = await self._call(lambda call: AddRequests(call, list(requests), each))
+            reply = await self._answer(call, answer)
         except asyncio.CancelledError:
             self.cancel(request_ids)
             raise
@@ -283,13 +246,20 @@ class EngineClient:
         return {request_id: fault.to_error() for request_id, fault in reply.refused.items()}
 
     async def _call(self, make: Callable[[int], Command]) -> Reply:
-        if self._dead is not None:
-            raise self._dead
+        return await self._answer(*self._send(make))
+
+    def _send(self, make: Callable[[int], Command]) -> tuple[int, asyncio.Future[Reply]]:
+        """Send the command that ``make`` returns for a call number; return the number and the future answer."""
+        if self._loss is not None:
+            raise self._loss.error
         call = next(self._call_numbers)
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[call] = answer
+        self._link.send(make(call))
+        return call, answer
+
+    async def _answer(self, call: int, answer: asyncio.Future[Reply]) -> Reply:
         try:
-            self._link.send(make(call))
             reply = await answer
         finally:
             self._calls.pop(call, None)
@@ -299,10 +269,13 @@ class EngineClient:
 
     async def _watch(self) -> str:
         how = await self._link.closed()
-        self.fail_all(EngineDead(f"The engine died while it worked on this request ({how}); please try again."))
-        return how
+        error = EngineDead(f"The engine died while it worked on this request ({how.reason}); please try again.")
+        self.lose(Loss(error, is_suspicious=not how.is_external))
+        return how.reason
 
     def _deliver(self, messages: Sequence[Message]) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        flights = self._flights
         news: dict[OutputStream, None] = {}  # in order
         observed: list[Observations] = []
         for message in messages:
@@ -311,14 +284,22 @@ class EngineClient:
                     if self._unstarted:
                         self._note_started(outputs)
                     for output in outputs:
-                        stream = self._streams.get(output.request_id)
-                        if stream is not None:
+                        flight = flights.get(output.request_id)
+                        if flight is not None:
                             if output.finish is not None:
                                 self._forget((output.request_id,))
+                            for token in output.tokens:
+                                flight.answered.append(token.token_id)
+                            flight.last = output
+                            stream = flight.stream
                             stream.push(output)
                             news[stream] = None
+                            if flight.on_news is not None:
+                                flight.has_news()
                     observed.append(observations)
                 case Reply():
+                    for flight in self._submitted.pop(message.call, ()):
+                        flight.is_accepted = message.fault is None and flight.request_id not in message.refused
                     answer = self._calls.get(message.call)
                     if answer is not None and not answer.done():
                         answer.set_result(message)
@@ -345,5 +326,8 @@ class EngineClient:
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._unstarted.discard(request_id)
-            if self._streams.pop(request_id, None) is not None and self._on_ended is not None:
+            if self._flights.pop(request_id, None) is not None and self._on_ended is not None:
                 self._on_ended(request_id)
+        if self._idle is not None and not self._flights:
+            self._idle.set_result(None)
+            self._idle = None

@@ -7,6 +7,7 @@ serve should exit, so that its supervisor can act.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from enum import Enum
 from manylora.errors import AdapterError, EngineDead, ManyloraError
 from manylora.hosting.adapter_book import AdapterBook, LoadedAdapter
 from manylora.hosting.client import EngineClient
+from manylora.hosting.flight import Loss
 from manylora.hosting.protocol import EngineInfo
 from manylora.hosting.watchdog import wait_until_hung
 
@@ -63,6 +65,7 @@ class EngineKeeper:
         lose: Called with the error of an adapter that a new engine cannot load; removes it from the book.
         restarts: When to restart and when to give up.
         hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
+        on_change: Called when the engine begins to serve, and when it will not serve again.
     """
 
     def __init__(
@@ -73,16 +76,20 @@ class EngineKeeper:
         lose: Callable[[AdapterError], Awaitable[None]],
         restarts: RestartPolicy,
         hang_timeout_s: float | None,
+        on_change: Callable[[], None],
     ) -> None:
         self.state = State.STARTING
         self.client: EngineClient | None = None
         self.info: EngineInfo | None = None
         self.num_restarts = 0
+        self.is_up = False
+        """Whether the engine works on requests: it has every adapter, and neither died nor is about to be drained."""
         self._make_client = make_client
         self._book = book
         self._lose = lose
         self._restarts = restarts
         self._hang_timeout_s = hang_timeout_s
+        self._on_change = on_change
 
     async def start(self) -> None:
         """Start the first engine.
@@ -93,6 +100,7 @@ class EngineKeeper:
         await self._bring_up()
         if self.state is State.STARTING:
             self.state = State.SERVING
+        self._on_change()
 
     async def run(self) -> None:
         """Watch the engine and restart it, until drained or stopped.
@@ -106,7 +114,10 @@ class EngineKeeper:
             assert self.client is not None
             serving_since = now()
             how = await self._end_of(self.client)
+            self.is_up = False
             if self.state in (State.DRAINING, State.STOPPED):
+                self.state = State.STOPPED
+                self._on_change()
                 return
             self.state = State.RESTARTING
             deaths = 1 if now() - serving_since >= self._restarts.healthy_after_s else deaths + 1
@@ -122,9 +133,22 @@ class EngineKeeper:
     async def stop(self, error: EngineDead) -> None:
         """End the engine; requests and calls in flight fail with ``error``."""
         self.state = State.STOPPED
+        self.is_up = False
+        self._on_change()
         if self.client is not None:
-            self.client.fail_all(error)
+            self.client.lose(Loss(error), is_final=True)
             await self.client.stop()
+
+    async def retire(self, timeout_s: float) -> None:
+        """End the engine for good: its requests may finish for ``timeout_s`` seconds, the others are given up."""
+        assert self.client is not None
+        self.state = State.DRAINING
+        self.is_up = False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.client.idle(), timeout_s)
+        self.state = State.STOPPED
+        self.client.lose(Loss(EngineDead("The engine was drained."), is_suspicious=False, is_counted=False))
+        await self.client.stop()
 
     async def _bring_up(self) -> EngineClient:
         """Start an engine and load the adapters of the book; the caller must set ``state`` without an await."""
@@ -134,6 +158,7 @@ class EngineKeeper:
         while errors := await self._book.bring_up(client, held):
             for error in errors:
                 await self._lose(error)
+        self.is_up = self.state is not State.STOPPED
         return client
 
     async def _end_of(self, client: EngineClient) -> str:
@@ -148,7 +173,7 @@ class EngineKeeper:
                 return await closed
             how = hung.result()
             logger.error("engine_hangs pid=%s how=%r", client.pid, how)
-            client.fail_all(EngineDead(f"The engine was stopped while it worked on this request ({how})."))
+            client.lose(Loss(EngineDead(f"The engine was stopped while it worked on this request ({how}).")))
             return how
         finally:
             closed.cancel()
@@ -161,6 +186,7 @@ class EngineKeeper:
         await self.client.stop()
         if deaths >= self._restarts.max_deaths:
             self.state = State.STOPPED
+            self._on_change()
             raise EngineDead(f"The engine died {deaths} times in a row (last: {how}); giving up.")
         pause_s = self._restarts.pause_s(deaths)
         logger.error("engine_died how=%r deaths_in_a_row=%d restart_in_s=%.1f", how, deaths, pause_s)
@@ -176,4 +202,5 @@ class EngineKeeper:
         if self.state is State.RESTARTING:
             self.state = State.SERVING
             logger.warning("engine_restarted pid=%s num_adapters=%d", client.pid, len(self._book.adapters))
+        self._on_change()
         return True

@@ -66,6 +66,8 @@ def main() -> int:
     logging.basicConfig(
         level=setup.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s %(message)s"
     )
+    if setup.engine.num_threads is not None:  # before the libraries that read it are imported
+        os.environ.setdefault("OMP_NUM_THREADS", str(setup.engine.num_threads))
     # Ctrl-C is handled by the API process, which drains and then closes our standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sockets = Path(setup.messages_address.removeprefix("ipc://")).parent
@@ -78,11 +80,11 @@ def main() -> int:
 
     def send(message: Message) -> None:
         # The adapters registered at the start live as long as the engine.
-        if isinstance(message, Ready) or (isinstance(message, Reply) and message.ranks):
+        if isinstance(message, Ready) or (isinstance(message, Reply) and message.registered):
             freeze_start_up_heap()
         messages.send(encode(message), copy=False)
 
-    service = EngineService(setup.engine, clock=WallClock(), send=send)
+    service = EngineService(setup.engine, clock=WallClock(), send=send, base=setup.base)
     # The socket is bound before Ready is sent, and the API process sends no command before Ready.
     threading.Thread(
         target=_receive, args=(context, setup.commands_address, service), name="commands", daemon=True

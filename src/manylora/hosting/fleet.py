@@ -1,13 +1,15 @@
 """The engines of a service behind one interface, for routes, the offline API and load tests.
 
 A router picks the engine of each request, as in a simulation with replicas. Adapters are loaded on all engines. Each
-engine is restarted by itself, and its death fails its own requests alone. The server runs a fleet of one engine.
+engine is restarted by itself, and its requests go on elsewhere meanwhile.
 
 ::
 
-    submit ---> Dispatcher ---> EngineKeeper 0 ---> EngineClient ---> link ---> engine
-    adapters.load, pin ... -+-> EngineKeeper 1 ---> EngineClient ---> link ---> engine
-                            |
+    submit ---> FleetRequests ---> EngineKeeper 0 ---> EngineClient ---> link ---> engine
+                   |     ^
+                   |     +--- Resumer: requests of lost engines, with their answers so far
+                   +-------------> EngineKeeper 1 ---> EngineClient ---> link ---> engine
+    adapters.load, pin ... -+--->
                             +-> AdapterBook: recorded after all engines, read by an engine that restarts
 """
 
@@ -17,25 +19,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import TypeVar
 
-from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError
+from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError, RequestError
 from manylora.hosting.adapter_book import AdapterBook, LoraModule
-from manylora.hosting.client import EngineClient, OutputStream
+from manylora.hosting.client import EngineClient
 from manylora.hosting.engine_keeper import EngineKeeper, RestartPolicy, State
-from manylora.hosting.fleet_adapters import FleetAdapters, successes
+from manylora.hosting.fleet_adapters import FleetAdapters
+from manylora.hosting.fleet_requests import FleetRequests
 from manylora.hosting.link import EngineLink
+from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import EngineInfo, Observations
-from manylora.hosting.snapshot import busiest, merge_stats, merge_statuses
+from manylora.hosting.resumption import ResumePolicy, ResumeStats
+from manylora.hosting.snapshot import Snapshot, merge_snapshots
 from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext
 from manylora.routing import make_router as router_named
 from manylora.types import Request
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "Replica"]
 
 T = TypeVar("T")
 
@@ -55,6 +60,28 @@ REPORT_EVERY_S = 1.0
 BEST_FIRST = (State.SERVING, State.RESTARTING, State.STARTING, State.DRAINING, State.STOPPED)
 
 
+SNAPSHOT_S = 5.0
+"""Longest wait for the snapshot of one of several engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One engine of a fleet, as the API process knows it.
+
+    Args:
+        index: Its number, from 0.
+        pid: Its process; ``None`` before it has started.
+        num_restarts: Engines started in its place after the first.
+        num_in_flight: Requests that it works on.
+    """
+
+    index: int
+    state: State
+    pid: int | None
+    num_restarts: int
+    num_in_flight: int
+
+
 class Fleet:
     """One or several engines of one configuration. For the event loop's thread alone.
 
@@ -66,6 +93,9 @@ class Fleet:
         restarts: When to restart an engine and when to give it up.
         hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
         make_router: Returns the router of several engines, given the adapters' ranks by name; ``None`` for the default.
+        resumes: When requests of a lost engine go on elsewhere; ``None`` for never.
+        seed: Seeds the draws of requests without a seed of their own, made here where they outlive an engine; ``None``
+            leaves the draws to the engine.
     """
 
     def __init__(
@@ -78,11 +108,14 @@ class Fleet:
         restarts: RestartPolicy | None = None,
         hang_timeout_s: float | None = None,
         make_router: Callable[[Mapping[str, int]], Router] | None = None,
+        resumes: ResumePolicy | None = None,
+        seed: int | None = None,
     ) -> None:
         self.served_name = served_name
         self._book = AdapterBook(served_name=served_name, epoch_s=epoch_s)
         self.adapters = FleetAdapters(self._book, self._serving, num_engines=len(links))
         self._required: frozenset[str] | None = None  # while starting
+        self._is_watched = False
         self._dispatcher: Dispatcher | None = None  # none for one engine, which saves its counting
         if len(links) > 1:
             ranks = self._book.ranks
@@ -90,12 +123,23 @@ class Fleet:
             router = router_named(DEFAULT_ROUTER, context) if make_router is None else make_router(ranks)
             self._dispatcher = Dispatcher(router, len(links), ranks)
 
+        self._requests = FleetRequests(
+            self._serving,
+            self._going_on,
+            lambda: [keeper.client for keeper in self._keepers if keeper.client is not None],
+            route=None if self._dispatcher is None else self._dispatcher.dispatch,
+            seed=seed,
+            resumes=resumes or ResumePolicy(max_resumes=0),
+        )
+
         def make_client(engine: int, make_link: Callable[[], EngineLink]) -> EngineClient:
-            dispatcher = self._dispatcher
+            dispatcher, lost = self._dispatcher, self._requests.lost
             if dispatcher is None:
-                return EngineClient(make_link(), observe=observe)
+                return EngineClient(make_link(), observe=observe, on_lost=lost)
             dispatcher.restarted(engine)
-            return EngineClient(make_link(), observe=observe, on_started=dispatcher.started, on_ended=dispatcher.ended)
+            return EngineClient(
+                make_link(), observe=observe, on_started=dispatcher.started, on_ended=dispatcher.ended, on_lost=lost
+            )
 
         self._keepers = [
             EngineKeeper(
@@ -104,6 +148,7 @@ class Fleet:
                 lose=self._lose,
                 restarts=restarts or RestartPolicy(),
                 hang_timeout_s=hang_timeout_s,
+                on_change=self._requests.wake,
             )
             for engine, make_link in enumerate(links)
         ]
@@ -132,9 +177,19 @@ class Fleet:
         raise _unavailable(State.STARTING)
 
     @property
+    def num_replicas(self) -> int:
+        """Engines of the fleet, whether they serve or not."""
+        return len(self._keepers)
+
+    @property
     def num_restarts(self) -> int:
         """Restarts of all engines."""
         return sum(keeper.num_restarts for keeper in self._keepers)
+
+    @property
+    def resumes(self) -> ResumeStats:
+        """Counters of requests that went on after the loss of an engine."""
+        return self._requests.resumes
 
     @property
     def num_in_flight(self) -> int:
@@ -170,6 +225,7 @@ class Fleet:
         Raises:
             EngineDead: Every engine died too often.
         """
+        self._is_watched = True
         reporting = asyncio.create_task(self._report())
         try:
             await asyncio.gather(*(self._keep(keeper) for keeper in self._keepers))
@@ -177,7 +233,7 @@ class Fleet:
             reporting.cancel()
 
     def drain(self) -> None:
-        """Refuse new requests from now on."""
+        """Refuse new requests from now on; those in flight may finish, on any engine."""
         for keeper in self._keepers:
             keeper.drain()
 
@@ -200,7 +256,9 @@ class Fleet:
 
     async def stop(self, reason: str = "The server is shutting down.") -> None:
         """End the engines; requests and calls in flight fail with ``reason``."""
-        await asyncio.gather(*(keeper.stop(EngineDead(reason)) for keeper in self._keepers))
+        error = EngineDead(reason)
+        self._requests.close(error)
+        await asyncio.gather(*(keeper.stop(error) for keeper in self._keepers))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -213,7 +271,7 @@ class Fleet:
             EngineDead: An engine died before it had answered.
         """
         stream = OutputStream()
-        await self._dispatch(requests, stream, each=False)
+        await self._requests.submit(requests, stream, each=False)
         return stream
 
     async def submit_each(self, requests: Sequence[Request], stream: OutputStream) -> dict[str, ManyloraError]:
@@ -223,41 +281,85 @@ class Fleet:
             CapacityError: No engine serves.
             EngineDead: An engine died before it had answered; no request is left.
         """
-        return await self._dispatch(requests, stream, each=True)
+        return await self._requests.submit(requests, stream, each=True)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Cancel requests, as ``EngineClient.cancel``."""
-        for keeper in self._keepers:
-            if keeper.client is not None:
-                keeper.client.cancel(request_ids, stopped=stopped)
+        self._requests.cancel(request_ids, stopped=stopped)
 
     async def snapshot(
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
-    ) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
+    ) -> Snapshot:
         """Return the counters of all engines and the state of every adapter, or of some as of ``TakeSnapshot``.
 
         Raises:
             CapacityError: No engine serves.
             EngineDead: The engines died before they had answered.
         """
-        clients = list(self._serving().values())
+        parts = await self.snapshots(num_adapters, only_in_use=only_in_use, name=name)
+        return merge_snapshots(list(parts.values()), num_adapters)
+
+    async def snapshots(
+        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
+    ) -> dict[int, Snapshot]:
+        """Return the snapshot of each engine that serves and answers, by number; otherwise as ``snapshot``.
+
+        Of several engines each reports all adapters, because their counters are summed.
+        """
+        clients = self._serving()
+        limit = num_adapters if len(clients) == 1 or num_adapters == 0 else None
+
+        def take(client: EngineClient) -> Awaitable[Snapshot]:
+            return client.snapshot(limit, only_in_use=only_in_use, name=name)
+
         if len(clients) == 1:
-            return await clients[0].snapshot(num_adapters, only_in_use=only_in_use, name=name)
-        # Counters of an adapter are summed over engines, so each reports all adapters.
-        asked = None if num_adapters != 0 else 0
-        taken = await asyncio.gather(
-            *(client.snapshot(asked, only_in_use=only_in_use, name=name) for client in clients), return_exceptions=True
-        )
-        parts = successes(taken)
-        statuses = merge_statuses([statuses for _, statuses in parts])
-        if num_adapters is not None:
-            statuses = busiest(statuses, num_adapters)
-        return merge_stats([stats for stats, _ in parts]), statuses
+            return {index: await take(client) for index, client in clients.items()}
+        # An engine that hangs must not hide the others.
+        taking = [asyncio.wait_for(take(client), SNAPSHOT_S) for client in clients.values()]
+        taken = dict(zip(clients, await asyncio.gather(*taking, return_exceptions=True), strict=True))
+        parts = {index: part for index, part in taken.items() if not isinstance(part, BaseException)}
+        for part in taken.values():
+            if isinstance(part, BaseException) and not (parts and isinstance(part, EngineDead | TimeoutError)):
+                raise part
+        return parts
+
+    def replicas(self) -> list[Replica]:
+        """Return the state of each engine, as the API process knows it."""
+        return [
+            Replica(
+                index=index,
+                state=keeper.state,
+                pid=None if keeper.client is None else keeper.client.pid,
+                num_restarts=keeper.num_restarts,
+                num_in_flight=0 if keeper.client is None else keeper.client.num_flights,
+            )
+            for index, keeper in enumerate(self._keepers)
+        ]
+
+    async def drain_replica(self, index: int, timeout_s: float) -> None:
+        """End one engine for good: its requests may finish for ``timeout_s`` seconds, then they go on elsewhere.
+
+        Raises:
+            RequestError: There is no such engine, or no other serves.
+        """
+        if not 0 <= index < len(self._keepers):
+            raise RequestError(f"Got replica {index}, expected 0 to {len(self._keepers) - 1}", param="replica")
+        if self._keepers[index].state is not State.SERVING:
+            raise RequestError(f"Got replica {index}, which does not serve", param="replica")
+        if len(self._serving()) == 1:
+            raise RequestError(f"Got replica {index}, the only one that serves", param="replica")
+        await self._keepers[index].retire(timeout_s)
+        logger.warning("replica_drained replica=%d", index)
 
     # -- the engines -------------------------------------------------------------------------------------------------
 
     def _serving(self) -> dict[int, EngineClient]:
-        """Return the engines that serve, by number; ``CapacityError`` if none does."""
+        """Return the engines that serve, by number.
+
+        Raises:
+            CapacityError: None does.
+            EngineDead: All are dead, and are not watched and restarted.
+        """
         clients = {
             index: keeper.client
             for index, keeper in enumerate(self._keepers)
@@ -265,27 +367,21 @@ class Fleet:
         }
         if not clients:
             raise _unavailable(self.state)
-        return clients
+        alive = {index: client for index, client in clients.items() if client.loss is None}
+        for client in clients.values():
+            if not alive and client.loss is not None:
+                raise _unavailable(State.RESTARTING) if self._is_watched else client.loss.error
+        return alive
 
-    async def _dispatch(
-        self, requests: Sequence[Request], stream: OutputStream, *, each: bool
-    ) -> dict[str, ManyloraError]:
-        """Submit every request to its engine."""
-        clients = self._serving()
-        if self._dispatcher is None:
-            return await clients[0].submit(requests, stream, each=each)
-        shares: dict[int, list[Request]] = {}
-        for request in requests:
-            shares.setdefault(self._dispatcher.dispatch(request, clients), []).append(request)
-        submitted = [clients[engine].submit(share, stream, each=each) for engine, share in shares.items()]
-        refused: dict[str, ManyloraError] = {}
-        try:
-            for errors in await asyncio.gather(*submitted):
-                refused |= errors
-        except BaseException:
-            self.cancel([request.request_id for request in requests])
-            raise
-        return refused
+    def _going_on(self) -> dict[int, EngineClient]:
+        """Return the engines that take the rest of answers, by number; ``EngineDead`` if none will again."""
+        if all(keeper.state is State.STOPPED for keeper in self._keepers):
+            raise EngineDead("Every engine has stopped.")
+        return {
+            index: keeper.client
+            for index, keeper in enumerate(self._keepers)
+            if keeper.is_up and keeper.client is not None and keeper.client.loss is None
+        }
 
     async def _report(self) -> None:
         """Tell the router, about once a second, what the engines report."""

@@ -12,12 +12,12 @@ from typing import TypeVar
 import msgspec
 
 from manylora.engine.status import AdapterStatus
-from manylora.errors import CapacityError, EngineDead, ManyloraError
+from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError
 from manylora.hosting.adapter_book import AdapterBook, LoadedAdapter
 from manylora.hosting.client import EngineClient
 from manylora.hosting.protocol import Fault
 
-__all__ = ["FleetAdapters", "successes"]
+__all__ = ["FleetAdapters"]
 
 T = TypeVar("T")
 
@@ -57,16 +57,21 @@ class FleetAdapters:
 
         Raises:
             AdapterExists: The name is taken.
-            AdapterError: The adapter cannot be served.
+            AdapterError: The adapter cannot be served, or engines read different versions of it.
             CapacityError: No engine serves, or no room.
         """
         async with self._book.free(name, may_replace=replace_existing) as before:
             load = partial(EngineClient.load_adapter, name=name, path=path, replace=replace_existing)
             undo = None if before is not None else partial(EngineClient.unload_adapter, name=name)
-            status = await self._everywhere(load, undo=undo)
+            statuses = await self._everywhere(load, undo=undo)
+            status = statuses[0]
+            if len({one.version.key for one in statuses}) > 1:  # it was written while engines read it
+                if before is None:
+                    await self._everywhere(lambda client: client.unload_adapter(name))
+                raise AdapterError(name, "its files changed while engines read them; load it again")
             self._book.note_load(name, path, status)
             if before is not None and before.is_pinned and not status.is_pinned:
-                status = await self._everywhere(lambda client: client.pin_adapter(name, True))
+                status = (await self._everywhere(lambda client: client.pin_adapter(name, True)))[0]
             logger.info("adapter_loaded name=%s path=%s generation=%d", name, path, status.generation)
             return status
 
@@ -92,9 +97,9 @@ class FleetAdapters:
         async with self._book.known(name):
             is_change = self._book.adapters[name].is_pinned != pinned
             undo = partial(EngineClient.pin_adapter, name=name, pinned=not pinned) if is_change else None
-            status = await self._everywhere(lambda client: client.pin_adapter(name, pinned), undo=undo)
+            statuses = await self._everywhere(lambda client: client.pin_adapter(name, pinned), undo=undo)
             self._book.note_pin(name, pinned)
-            return status
+            return statuses[0]
 
     async def warm(self, name: str) -> AdapterStatus:
         """Start to copy an adapter to the device of every engine.
@@ -104,12 +109,12 @@ class FleetAdapters:
             CapacityError: No engine serves, or no room.
         """
         async with self._book.known(name):
-            return await self._everywhere(lambda client: client.warm_adapter(name))
+            return (await self._everywhere(lambda client: client.warm_adapter(name)))[0]
 
     async def lose(self, name: str) -> None:
         """Remove an adapter that one engine could not load: every engine serves the same names."""
         self._book.forget(name)
-        with contextlib.suppress(CapacityError):
+        with contextlib.suppress(CapacityError, EngineDead):
             unloads = [client.unload_adapter(name) for client in self._serving().values()]
             await asyncio.gather(*unloads, return_exceptions=True)
 
@@ -118,7 +123,7 @@ class FleetAdapters:
         act: Callable[[EngineClient], Awaitable[T]],
         *,
         undo: Callable[[EngineClient], Awaitable[object]] | None = None,
-    ) -> T:
+    ) -> list[T]:
         """Make a change on every engine that serves, and on those that start to serve meanwhile.
 
         The error of an engine that dies is ignored if another succeeds: the book brings its successor up to date.
@@ -126,6 +131,9 @@ class FleetAdapters:
         Args:
             act: The change.
             undo: Reverts the change where it succeeded, if it failed elsewhere.
+
+        Returns:
+            The results of the engines that are alive, at least one.
 
         Raises:
             ManyloraError: The change failed on an engine; of several engines the message names those that failed.
@@ -137,7 +145,7 @@ class FleetAdapters:
             clients |= pending
             done = await asyncio.gather(*map(act, pending.values()), return_exceptions=True)
             results |= dict(zip(pending, done, strict=True))
-            with contextlib.suppress(CapacityError):
+            with contextlib.suppress(CapacityError, EngineDead):
                 serving = self._serving()
         failed = {
             index: result
@@ -149,7 +157,7 @@ class FleetAdapters:
             await asyncio.gather(*undone, return_exceptions=True)
         if failed:
             raise self._named(next(iter(failed.values())), list(failed))
-        return successes(list(results.values()))[0]
+        return _successes(list(results.values()))
 
     def _named(self, error: BaseException, engines: Sequence[int]) -> BaseException:
         """Return an error that names its engines, if the fleet has several."""
@@ -162,7 +170,7 @@ class FleetAdapters:
         ).to_error()
 
 
-def successes(results: Sequence[T | BaseException]) -> list[T]:
+def _successes(results: Sequence[T | BaseException]) -> list[T]:
     """Return the results of the engines that are alive; raise ``EngineDead`` if none is."""
     succeeded = [result for result in results if not isinstance(result, BaseException)]
     for result in results:

@@ -8,13 +8,14 @@ and add a line to ``LINKS``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from manylora.hosting.base_share import BaseShare
 from manylora.hosting.link_process import ProcessLink
 from manylora.hosting.link_thread import ThreadLink
-from manylora.hosting.protocol import Command, EngineSpec, Message
+from manylora.hosting.protocol import Command, Ending, EngineSpec, Message
 
-__all__ = ["LINKS", "EngineLink"]
+__all__ = ["LINKS", "EngineLink", "MakeLink"]
 
 
 class EngineLink(Protocol):
@@ -37,8 +38,8 @@ class EngineLink(Protocol):
         """Send a command without blocking; a command to a dead engine is dropped."""
         ...
 
-    async def closed(self) -> str:
-        """Wait until the engine has ended and its messages are delivered; return the reason, in words."""
+    async def closed(self) -> Ending:
+        """Wait until the engine has ended and its messages are delivered; return how it ended."""
         ...
 
     async def stop(self) -> None:
@@ -46,5 +47,7 @@ class EngineLink(Protocol):
         ...
 
 
-LINKS: dict[str, Callable[[EngineSpec], EngineLink]] = {"process": ProcessLink, "thread": ThreadLink}
-"""Makes the link to a new engine, not yet started, by the way to host it."""
+MakeLink: TypeAlias = Callable[[EngineSpec, BaseShare], EngineLink]
+
+LINKS: dict[str, MakeLink] = {"process": ProcessLink, "thread": lambda engine, share: ThreadLink(engine)}
+"""Makes the link to a new engine, not yet started, by the way to host it; a thread loads a base of its own."""

@@ -22,24 +22,36 @@ from typing import Any
 
 import zmq
 
-from manylora.errors import ConfigError
+from manylora.errors import ConfigError, EngineDead
+from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_process import pack_setup
-from manylora.hosting.protocol import Command, EngineSpec, Message, ProcessSetup, decode_message, encode
+from manylora.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, Ready, decode_message, encode
 
 __all__ = ["ProcessLink"]
 
 LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 LAST_MESSAGES_S = 0.2
 
+SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that a process does not raise by a fault of its own; a crash is SIGSEGV, SIGABRT or SIGBUS."""
+
 logger = logging.getLogger(__name__)
 
 
 class ProcessLink:
-    """An ``EngineLink`` to a new engine process."""
+    """An ``EngineLink`` to a new engine process.
 
-    def __init__(self, engine: EngineSpec) -> None:
+    Args:
+        engine: The engine.
+        share: The base's weights of this machine.
+    """
+
+    def __init__(self, engine: EngineSpec, share: BaseShare) -> None:
         assert isinstance(engine.builder, str), "a function cannot be sent to another process"
         self._engine = engine
+        self._share = share
+        self._is_loader = False
+        self._is_stopped = False
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_code: asyncio.Future[int] | None = None
         self._directory: str | None = None
@@ -54,7 +66,12 @@ class ProcessLink:
         return None if self._process is None else self._process.pid
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
-        """Start the process and begin to receive."""
+        """Start the process and begin to receive; wait before it if another process loads the base."""
+        base = await self._share.take()
+        if self._is_stopped:
+            self._share.give_up()
+            raise EngineDead("The engine was stopped before it started.")
+        self._is_loader = base is None
         self._directory = tempfile.mkdtemp(prefix="manylora-")
         if len(self._directory) > LONGEST_SOCKET_PATH - 5:
             raise ConfigError(f"Got the temporary directory {self._directory!r}, expected a shorter path (TMPDIR)")
@@ -63,6 +80,7 @@ class ProcessLink:
             commands_address=f"ipc://{self._directory}/down",
             messages_address=f"ipc://{self._directory}/up",
             log_level=logging.getLogger().getEffectiveLevel(),
+            base=base,
         )
         loop = asyncio.get_running_loop()
         self._context = zmq.Context()
@@ -77,7 +95,10 @@ class ProcessLink:
 
         # -P: do not import files from the working directory.
         command = [sys.executable, "-P", "-m", "manylora.hosting.engine_process"]
-        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        files = () if base is None else (base.file,)
+        process = self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=files
+        )
         exit_code = self._exit_code = loop.create_future()
 
         def note_exit(code: int) -> None:
@@ -100,23 +121,27 @@ class ProcessLink:
         if self._commands is not None and not self._commands.closed:
             self._commands.send(encode(command), zmq.NOBLOCK)
 
-    async def closed(self) -> str:
+    async def closed(self) -> Ending:
         """Wait until the process ends, or sends a message that cannot be decoded."""
         assert self._exit_code is not None
         assert self._broken is not None
         waiting: list[asyncio.Future[Any]] = [self._exit_code, self._broken]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        self._stop_loading()
         if not self._exit_code.done():
-            return f"lost the connection to engine process {self.pid}: {self._broken.result()}"
+            return Ending(f"lost the connection to engine process {self.pid}: {self._broken.result()}")
         code = self._exit_code.result()
         await asyncio.sleep(LAST_MESSAGES_S)  # its last messages are still arriving
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"engine process {self.pid} was killed by {signal.Signals(-code).name}"
-        return f"engine process {self.pid} ended with exit code {code}"
+                by = signal.Signals(-code)
+                return Ending(f"engine process {self.pid} was killed by {by.name}", is_external=by in SENT_BY_OTHERS)
+        return Ending(f"engine process {self.pid} ended with exit code {code}")
 
     async def stop(self) -> None:
         """Kill the process group and remove the sockets."""
+        self._is_stopped = True
+        self._stop_loading()
         process = self._process
         if process is not None:
             if process.poll() is None:
@@ -156,11 +181,26 @@ class ProcessLink:
                 while True:
                     messages.append(decode_message(socket.recv(zmq.NOBLOCK)))
             if messages:
+                if self._is_loader:
+                    self._note_base(messages)
                 deliver(messages)
         except Exception as error:
             self._close_messages(socket)
             if not broken.done():
                 broken.set_result(repr(error))
+
+    def _note_base(self, messages: Sequence[Message]) -> None:
+        """Share the weights that this engine has loaded, once it is ready."""
+        for message in messages:
+            if isinstance(message, Ready):
+                assert self.pid is not None
+                self._is_loader = False
+                self._share.give(message.base, self.pid)
+
+    def _stop_loading(self) -> None:
+        if self._is_loader:
+            self._is_loader = False
+            self._share.give_up()
 
     def _close_messages(self, socket: zmq.Socket[bytes]) -> None:
         if not socket.closed:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from manylora.clock import WallClock
-from manylora.hosting.protocol import Command, EngineSpec, Message
+from manylora.hosting.protocol import Command, Ending, EngineSpec, Message
 from manylora.hosting.service import EngineService
 
 __all__ = ["ThreadLink"]
@@ -74,10 +74,10 @@ class ThreadLink:
         if self._service is not None and self._end is not None and not self._end.done():
             self._service.handle(command)
 
-    async def closed(self) -> str:
+    async def closed(self) -> Ending:
         """Wait for the thread to end."""
         assert self._end is not None
-        return await asyncio.shield(self._end)
+        return Ending(await asyncio.shield(self._end))
 
     async def stop(self) -> None:
         """Stop the loop and wait for the thread."""

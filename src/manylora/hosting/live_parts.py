@@ -10,16 +10,18 @@ from functools import partial
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.execution.build import build_parts
+from manylora.execution.model.base_weights import map_weights
 from manylora.execution.sampling.sampler import make_sampler
-from manylora.ports import EngineParts
+from manylora.ports import EngineParts, SharedBase
 
 __all__ = ["build_live_parts"]
 
 
-def build_live_parts(config: EngineConfig, clock: Clock) -> EngineParts:
-    """Load the model and build the engine's parts.
+def build_live_parts(config: EngineConfig, clock: Clock, *, shared: SharedBase | None = None) -> EngineParts:
+    """Load the model, or map the weights that another process loaded, and build the engine's parts.
 
     Raises:
         ConfigError: The model cannot be served.
     """
-    return build_parts(config, clock, make_sampler=partial(make_sampler, config.model))
+    weights = None if shared is None else map_weights(shared)
+    return build_parts(config, clock, make_sampler=partial(make_sampler, config.model), weights=weights)

@@ -53,8 +53,8 @@ class Observer:
                         values = into[request.adapter] = []
                     values.append(at - request.last_at)
                     request.last_at, request.has_token = at, True
-            case RequestArrived(at=at, request_id=request_id, name=name):
-                self._in_flight[request_id] = _InFlight(at, name)
+            case RequestArrived(at=at, request_id=request_id, name=name, num_answered=num_answered):
+                self._in_flight[request_id] = _InFlight(at, name, has_token=num_answered > 0)
             case RequestAdmitted(waited_s=waited_s):
                 gathered.queue_s.append(waited_s)
             case RequestFinished():

@@ -15,19 +15,22 @@ message is paid per step and not per token.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 import manylora.errors as errors
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.types import Output, Request
+from manylora.ports import SharedBase
+from manylora.types import AdapterKey, Output, Request
 
 __all__ = [
+    "AdapterIdentity",
     "AddRequests",
     "Cancel",
     "Command",
+    "Ending",
     "EngineInfo",
     "EngineSpec",
     "Fault",
@@ -59,12 +62,15 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         served_name: The base model's name in the API.
         builder: Builds the engine's parts: a ``service.Builder``; for an engine in another process, a name.
         is_observed: Whether the engine sends ``Observations``, which cost a few percent of an empty step.
+        num_threads: Threads for the CPU's work of an engine with a process of its own; ``None`` leaves the choice to
+            the libraries.
     """
 
     config: EngineConfig
     served_name: str
     builder: Any
     is_observed: bool = True
+    num_threads: int | None = None
 
 
 class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,12 +81,14 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
         commands_address: The socket on which the engine receives commands.
         messages_address: The socket to which it sends messages.
         log_level: Level of its log on standard error.
+        base: The base's weights, if another engine has loaded them; the process inherits the file.
     """
 
     engine: EngineSpec
     commands_address: str
     messages_address: str
     log_level: int
+    base: SharedBase | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +103,18 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     page_bytes: int
     dtype: str
+
+
+class Ending(NamedTuple):
+    """The end of an engine, as its link saw it.
+
+    Args:
+        reason: In words.
+        is_external: Whether the engine was killed from outside, so that no request can have caused it.
+    """
+
+    reason: str
+    is_external: bool = False
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -121,16 +141,31 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
     replace: bool
 
 
+class AdapterIdentity(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter's version as the first engine of a fleet registered it; all others take it over.
+
+    Without it, an engine that has read the weights would know them by content, and one that has not by their files.
+
+    Args:
+        stamp: Identity of its files; while it is the same, so is the version.
+    """
+
+    rank: int
+    key: AdapterKey
+    stamp: str
+
+
 class LoadAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Check adapters by their headers and register those that pass; their weights are read later.
 
     Args:
         call: Number of the call.
-        adapters: Name and path of each, and whether it may replace one of that name.
+        adapters: Name and path of each, whether it may replace one of that name, and the identity by which another
+            engine knows it.
     """
 
     call: int
-    adapters: list[tuple[str, str, bool]]
+    adapters: list[tuple[str, str, bool, AdapterIdentity | None]]
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -242,9 +277,10 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves."""
+    """The engine serves; ``base`` is its base's weights, if others can map them."""
 
     info: EngineInfo
+    base: SharedBase | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -267,7 +303,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         call: Number of the call.
         fault: The error.
         refused: Errors of requests that were not added, by id, or of adapters that were not registered, by name.
-        ranks: Ranks of the adapters of ``LoadAdapters`` that were registered, by name.
+        registered: The adapters of ``LoadAdapters`` that were registered, by name.
         statuses: States of adapters.
         stats: The engine's counters.
         observations: The observations since the last message.
@@ -276,7 +312,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     call: int
     fault: Fault | None = None
     refused: dict[str, Fault] = msgspec.field(default_factory=dict)
-    ranks: dict[str, int] = msgspec.field(default_factory=dict)
+    registered: dict[str, AdapterIdentity] = msgspec.field(default_factory=dict)
     statuses: tuple[AdapterStatus, ...] = ()
     stats: EngineStats | None = None
     observations: Observations | None = None

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TypeAlias, cast
 
@@ -26,6 +26,7 @@ from manylora.errors import AdapterError, ConfigError, ManyloraError
 from manylora.events import AdapterLoaded
 from manylora.hosting.observer import Observer
 from manylora.hosting.protocol import (
+    AdapterIdentity,
     AddRequests,
     Cancel,
     Command,
@@ -44,7 +45,7 @@ from manylora.hosting.protocol import (
     UnloadAdapter,
     WarmAdapter,
 )
-from manylora.ports import EngineParts, Executor
+from manylora.ports import EngineParts, Executor, SharedBase
 from manylora.scheduling.prediction import RequestLog
 from manylora.types import AdapterVersion, Output, Tier
 
@@ -52,7 +53,8 @@ __all__ = ["BuildParts", "Builder", "EngineService", "builder_for", "load_builde
 
 logger = logging.getLogger(__name__)
 
-BuildParts = Callable[[EngineConfig, Clock], EngineParts]
+BuildParts = Callable[..., EngineParts]
+"""Called with ``EngineConfig`` and ``Clock``; also with ``shared``, if the parts of an earlier call had one."""
 
 Builder: TypeAlias = str | BuildParts
 """A function that builds an engine's parts, or its name as ``module:function``, for another process."""
@@ -96,13 +98,17 @@ class EngineService:
         engine: The engine.
         clock: Live time.
         send: Sends a message; called on the loop's thread alone.
+        base: The base's weights, if another engine has loaded them; given to the builder as ``shared``.
     """
 
-    def __init__(self, engine: EngineSpec, *, clock: Clock, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, engine: EngineSpec, *, clock: Clock, send: Callable[[Message], None], base: SharedBase | None = None
+    ) -> None:
         self._engine = engine
         self._config = engine.config
         self._clock = clock
         self._send = send
+        self._base = base
         self._observer = Observer()
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
         self._loop: EngineLoop | None = None
@@ -119,7 +125,8 @@ class EngineService:
             Exception: The engine failed; it cannot be used again.
         """
         try:
-            parts = self._parts = load_builder(self._engine.builder)(self._config, self._clock)
+            given = {} if self._base is None else {"shared": self._base}
+            parts = self._parts = load_builder(self._engine.builder)(self._config, self._clock, **given)
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
             return False
@@ -135,7 +142,7 @@ class EngineService:
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
             if self._is_stopping:  # ``stop`` was called before the loop existed
                 loop.stop()
-            self._send(Ready(self._info(parts)))
+            self._send(Ready(self._info(parts), parts.shared))
             loop.run()
         except ManyloraError as error:
             if self._loop is not None:
@@ -145,7 +152,8 @@ class EngineService:
         finally:
             self._readers.shutdown(wait=False, cancel_futures=True)
             parts.close()
-            files.close()
+            with contextlib.suppress(OSError):  # of a disk that is full
+                files.close()
         return True
 
     def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
@@ -283,7 +291,7 @@ class EngineService:
         """Check some adapters of a command on a reader thread; the last part posts their registration. Never raises."""
         assert self._loop is not None
         assert self._parts is not None
-        adapters = [(name, path) for name, path, _ in gathered.command.adapters[part]]
+        adapters = [(name, path) for name, path, _, _ in gathered.command.adapters[part]]
         try:
             found = self._parts.reader.check(adapters)
         except Exception as error:
@@ -300,26 +308,28 @@ class EngineService:
         adapters = gathered.command.adapters
         if len(gathered.found) < len(adapters):
             return
-        ranks: dict[str, int] = {}
+        registered: dict[str, AdapterIdentity] = {}
         refused: dict[str, Fault] = {}
-        for index, (name, _, may_replace) in enumerate(adapters):
+        for index, (name, _, may_replace, known) in enumerate(adapters):
             one = gathered.found[index]
             try:
                 if isinstance(one, AdapterError):
                     raise one
+                if known is not None and known.stamp == one.stamp != "" and known.key != one.key:
+                    one = replace(one, key=known.key, layer_digests=b"")
                 core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
-                ranks[name] = one.rank
+                registered[name] = AdapterIdentity(one.rank, one.key, one.stamp)
             except ManyloraError as error:
                 refused[name] = Fault.of(error)
         num_unread = sum(is_provisional(one.key) for one in gathered.found.values() if isinstance(one, AdapterVersion))
         logger.info(
             "adapters_registered num=%d refused=%d of_unknown_content=%d took_s=%.3f",
-            len(ranks),
+            len(registered),
             len(refused),
             num_unread,
             self._clock.now() - gathered.began_at,
         )
-        self._send(Reply(gathered.command.call, refused=refused, ranks=ranks))
+        self._send(Reply(gathered.command.call, refused=refused, registered=registered))
 
     def _register(
         self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float

@@ -5,18 +5,32 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from typing import TypeAlias
 
 from manylora.engine.status import AdapterStatus, ColdStartStatus, EngineStats
 from manylora.types import Tier
 
-__all__ = ["busiest", "merge_stats", "merge_statuses"]
+__all__ = ["Snapshot", "merge_snapshots"]
+
+Snapshot: TypeAlias = tuple[EngineStats, tuple[AdapterStatus, ...]]
+"""The counters of an engine and the state of its adapters, or of a fleet."""
 
 HEIGHT = {Tier.DISK: 0, Tier.HOST: 1, Tier.DEVICE: 2}
 STATES = ("idle", "evicting", "failed", "loading", "active")
 """States of an adapter; over several engines the latest in this order is reported."""
 
 
-def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
+def merge_snapshots(parts: Sequence[Snapshot], num_adapters: int | None = None) -> Snapshot:
+    """Return the snapshot of a fleet, with every adapter or the busiest ``num_adapters``."""
+    if len(parts) == 1:
+        return parts[0]
+    statuses = _merge_statuses([statuses for _, statuses in parts])
+    if num_adapters is not None:
+        statuses = _busiest(statuses, num_adapters)
+    return _merge_stats([stats for stats, _ in parts]), statuses
+
+
+def _merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
     """Return the stats of a fleet: sums, unions of names, and the queues and fits of all engines."""
     sums = {
         one.name: sum(getattr(part, one.name) for part in parts) for one in fields(EngineStats) if one.type == "int"
@@ -36,7 +50,7 @@ def merge_stats(parts: Sequence[EngineStats]) -> EngineStats:
     )
 
 
-def merge_statuses(parts: Sequence[Sequence[AdapterStatus]]) -> tuple[AdapterStatus, ...]:
+def _merge_statuses(parts: Sequence[Sequence[AdapterStatus]]) -> tuple[AdapterStatus, ...]:
     """Return the state of every adapter over all engines."""
     by_name: dict[str, list[AdapterStatus]] = {}
     for part in parts:
@@ -45,7 +59,7 @@ def merge_statuses(parts: Sequence[Sequence[AdapterStatus]]) -> tuple[AdapterSta
     return tuple(_merge(statuses) for statuses in by_name.values())
 
 
-def busiest(statuses: Iterable[AdapterStatus], num_adapters: int) -> tuple[AdapterStatus, ...]:
+def _busiest(statuses: Iterable[AdapterStatus], num_adapters: int) -> tuple[AdapterStatus, ...]:
     """Return adapters by highest tier, then those with requests or failures, then the most used; as an engine does."""
 
     def use(status: AdapterStatus) -> tuple[int, bool, int]:

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from manylora.errors import CapacityError
-from manylora.hosting.client import Flush, OutputStream
 from manylora.hosting.fleet import Fleet
+from manylora.hosting.output_stream import Flush, OutputStream
 from manylora.offline.generation import Job
 from manylora.types import Output
 

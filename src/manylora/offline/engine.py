@@ -23,6 +23,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.errors import ConfigError, EngineDead, ManyloraError, ModelNotFound
 from manylora.hosting.adapter_book import LoraModule
+from manylora.hosting.base_share import BaseShare
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.link import LINKS
 from manylora.hosting.protocol import EngineSpec
@@ -92,7 +93,9 @@ class Engine:
         spec = EngineSpec(
             config=config, served_name=served_name, builder=build or builder_for(config), is_observed=False
         )
-        self._fleet = Fleet([partial(LINKS["thread"], spec)], served_name=served_name, observe=lambda observed: None)
+        self._fleet = Fleet(
+            [partial(LINKS["thread"], spec, BaseShare())], served_name=served_name, observe=lambda observed: None
+        )
         self._event_loop = asyncio.new_event_loop()
         # A daemon, so that a program that does not close the engine still ends.
         self._thread = threading.Thread(target=self._event_loop.run_forever, name="manylora-client", daemon=True)

@@ -21,23 +21,27 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from random import Random
 
 import uvicorn
 
-from manylora.config import EngineConfig, ServerConfig
+from manylora.config import EngineConfig, FleetConfig, ServerConfig
 from manylora.demo import demo_model_path
 from manylora.errors import ConfigError
 from manylora.hosting.adapter_book import LoraModule
+from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_keeper import RestartPolicy
+from manylora.hosting.engine_specs import engine_specs
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.gc_freeze import freeze_start_up_heap
 from manylora.hosting.link import LINKS
-from manylora.hosting.protocol import EngineSpec
+from manylora.hosting.resumption import ResumePolicy
 from manylora.hosting.service import builder_for
+from manylora.routing import Router, RouterContext, make_router
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
@@ -107,11 +111,16 @@ class Server:
             epoch_s=time.time,
             monotonic_s=time.monotonic,
         )
-        spec = EngineSpec(config=engine, served_name=served_name, builder=builder)
+        self._share = BaseShare()
+        link = LINKS["thread" if server.in_process else "process"]
+        specs = engine_specs(engine, server.fleet, served_name=served_name, builder=builder)
         self.fleet = Fleet(
-            [functools.partial(LINKS["thread" if server.in_process else "process"], spec)],
+            [functools.partial(link, spec, self._share) for spec in specs],
             served_name=served_name,
+            make_router=functools.partial(_make_router, engine, server.fleet, served_name),
             restarts=restarts,
+            resumes=ResumePolicy(max_resumes=server.fleet.max_resumes, patience_s=server.drain_timeout_s),
+            seed=engine.seed,
             observe=self._metrics.observe,
             # A thread cannot be killed, and a debugger's breakpoint is not a hang.
             hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
@@ -169,6 +178,7 @@ class Server:
                         task.result()
         finally:
             await self.fleet.stop()  # clients that wait get an error
+            self._share.close()
             stopping.cancel()
             living.cancel()
             if http is None:
@@ -218,6 +228,13 @@ class Server:
             ),
             on_listening,
         )
+
+
+def _make_router(engine: EngineConfig, fleet: FleetConfig, served_name: str, ranks: Mapping[str, int]) -> Router:
+    context = RouterContext(
+        rng=Random(engine.seed), base_name=served_name, max_num_seqs=engine.scheduler.max_num_seqs, ranks=ranks
+    )
+    return make_router(fleet.router, context, fleet.router_options)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

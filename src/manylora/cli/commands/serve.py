@@ -17,10 +17,19 @@ from manylora.cli.options.shared import LoraModules, ModelArgument, panel, resol
 from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
 from manylora.cli.options.vllm_flags import spread_lists, take_out
 from manylora.cli.views.terminal import note
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    EngineConfig,
+    FleetConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import options_for, options_of
+from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
 
 __all__ = ["ServeCommand", "serve"]
@@ -30,9 +39,10 @@ _FLAGS = flags_of(
     *options_of(POLICIES).values(),
     *options_of(PREDICTORS).values(),
     *options_of(EVICTION_POLICIES).values(),
-    *(EngineConfig, ServerConfig),
+    *options_of(ROUTERS).values(),
+    *(EngineConfig, FleetConfig, ServerConfig),
 )
-_PANELS = ("Model", "Adapters", "Scheduling", "Memory", "HTTP", "Debugging", "Simulation")
+_PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Debugging", "Simulation")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -87,7 +97,7 @@ def serve(
 
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
-    server = chosen.make(ServerConfig)
+    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig))
     server = replace(server, lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs))
     base = chosen.of(ModelConfig)
     typed = collect_adapters(lora_modules or (), server.lora_dirs)
@@ -101,7 +111,7 @@ def serve(
     )
     engine = replace(engine, cache_dir=parse_cache_dir(engine.cache_dir))
     _log_to_stderr(log_level)
-    _check_early(engine)
+    _check_early(engine, server.fleet)
     note(f"starting {model} with {len(adapters)} adapters; its address follows when it is ready")
     from manylora.server import LoraModule, run  # imports torch and the web framework
 
@@ -113,7 +123,7 @@ def serve(
     sys.exit(run(engine, server, modules, builder=builder))
 
 
-def _check_early(engine: EngineConfig) -> None:
+def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:
     """Raise errors of the configuration before a model is loaded, which may take minutes."""
     from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
 
@@ -124,6 +134,7 @@ def _check_early(engine: EngineConfig) -> None:
     options_for("eviction", engine.adapters.eviction, EVICTION_POLICIES, engine.adapters.eviction_options)
     make_predictor(engine.scheduler, engine.seed)
     make_step_composition(engine.scheduler.step_composition)
+    options_for("router", fleet.router, ROUTERS, fleet.router_options)
     for option, path in (("--request-log", engine.request_log), ("--step-log", engine.step_log)):
         try:
             if path is not None:

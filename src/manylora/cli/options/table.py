@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
+from manylora.config import (
+    AdapterConfig,
+    EngineConfig,
+    FleetConfig,
+    MemoryConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from manylora.costs.workers import CpuWorkers
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
@@ -31,6 +39,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Scheduler", SchedulerConfig, "In scenarios and experiments: `[setup.scheduler]`."),
     ("Adapters", AdapterConfig, "In scenarios and experiments: `[setup.adapters]`."),
     ("Engine", EngineConfig, ""),
+    ("Replicas", FleetConfig, ""),
     ("Server", ServerConfig, ""),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("CPU workers of a simulation", CpuWorkers, "In scenarios and experiments: `[setup.workers]`."),

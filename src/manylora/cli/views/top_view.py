@@ -13,7 +13,7 @@ from rich.text import Text
 
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.scheduling import QueueStatus
-from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, StatusReport
+from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, ReplicaRow, StatusReport
 
 __all__ = ["Rates", "frame", "rates_between"]
 
@@ -35,9 +35,14 @@ class Rates:
 
 
 def rates_between(older: StatusReport, newer: StatusReport) -> Rates | None:
-    """Return the rates between two reports; ``None`` without an engine, or across a restart."""
+    """Return the rates between two reports; ``None`` without an engine, or unless the same engines answered both."""
     before, after, elapsed_s = older.engine, newer.engine, newer.time - older.time
-    is_same = (older.started_at, older.num_restarts) == (newer.started_at, newer.num_restarts)
+
+    def engines(report: StatusReport) -> tuple[float, int, list[int]]:
+        answered = [row.index for row in report.replicas if row.num_running is not None]
+        return report.started_at, report.num_restarts, answered
+
+    is_same = engines(older) == engines(newer)
     if before is None or after is None or not is_same or elapsed_s <= 0:
         return None
 
@@ -76,6 +81,8 @@ def frame(
         parts.append(Text("No engine serves now.", "yellow"))
         return Group(*parts)
     parts += [_memory(report.engine, report.page_bytes), _activity(report, report.engine, rates), _latencies(report)]
+    if len(report.replicas) > 1:
+        parts.append(_replicas(report.replicas))
     if _has_limits(report.engine.queues):
         parts.append(_queues(report.engine.queues))
     if report.adapters and num_rows > 0:
@@ -166,6 +173,25 @@ def _latencies(report: StatusReport) -> Table:
         else:
             figures = (durations.p50, durations.p90, durations.p99)
             table.add_row(title, *map(_seconds, figures), f"{durations.count:,}")
+    return table
+
+
+def _replicas(rows: Sequence[ReplicaRow]) -> Table:
+    counts = ("restarts", "in flight", "running", "waiting", "free pages", "loads", "on the device")
+    table = _table("replica", "state", *counts, "pinned")
+    for row in rows:
+        table.add_row(
+            str(row.index),
+            Text(row.state, STATE_STYLES.get(row.state, "bold yellow")),
+            str(row.num_restarts),
+            f"{row.num_in_flight:,}",
+            _known(row.num_running),
+            _known(row.num_waiting),
+            _known(row.num_free_pages),
+            _known(row.num_loads),
+            _known(row.num_resident),
+            str(len(row.pinned)),
+        )
     return table
 
 

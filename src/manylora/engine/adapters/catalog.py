@@ -12,7 +12,7 @@ from itertools import islice
 from manylora.adapters.registry import AdapterRegistry, NamedAdapter
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.status import AdapterStatus
-from manylora.errors import AdapterError, CapacityError, ManyloraError, ModelNotFound
+from manylora.errors import AdapterError, AdapterReplaced, CapacityError, ManyloraError, ModelNotFound
 from manylora.scheduling import Sequence
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
@@ -65,6 +65,29 @@ class AdapterCatalog:
         if base == base_name and adapter in self._registry:
             return self._registry.get(adapter)
         raise ModelNotFound(f"The model {model!r} does not exist", param="model")
+
+    def resolve_version(self, model: str, base_name: str, key: AdapterKey | None) -> NamedAdapter | None:
+        """Return the adapter of an answer that another engine began: the same version, under any name.
+
+        Args:
+            model: The name in the request.
+            base_name: The base model's name.
+            key: The version that began the answer, ``None`` for the base.
+
+        Raises:
+            AdapterReplaced: The version is not here: the name has other weights now, or is gone.
+        """
+        if key is None:
+            if model in ("", base_name):
+                return None
+            raise AdapterReplaced(model, "this answer was begun by the base model, which has another name here")
+        names = self._registry.names_of(key)
+        if names:
+            return self._registry.get(model if model in names else names[0])
+        if self._cache.knows(key):  # other answers still run on it
+            return NamedAdapter(model, self._cache.residency(key).version)
+        state = "was replaced" if model in self._registry else "was unloaded"
+        raise AdapterReplaced(model, f"it {state} while an engine that answered with it ended; please ask again")
 
     def register(
         self, name: str, version: AdapterVersion, now: float, *, replace: bool = False, tier: Tier = Tier.HOST

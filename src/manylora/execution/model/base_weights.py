@@ -25,8 +25,9 @@ from manylora.errors import ConfigError
 from manylora.execution.kernels.packed import can_share_packed, packed_over
 from manylora.execution.model.probe import ModelProbe
 from manylora.execution.model.sealed_memory import SealedMemory
+from manylora.ports import SharedBase
 
-__all__ = ["BaseWeights", "WeightEntry", "WeightsManifest", "check_complete"]
+__all__ = ["BaseWeights", "WeightEntry", "WeightsManifest", "check_complete", "map_weights", "share_weights"]
 
 
 class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +117,20 @@ class BaseWeights:
                     module._parameters[leaf] = parameter
         # Packed tensors do not keep their memory alive.
         model.base_weights = self  # type: ignore[assignment]
+
+
+def share_weights(weights: BaseWeights) -> SharedBase | None:
+    """Return weights for other processes to map; ``None`` on a GPU, and for weights that are mapped themselves."""
+    if weights.memory is None:
+        return None
+    manifest = msgspec.msgpack.encode(weights.manifest)
+    return SharedBase(file=weights.memory.fd, num_bytes=weights.memory.num_bytes, manifest=manifest)
+
+
+def map_weights(shared: SharedBase) -> BaseWeights:
+    """Map weights that another process shared; the file is closed with the result. Raises as ``attach``."""
+    manifest = msgspec.msgpack.decode(shared.manifest, type=WeightsManifest)
+    return BaseWeights.attach(manifest, SealedMemory(shared.file, shared.num_bytes).map())
 
 
 def check_complete(model: nn.Module) -> None:

@@ -94,11 +94,19 @@ class _Pages(NamedTuple):
     layer_digests: bytes = b""
 
 
+class _Identity(NamedTuple):
+    """The fields of a version that are its own: the others are those of its shape."""
+
+    key: AdapterKey
+    layer_digests: bytes
+    stamp: str
+
+
 class _Checked(NamedTuple):
-    """The versions that differ in more than their content; for each adapter the number of its one, key and digests."""
+    """The versions that differ in more than their content; for each adapter the number of its one and its identity."""
 
     shapes: list[AdapterVersion]
-    adapters: list[tuple[int, AdapterKey, bytes] | _Refused]
+    adapters: list[tuple[int, _Identity] | _Refused]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +155,11 @@ class ReaderProcess:
             return [answer] if len(adapters) == 1 else [one for each in adapters for one in self.check([each])]
         assert isinstance(answer, _Checked)
 
-        def version(path: str, found: tuple[int, AdapterKey, bytes] | _Refused) -> AdapterVersion | AdapterError:
+        def version(path: str, found: tuple[int, _Identity] | _Refused) -> AdapterVersion | AdapterError:
             if isinstance(found, _Refused):
                 return _error(found)
-            shape, key, digests = found
-            return replace(answer.shapes[shape], key=key, source=path, layer_digests=digests)
+            shape, (key, layer_digests, stamp) = found
+            return replace(answer.shapes[shape], key=key, source=path, layer_digests=layer_digests, stamp=stamp)
 
         return [version(path, found) for (_, path), found in zip(adapters, answer.adapters, strict=True)]
 
@@ -321,7 +329,7 @@ class _Served:
         except AdapterError as error:
             self._pipe.send(_refused(error))
         else:
-            version = packed.version
+            version = replace(packed.version, stamp=stamp)
             assert version.dtype is not None
             self._keep(stamp, KnownContent(version.key, version.dtype, version.layer_digests), changed_at)
             _send(self._pipe, version, packed.layout, memory)
@@ -353,15 +361,16 @@ class _Served:
     def check(self, adapters: Sequence[tuple[str, str]]) -> None:
         """Check adapters by header and send their versions; those of one shape share most of the answer."""
         numbers: dict[AdapterVersion, int] = {}
-        found: list[tuple[int, AdapterKey, bytes] | _Refused] = []
+        found: list[tuple[int, _Identity] | _Refused] = []
         for name, path in adapters:
             try:
                 version = self._headers.read(name, path)
             except AdapterError as error:
                 found.append(_refused(error))
             else:
-                shape = replace(version, key=AdapterKey(""), source="", layer_digests=b"")
-                found.append((numbers.setdefault(shape, len(numbers)), version.key, version.layer_digests))
+                shape = replace(version, key=AdapterKey(""), source="", layer_digests=b"", stamp="")
+                identity = _Identity(version.key, version.layer_digests, version.stamp)
+                found.append((numbers.setdefault(shape, len(numbers)), identity))
         self._pipe.send(_Checked(list(numbers), found))
 
     def _keep(self, stamp: str, content: KnownContent, changed_at: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
@@ -10,6 +11,8 @@ from manylora.events import Event, RequestArrived, RequestFinished
 from manylora.types import FinishReason
 
 __all__ = ["RequestLog", "RequestRecord"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +41,14 @@ class RequestRecord:
 
 
 class RequestLog:
-    """An event sink that writes the log.
+    """An event sink that writes the log. An error of the disk ends the log, not the engine that emits the events.
 
     Args:
         file: Open for appending; line-buffered, so that a crash loses nothing that was finished.
     """
 
     def __init__(self, file: TextIO) -> None:
-        self._file = file
+        self._file: TextIO | None = file
         self._arrived: dict[str, RequestArrived] = {}
 
     def __call__(self, event: Event) -> None:
@@ -55,7 +58,7 @@ class RequestLog:
                 self._arrived[request_id] = event
             case RequestFinished(request_id=request_id, reason=reason, num_output_tokens=num_output_tokens):
                 arrived = self._arrived.pop(request_id)
-                if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                if self._file is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
                     record = RequestRecord(
                         arrived_at=round(arrived.at, 6),
                         adapter=arrived.name,
@@ -67,4 +70,8 @@ class RequestLog:
                         has_schema=arrived.has_schema,
                         finish=reason.value,
                     )
-                    self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+                    try:
+                        self._file.write(json.dumps(asdict(record), separators=(",", ":")) + "\n")
+                    except OSError as error:
+                        logger.error("request_log_ended reason=%s", error)
+                        self._file = None

@@ -17,8 +17,8 @@ import msgspec
 from starlette.types import Receive
 
 from manylora.errors import EngineDead, ManyloraError
-from manylora.hosting.client import Flush, OutputStream
 from manylora.hosting.fleet import Fleet
+from manylora.hosting.output_stream import Flush, OutputStream
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
 

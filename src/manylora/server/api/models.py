@@ -118,12 +118,10 @@ async def metrics(request: Request) -> Response:
     """``GET /metrics``: Prometheus text."""
     context = context_of(request)
     try:
-        stats, statuses = await context.fleet.snapshot(only_in_use=True)
+        snapshots = await context.fleet.snapshots(only_in_use=True)
     except ManyloraError:  # no engine serves: metrics of the API process alone
-        text = context.metrics.render(context.fleet, None, ())
-    else:
-        text = context.metrics.render(context.fleet, stats, statuses)
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+        snapshots = {}
+    return Response(context.metrics.render(context.fleet, snapshots), media_type=CONTENT_TYPE_LATEST)
 
 
 model_routes = [

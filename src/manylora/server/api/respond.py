@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.errors import ManyloraError, ModelNotFound, RequestError
 from manylora.execution.sampling.grammar import check_schema
-from manylora.hosting.client import Flush
+from manylora.hosting.output_stream import Flush
 from manylora.server.api.answers import Answers, ClientGone, Piece
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions

@@ -6,6 +6,7 @@ live view that asks every second costs the engine little.
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import metadata
 
 import msgspec
@@ -14,9 +15,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import ManyloraError, RequestError
+from manylora.hosting.fleet import Replica
+from manylora.hosting.snapshot import Snapshot, merge_snapshots
 from manylora.server.api.models import json_response
 from manylora.server.api.request import Context, context_of
-from manylora.server.metrics.status_report import StatusReport, adapter_row
+from manylora.server.metrics.status_report import ReplicaRow, Resumes, StatusReport, adapter_row
+from manylora.types import Tier
 
 __all__ = ["status_routes"]
 
@@ -28,12 +32,13 @@ async def status(request: Request) -> Response:
     """``GET /status?adapters=100``; answers in every state, with ``engine`` null while no engine serves."""
     context = context_of(request)
     context.gate.check_admin(request)
-    num_adapters = _num_adapters(request.query_params.get("adapters"))
+    num_adapters = _number(request.query_params.get("adapters"), "adapters", NUM_ADAPTERS)
     report = _report(context)
     try:
-        stats, statuses = await context.fleet.snapshot(num_adapters)
+        snapshots = await context.fleet.snapshots(num_adapters)
     except ManyloraError:  # no engine serves: the report of the API process alone
         return json_response(report)
+    stats, statuses = merge_snapshots(list(snapshots.values()), num_adapters)
     now = context.monotonic_s()
     report = msgspec.structs.replace(
         report,
@@ -41,6 +46,7 @@ async def status(request: Request) -> Response:
         page_bytes=context.fleet.info.page_bytes,
         engine=stats,
         adapters=tuple(adapter_row(one, context.metrics.latency.of_adapter(one.name, now)) for one in statuses),
+        replicas=tuple(_replica_row(one, snapshots.get(one.index), num_adapters) for one in context.fleet.replicas()),
     )
     return json_response(report)
 
@@ -59,15 +65,55 @@ def _report(context: Context) -> StatusReport:
         window_s=latency.window_s,
         latency=latency.total(now),
         base=latency.of_adapter("", now),
+        replicas=tuple(_replica_row(one, None, 0) for one in fleet.replicas()),
+        resumes=Resumes(**dataclasses.asdict(fleet.resumes)),
     )
 
 
-def _num_adapters(text: str | None) -> int:
+def _replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int) -> ReplicaRow:
+    """Return an engine's row, with at most ``num_adapters`` names of each kind."""
+    row = ReplicaRow(
+        index=replica.index,
+        state=replica.state.value,
+        pid=replica.pid,
+        num_restarts=replica.num_restarts,
+        num_in_flight=replica.num_in_flight,
+    )
+    if snapshot is None:
+        return row
+    stats, statuses = snapshot
+    by_use = sorted(statuses, key=lambda one: -one.num_requests)
+    return msgspec.structs.replace(
+        row,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_pages=stats.num_pages,
+        num_free_pages=stats.num_free_pages,
+        num_loads=stats.num_loads,
+        num_resident=stats.num_resident,
+        placed=tuple(one.name for one in by_use if one.tier is Tier.DEVICE)[:num_adapters],
+        pinned=tuple(one.name for one in by_use if one.is_pinned)[:num_adapters],
+    )
+
+
+def _number(text: str | None, param: str, default: float) -> int:
     if text is None:
-        return NUM_ADAPTERS
+        return int(default)
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise RequestError(f"Got adapters = {text[:20]!r}, expected a number of adapters", param="adapters")
+        raise RequestError(f"Got {param} = {text[:20]!r}, expected a whole number", param=param)
     return int(text)
 
 
-status_routes = [Route("/status", status, methods=["GET"])]
+async def drain_replica(request: Request) -> Response:
+    """``POST /replicas/{index}/drain?timeout=30``: end one engine; its requests finish in that time, or move on."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    timeout_s = _number(request.query_params.get("timeout"), "timeout", context.config.drain_timeout_s)
+    await context.fleet.drain_replica(request.path_params["index"], timeout_s)
+    return json_response({"replica": request.path_params["index"], "state": "stopped"})
+
+
+status_routes = [
+    Route("/status", status, methods=["GET"]),
+    Route("/replicas/{index:int}/drain", drain_replica, methods=["POST"]),
+]

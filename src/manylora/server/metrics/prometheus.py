@@ -12,16 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import accumulate, chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from manylora.config import EngineConfig
-from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.hosting.engine_keeper import State
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.protocol import Observations
+from manylora.hosting.snapshot import Snapshot
 from manylora.server.metrics.latency import LatencyWindow
-from manylora.server.metrics.scrape import LEVELS, snapshot_metrics
+from manylora.server.metrics.scrape import LEVELS, by_replica, fleet_metrics, snapshot_metrics
 from manylora.types import Tier
 
 __all__ = ["BatchHistogram", "Metrics"]
@@ -59,8 +58,7 @@ class Metrics(Collector):
         self._epoch_s = epoch_s
         self._monotonic_s = monotonic_s
         self._fleet: Fleet | None = None
-        self._stats: EngineStats | None = None
-        self._statuses: Sequence[AdapterStatus] = ()
+        self._snapshots: Mapping[int, Snapshot] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -115,16 +113,16 @@ class Metrics(Collector):
         self._by_adapter.observe(observed)
         self.latency.observe(observed, self._monotonic_s())
 
-    def render(self, fleet: Fleet, stats: EngineStats | None, statuses: Sequence[AdapterStatus]) -> bytes:
+    def render(self, fleet: Fleet, snapshots: Mapping[int, Snapshot]) -> bytes:
         """Return the metrics as Prometheus text.
 
         Args:
             fleet: The engines.
-            stats: Their snapshot; ``None`` while no engine serves.
-            statuses: Their adapters that are in use: unused ones have no series of their own.
+            snapshots: Those of engines that serve, by number, with their adapters that are in use: unused ones have no
+                series of their own.
         """
-        self._fleet, self._stats, self._statuses = fleet, stats, statuses
-        if stats is not None:
+        self._fleet, self._snapshots = fleet, snapshots
+        if snapshots:
             self._by_adapter.keep_only(fleet.adapters.loaded)
         return generate_latest(self._registry)
 
@@ -132,15 +130,15 @@ class Metrics(Collector):
         """Yield the metrics that are read at the moment of the scrape; prometheus-client calls this."""
         if self._fleet is None:
             return
-        is_up = self._fleet.state is State.SERVING
-        yield GaugeMetricFamily("manylora_engine_up", "Whether the engine serves.", value=float(is_up))
-        yield CounterMetricFamily(
-            "manylora_engine_restarts", "Engines started after the first.", value=self._fleet.num_restarts
-        )
-        if self._stats is not None:
-            yield from snapshot_metrics(
-                self._stats, self._statuses, self._config, served_name=self._served_name, now_s=self._epoch_s()
-            )
+        yield from fleet_metrics(self._fleet)
+        families = {
+            index: snapshot_metrics(stats, statuses, self._config, served_name=self._served_name, now_s=self._epoch_s())
+            for index, (stats, statuses) in self._snapshots.items()
+        }
+        if self._fleet.num_replicas > 1:
+            yield from by_replica(families)
+        else:
+            yield from chain.from_iterable(families.values())
 
 
 class _AdapterMetrics:

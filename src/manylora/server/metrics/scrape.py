@@ -6,18 +6,57 @@ at zero when it is restarted, as Prometheus expects of a restarted process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.hosting.engine_keeper import State
+from manylora.hosting.fleet import Fleet
 from manylora.types import Tier
 
-__all__ = ["LEVELS", "snapshot_metrics"]
+__all__ = ["LEVELS", "by_replica", "fleet_metrics", "snapshot_metrics"]
 
 LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 """Tiers by the words that routers look for; "gpu" is any device."""
+
+
+def fleet_metrics(fleet: Fleet) -> Iterator[Metric]:
+    """Yield the metrics that the API process knows itself."""
+    replicas, resumes = fleet.replicas(), fleet.resumes
+    labels = ["replica"] if len(replicas) > 1 else []
+    values = [[str(replica.index)] if labels else [] for replica in replicas]
+    up = zip(values, (float(replica.state is State.SERVING) for replica in replicas), strict=True)
+    restarts = zip(values, (float(replica.num_restarts) for replica in replicas), strict=True)
+    in_flight = zip(values, (float(replica.num_in_flight) for replica in replicas), strict=True)
+    started = "Engines started after the first."
+    yield _family(GaugeMetricFamily, "manylora_engine_up", "Whether the engine serves.", labels, up)
+    yield _family(CounterMetricFamily, "manylora_engine_restarts", started, labels, restarts)
+    yield _family(GaugeMetricFamily, "manylora_engine_requests", "Requests given to the engine.", labels, in_flight)
+    for name, text, count in (
+        ("manylora_resumes", "Times that a request of a lost engine was given to another.", resumes.num_resumes),
+        ("manylora_resumed_requests", "Requests that went on elsewhere at least once.", resumes.num_resumed),
+        ("manylora_unresumed_requests", "Requests that ended because their engine was lost.", resumes.num_ended),
+        ("manylora_poison_requests", "Those on which engines died twice.", resumes.num_poison),
+    ):
+        yield CounterMetricFamily(name, text, value=count)
+    for name, text, value in (
+        ("manylora_requests_between_engines", "Requests that wait for another engine.", resumes.num_waiting),
+        ("manylora_longest_resume_pause_seconds", "Longest time without a token by a loss.", resumes.longest_pause_s),
+    ):
+        yield GaugeMetricFamily(name, text, value=value)
+
+
+def by_replica(families: Mapping[int, Iterable[Metric]]) -> Iterator[Metric]:
+    """Yield the metrics of several engines, with the label ``replica``."""
+    merged: dict[str, Metric] = {}
+    for index, own in families.items():
+        for family in own:
+            into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                into.add_sample(sample.name, {**sample.labels, "replica": str(index)}, sample.value)
+    yield from merged.values()
 
 
 def snapshot_metrics(

@@ -9,7 +9,15 @@ import msgspec
 
 from manylora.engine.status import AdapterStatus, EngineStats
 
-__all__ = ["AdapterRow", "Latency", "Percentiles", "StatusReport", "adapter_row"]
+__all__ = [
+    "AdapterRow",
+    "Latency",
+    "Percentiles",
+    "ReplicaRow",
+    "Resumes",
+    "StatusReport",
+    "adapter_row",
+]
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +65,45 @@ class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of the fleet.
+
+    Args:
+        index: Its number, from 0.
+        state: As of the server.
+        pid: Its process.
+        num_in_flight: Requests that the API process has given to it.
+        num_running: As the next five, ``None`` while it does not serve.
+        placed: Adapters on its device, as many as the caller asked for: the most used first.
+        pinned: Adapters that are pinned there, likewise.
+    """
+
+    index: int
+    state: str
+    pid: int | None
+    num_restarts: int
+    num_in_flight: int
+    num_running: int | None = None
+    num_waiting: int | None = None
+    num_pages: int | None = None
+    num_free_pages: int | None = None
+    num_loads: int | None = None
+    num_resident: int | None = None
+    placed: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
+
+
+class Resumes(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests whose engine was lost, since the start; see ``hosting.resumption.ResumeStats``."""
+
+    num_resumes: int
+    num_resumed: int
+    num_ended: int
+    num_poison: int
+    num_waiting: int
+    longest_pause_s: float
+
+
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """The server's state for a live view.
 
@@ -74,6 +121,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
         page_bytes: Size of a page; ``None`` before the first engine is ready.
         engine: Gauges and counters; ``None`` while no engine serves.
         adapters: Highest tier first, then busy ones, then the most requested; as many as the caller asked for.
+        replicas: The engines.
+        resumes: Requests that lost their engine.
     """
 
     state: str
@@ -89,6 +138,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int | None = None
     engine: EngineStats | None = None
     adapters: tuple[AdapterRow, ...] = ()
+    replicas: tuple[ReplicaRow, ...] = ()
+    resumes: Resumes | None = None
 
 
 def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:

@@ -1,0 +1,185 @@
+"""Streams that outlive their engines: one replica of three is killed, another stopped, and every token is compared.
+
+    python bench/resume.py [--quick] [--rounds 20] [--streams 100]
+
+The demo model on three engine processes behind one API, over HTTP. 100 streams at once, over twelve adapters and the
+base, half of them greedy and half sampled with a seed, some with penalties. First all run undisturbed. Then, in each
+round, when every stream has its first token, the engine with the most requests gets SIGKILL, and a second later the
+next one SIGSTOP, which the watchdog takes for a hang. A round counts the streams that ended early (*lost*) and
+those whose text, token count or reason to finish is another (*changed*).
+
+*Pause* is the longest gap between two chunks of a stream, seen by the client: over the time of the kill alone, and over
+the time of the stop, which includes the watchdog's timeout and the streams that had just moved there. Writes
+`results/resume.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import statistics
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from publishing import arguments, publish, table
+
+from manylora.bench.machine import machine
+from manylora.config import EngineConfig, FleetConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.demo import demo_adapters
+from manylora.server import BackgroundServer, LoraModule, RestartPolicy
+
+NUM_REPLICAS = 3
+HANG_TIMEOUT_S = 3.0
+STOP_AFTER_S = 1.0
+PATIENCE_S = 300.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """One stream as the client saw it; times of its chunks are monotonic seconds."""
+
+    text: str = ""
+    finish: str | None = None
+    num_tokens: int = 0
+    error: str | None = None
+    chunks_at: list[float] = field(default_factory=list)
+
+    @property
+    def content(self) -> tuple[str, str | None, int]:
+        """The part that a disturbance must not change."""
+        return self.text, self.finish, self.num_tokens
+
+    def gap_over(self, at: float, until: float = math.inf) -> float:
+        """Return the time between the chunks before and after ``at``, 0 if there is none, or not before ``until``."""
+        pairs = zip(self.chunks_at, self.chunks_at[1:], strict=False)
+        return max((later - earlier for earlier, later in pairs if earlier <= at < later <= until), default=0.0)
+
+
+def bodies(num_streams: int, num_tokens: int, models: list[str]) -> list[dict[str, Any]]:
+    """Return the requests, a third of them with penalties."""
+    made = []
+    for index in range(num_streams):
+        body = {"model": models[index % len(models)], "prompt": f"line {index}:", "max_tokens": num_tokens}
+        sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.9, "top_p": 0.95, "seed": index}
+        penalties = {"frequency_penalty": 0.4, "repetition_penalty": 1.05} if index % 3 == 0 else {}
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        made.append({**body, **sampling, **penalties, **stream})
+    return made
+
+
+async def stream(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer, begun: asyncio.Event) -> None:
+    """Read one stream to its end."""
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    answer.error = event["error"]["message"]
+                elif event["choices"]:
+                    (choice,) = event["choices"]
+                    answer.text += choice["text"]
+                    answer.finish = choice["finish_reason"]
+                    answer.chunks_at.append(time.monotonic())
+                else:
+                    answer.num_tokens = event["usage"]["completion_tokens"]
+                begun.set()
+    except httpx.HTTPError as error:
+        answer.error = repr(error)
+    begun.set()
+
+
+async def run(url: str, asked: list[dict[str, Any]], *, is_disturbed: bool) -> tuple[list[Answer], list[float]]:
+    """Run all streams; return their answers, and the times of the kill and the stop."""
+    answers, begun = [Answer() for _ in asked], [asyncio.Event() for _ in asked]
+    at: list[float] = []
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits()) as client:
+        streams = [asyncio.create_task(stream(client, *one)) for one in zip(asked, answers, begun, strict=True)]
+        await asyncio.gather(*(one.wait() for one in begun))
+        if is_disturbed:
+            rows = (await client.get("/status")).json()["replicas"]
+            rows.sort(key=lambda row: -row["num_in_flight"])
+            for row, number in zip(rows, (signal.SIGKILL, signal.SIGSTOP), strict=False):
+                os.kill(row["pid"], number)
+                at.append(time.monotonic())
+                await asyncio.sleep(STOP_AFTER_S)
+        await asyncio.gather(*streams)
+    return answers, at
+
+
+def wait_until_whole(url: str) -> dict[str, Any]:
+    """Wait until every replica serves; return the counters of resumed requests."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        report: dict[str, Any] = httpx.get(f"{url}/status", timeout=PATIENCE_S).json()
+        serving = [row for row in report["replicas"] if row["state"] == "serving" and row["num_running"] is not None]
+        if len(serving) == NUM_REPLICAS:
+            resumes: dict[str, Any] = report["resumes"]
+            return resumes
+        assert time.monotonic() < deadline, "a replica did not come back"
+        time.sleep(0.2)
+
+
+def main() -> None:
+    """Run the rounds and publish their figures."""
+    parser = arguments(__doc__, quick="one round of 12 short streams")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=100)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.streams, options.tokens = 1, 12, 60
+    modules = [LoraModule(name, str(path)) for name, path in demo_adapters().items()]
+    asked = bodies(options.streams, options.tokens, ["demo", *(module.name for module in modules)])
+    engine = EngineConfig(model=ModelConfig(model="demo"), memory=MemoryConfig(num_pages=2000))
+    config = ServerConfig(port=0, hang_timeout_s=HANG_TIMEOUT_S, fleet=FleetConfig(replicas=NUM_REPLICAS))
+    rounds: list[dict[str, float]] = []
+    restarts = RestartPolicy(healthy_after_s=0.0)  # each round kills on purpose: no row of deaths
+    with BackgroundServer(engine, config, modules, restarts=restarts) as server:
+        calm, _ = asyncio.run(run(server.url, asked, is_disturbed=False))
+        assert all(one.error is None and one.num_tokens == options.tokens for one in calm)
+        before = wait_until_whole(server.url)
+        for _ in range(options.rounds):
+            began = time.monotonic()
+            answers, (killed_at, stopped_at) = asyncio.run(run(server.url, asked, is_disturbed=True))
+            took_s = time.monotonic() - began
+            after = wait_until_whole(server.url)
+            whole = [one.content == other.content for one, other in zip(answers, calm, strict=True)]
+            rounds.append(
+                {
+                    "lost": sum(one.error is not None for one in answers),
+                    "changed": sum(
+                        one.error is None and not is_whole for one, is_whole in zip(answers, whole, strict=True)
+                    ),
+                    "resumed": after["num_resumed"] - before["num_resumed"],
+                    "pause_kill_s": max(one.gap_over(killed_at, stopped_at) for one in answers),
+                    "pause_stop_s": max(one.gap_over(stopped_at) for one in answers),
+                    "seconds": took_s,
+                }
+            )
+            print(f"round {len(rounds)}: {rounds[-1]}", flush=True)
+            before = after
+    figures = {"options": vars(options), "machine": machine(), "rounds": rounds, "resumes": before}
+    heads = ["round", "lost", "changed", "resumed", "pause over SIGKILL, s", "pause over SIGSTOP, s", "seconds"]
+    rows = [[number, *(round(value, 2) for value in one.values())] for number, one in enumerate(rounds, 1)]
+    text = [
+        f"# Streams that outlive their engines\n\n{options.streams} streams of {options.tokens} tokens, "
+        f"{NUM_REPLICAS} replicas, watchdog {HANG_TIMEOUT_S:g} s.",
+        f"Lost: {sum(one['lost'] for one in rounds)}. Changed: {sum(one['changed'] for one in rounds)}. "
+        f"Longest pause over SIGKILL: {max(one['pause_kill_s'] for one in rounds):.2f} s "
+        f"(median {statistics.median(one['pause_kill_s'] for one in rounds):.2f}); over SIGSTOP: "
+        f"{max(one['pause_stop_s'] for one in rounds):.2f} s "
+        f"(median {statistics.median(one['pause_stop_s'] for one in rounds):.2f}).\n",
+        *table(heads, rows, left=0),
+    ]
+    publish("resume", figures, "\n".join(text), is_kept=not options.quick)
+
+
+if __name__ == "__main__":
+    main()

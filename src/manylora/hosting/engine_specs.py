@@ -1,0 +1,47 @@
+"""The engines of a fleet, from one configuration: a device, a share of the machine and log files for each."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from manylora.config import EngineConfig, FleetConfig
+from manylora.hosting.protocol import EngineSpec
+
+__all__ = ["engine_specs"]
+
+
+def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, builder: str) -> list[EngineSpec]:
+    """Return the engines of a fleet.
+
+    Engines on one device share it: each takes its part of ``gpu_memory_utilization``, and of the CPU's cores. The step
+    log of engine 1 has ``.1`` before its suffix; the request log is one file.
+    """
+    if fleet.replicas == 1 and fleet.devices is None:
+        return [EngineSpec(config=engine, served_name=served_name, builder=builder)]
+    named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
+    devices = [named[index % len(named)] for index in range(fleet.replicas)]
+    on_device = Counter(devices) if engine.simulate is None else Counter(set(devices))  # simulated devices are many
+    num_threads = None if fleet.replicas == 1 else max(1, _num_cores() // fleet.replicas)
+    specs = []
+    for index, device in enumerate(devices):
+        memory = engine.memory
+        config = replace(
+            engine,
+            model=replace(engine.model, device=device),
+            memory=replace(memory, gpu_memory_utilization=memory.gpu_memory_utilization / on_device[device]),
+            step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
+        )
+        specs.append(EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads))
+    return specs
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _numbered(path: str, index: int) -> str:
+    file = Path(path)
+    return path if index == 0 else str(file.with_name(f"{file.stem}.{index}{file.suffix}"))

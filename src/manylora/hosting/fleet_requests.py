@@ -1,0 +1,161 @@
+"""Requests of a fleet: each goes to an engine, and on to another if that engine is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+
+from manylora.errors import EngineDead, ManyloraError
+from manylora.hosting.client import EngineClient
+from manylora.hosting.flight import Flight, Loss
+from manylora.hosting.output_stream import OutputStream
+from manylora.hosting.resumption import ResumePolicy, Resumer, ResumeStats
+from manylora.types import Request
+
+__all__ = ["FleetRequests", "Route"]
+
+Route = Callable[[Request, Container[int]], int]
+"""Returns the engine for a request, among those that can take it, and counts the request there until it ends."""
+
+
+class FleetRequests:
+    """Submits, cancels and resumes requests. For the event loop's thread alone.
+
+    Args:
+        serving: Returns the engines that take new requests, by number; raises ``CapacityError`` if none does.
+        going_on: Returns the engines that take the rest of answers, by number, none if none does; raises
+            ``EngineDead`` if none will again.
+        everywhere: Returns every engine that may hold requests.
+        route: Chooses among several engines; ``None`` for one engine.
+        seed: Seeds the draws of requests that bring no seed; ``None`` leaves the draws to the engine.
+        resumes: When a request goes on elsewhere.
+    """
+
+    def __init__(
+        self,
+        serving: Callable[[], Mapping[int, EngineClient]],
+        going_on: Callable[[], Mapping[int, EngineClient]],
+        everywhere: Callable[[], Iterable[EngineClient]],
+        *,
+        route: Route | None,
+        seed: int | None,
+        resumes: ResumePolicy,
+    ) -> None:
+        self._serving = serving
+        self._going_on = going_on
+        self._everywhere = everywhere
+        self._route = route
+        self._rng = None if seed is None else Random(seed)
+        self._resumer = Resumer(self._place, self._is_open, resumes)
+
+    @property
+    def resumes(self) -> ResumeStats:
+        """Counters of resumed requests."""
+        return self._resumer.stats
+
+    async def submit(
+        self, requests: Sequence[Request], stream: OutputStream, *, each: bool
+    ) -> dict[str, ManyloraError]:
+        """Submit every request to its engine; with ``each`` return the errors of those that were refused, by id.
+
+        Raises:
+            CapacityError: No engine serves.
+            EngineDead: Engines died before they had answered; no request is left.
+            ManyloraError: Unless ``each``, the first error of a request; no request is left.
+        """
+        clients = self._serving()
+        flights = []
+        for request in requests:
+            if self._rng is not None and request.sampling.seed is None:
+                request = replace(request, seed=self._rng.getrandbits(63))
+            flights.append(Flight(request, stream))
+        submitted = [
+            self._carried(client, share, client.submit(share, each=each), each)
+            for client, share in self._shares(flights, clients)
+        ]
+        refused: dict[str, ManyloraError] = {}
+        try:
+            for errors in await asyncio.gather(*submitted):
+                refused |= errors
+        except BaseException:
+            self.cancel([request.request_id for request in requests])
+            raise
+        return refused
+
+    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
+        """Cancel requests, as ``EngineClient.cancel``, wherever they are."""
+        for client in self._everywhere():
+            client.cancel(request_ids, stopped=stopped)
+        self._resumer.cancel(request_ids)
+
+    def lost(self, flights: list[Flight], loss: Loss) -> None:
+        """Take over the requests of a lost engine."""
+        self._resumer.lose(flights, loss)
+
+    def wake(self) -> None:
+        """Look again for an engine: one begins to serve, or will not serve again."""
+        self._resumer.wake()
+
+    def close(self, error: ManyloraError) -> None:
+        """End the requests that wait for an engine."""
+        self._resumer.close(error)
+
+    async def _carried(
+        self,
+        client: EngineClient,
+        flights: Sequence[Flight],
+        answer: Awaitable[dict[str, ManyloraError]],
+        each: bool,
+    ) -> dict[str, ManyloraError]:
+        """Wait for the answer to a submission, from another engine if this one is lost before."""
+        try:
+            return await answer
+        except EngineDead:
+            if client.loss is None:
+                raise
+            return await self._resumer.carry(flights, client.loss, each=each)
+
+    def _place(self, flights: Sequence[Flight]) -> Awaitable[dict[str, ManyloraError]]:
+        """Send the rests of answers to engines; await the result for the errors of those that were refused."""
+        shares = self._shares(flights, self._going_on())
+        return self._placed(shares, [client.submit(share, each=True) for client, share in shares])
+
+    async def _placed(
+        self,
+        shares: Sequence[tuple[EngineClient, Sequence[Flight]]],
+        answers: Sequence[Awaitable[dict[str, ManyloraError]]],
+    ) -> dict[str, ManyloraError]:
+        refused: dict[str, ManyloraError] = {}
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        for (client, flights), result in zip(shares, results, strict=True):
+            if isinstance(result, EngineDead) and client.loss is not None:
+                self._resumer.lose(flights, client.loss)
+            elif isinstance(result, ManyloraError):
+                refused |= dict.fromkeys((flight.request_id for flight in flights), result)
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                refused |= result
+                for flight in flights:
+                    if flight.request_id not in result:
+                        flight.accepted()
+        return refused
+
+    def _is_open(self) -> bool | None:
+        try:
+            return bool(self._going_on())
+        except EngineDead:
+            return None
+
+    def _shares(
+        self, flights: Sequence[Flight], clients: Mapping[int, EngineClient]
+    ) -> list[tuple[EngineClient, list[Flight]]]:
+        """Return the requests of each engine, as the router chooses."""
+        if self._route is None:
+            return [(client, list(flights)) for client in clients.values()]
+        shares: dict[int, list[Flight]] = {}
+        for flight in flights:
+            shares.setdefault(self._route(flight.request, clients), []).append(flight)
+        return [(clients[engine], share) for engine, share in shares.items()]

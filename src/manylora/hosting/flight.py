@@ -1,0 +1,121 @@
+"""A request in flight: its answer so far outlives the engine that works on it.
+
+::
+
+    submitted --accepted--> tokens ... --finish--> ended
+        ^                     |
+        +--- sent on, with ---+--- its engine is lost
+             the tokens so far
+
+The bookkeeping of a token is one append. An engine that is lost gives its flights up in one callback, so a token is
+either recorded here and passed to the stream, or neither: what arrives later is dropped and computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from manylora.errors import EngineDead, ManyloraError
+from manylora.hosting.output_stream import OutputStream
+from manylora.types import Continuation, Output, Request
+
+__all__ = ["Flight", "Loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The reason why an engine gives up its requests.
+
+    Args:
+        error: The reason, as an error for requests that cannot go on.
+        is_suspicious: Whether a request may have caused it: false for an engine that was killed from outside.
+        is_counted: Whether it counts towards the limit of resumptions: false for an engine that is drained.
+    """
+
+    error: EngineDead
+    is_suspicious: bool = True
+    is_counted: bool = True
+
+
+class Flight:
+    """One request, from its submission to its end, over all engines that work on it.
+
+    Args:
+        request: The request, as first submitted.
+        stream: Receives its outputs.
+    """
+
+    __slots__ = (
+        "_is_sent",
+        "_num_sent",
+        "answered",
+        "is_accepted",
+        "is_resumed",
+        "last",
+        "lost_at",
+        "num_resumes",
+        "num_strikes",
+        "on_news",
+        "request",
+        "settled",
+        "stream",
+    )
+
+    def __init__(self, request: Request, stream: OutputStream) -> None:
+        self.request = request
+        self.stream = stream
+        self.last: Output | None = None
+        self.is_accepted = False  # by its present engine
+        self.is_resumed = False  # another engine gave it a token
+        self.num_resumes = 0
+        self.num_strikes = 0  # suspicious losses, one after another, of engines that had given it no token
+        self.lost_at = 0.0  # time of the last token before its engine was lost, in seconds
+        self.on_news: Callable[[Flight], None] | None = None  # called once, at its next output
+        self.settled: asyncio.Future[None] | None = None  # awaited by a submission whose engine was lost
+        self._is_sent = False
+        self.answered = array("i")  # tokens of its answer so far, appended by the client of its engine
+        self._num_sent = 0  # tokens that its present engine got with it
+
+    @property
+    def request_id(self) -> str:
+        """Return the request's id."""
+        return self.request.request_id
+
+    def has_news(self) -> None:
+        """Report the first output after it was sent on."""
+        on_news, self.on_news = self.on_news, None
+        if on_news is not None:
+            on_news(self)
+
+    def lost(self, loss: Loss) -> None:
+        """Count the loss of its engine."""
+        has_news = len(self.answered) > self._num_sent
+        if has_news:
+            self.num_strikes = 0
+        elif loss.is_suspicious:
+            self.num_strikes += 1
+        self.num_resumes += loss.is_counted
+
+    def next_request(self) -> Request:
+        """Return the request for its next engine; from the second on it has the answer so far."""
+        if not self._is_sent:
+            self._is_sent = True
+            return self.request
+        self._num_sent = len(self.answered)
+        adapter = None if self.last is None else self.last.adapter
+        return replace(self.request, continuation=Continuation(tokens=tuple(self.answered), adapter=adapter))
+
+    def accepted(self) -> None:
+        """Tell a submission that waits that an engine has accepted the request."""
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_result(None)
+
+    def fail(self, error: ManyloraError) -> None:
+        """End it with an error: that of the submission that waits, or else of the stream."""
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_exception(error)
+        else:
+            self.stream.fail(error)

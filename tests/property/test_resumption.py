@@ -1,0 +1,316 @@
+"""Engines that die at any point lose no token of an answer and double none; a request that kills them is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manylora.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
+from manylora.hosting.engine_keeper import RestartPolicy
+from manylora.hosting.fleet import Fleet
+from manylora.hosting.protocol import (
+    AddRequests,
+    Cancel,
+    Command,
+    Ending,
+    EngineInfo,
+    Message,
+    Observations,
+    Ready,
+    Reply,
+    Turn,
+)
+from manylora.hosting.resumption import ResumePolicy
+from manylora.types import FinishReason, Output, Request, SampledToken, SamplingParams
+
+INFO = EngineInfo(
+    served_name="base",
+    base_name="base",
+    architecture="llama",
+    max_model_len=100,
+    vocab_size=100_000,
+    num_pages=10,
+    block_size=16,
+    page_bytes=1,
+    dtype="float32",
+)
+POISON = 13
+"""A prompt of this token ends every engine that runs it."""
+
+
+def token_at(request: Request, position: int) -> int:
+    """Return the token of a position: a function of the request alone, as with draws keyed by position."""
+    assert request.seed is not None
+    return (request.seed + 31 * position) % 100_000
+
+
+@dataclass
+class FakeEngine:
+    """A link whose engine does nothing by itself: the test calls for every answer, token and death."""
+
+    deliver: Callable[[Sequence[Message]], None] = lambda messages: None
+    submitted: list[AddRequests] = field(default_factory=list)
+    running: dict[str, tuple[Request, int]] = field(default_factory=dict)
+    ending: asyncio.Future[Ending] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    pid: int | None = None
+
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
+        self.deliver = deliver
+        asyncio.get_running_loop().call_soon(deliver, [Ready(INFO)])
+
+    def send(self, command: Command) -> None:
+        match command:
+            case AddRequests():
+                self.submitted.append(command)
+            case Cancel(request_ids):
+                for request_id in request_ids:
+                    self.running.pop(request_id, None)
+
+    async def closed(self) -> Ending:
+        return await asyncio.shield(self.ending)
+
+    async def stop(self) -> None:
+        self.die(Ending("it was stopped"))
+
+    def die(self, ending: Ending) -> None:
+        if not self.ending.done():
+            self.ending.set_result(ending)
+
+    def turn(self, *, is_lost: bool) -> None:
+        """Accept what was submitted and run a step; with ``is_lost`` no message of it arrives."""
+        messages: list[Message] = []
+        for command in self.submitted:
+            for request in command.requests:
+                answered = () if request.continuation is None else request.continuation.tokens
+                assert list(answered) == [token_at(request, position) for position in range(len(answered))]
+                self.running[request.request_id] = (request, len(answered))
+            messages.append(Reply(command.call))
+        self.submitted.clear()
+        outputs = []
+        for request_id, (request, position) in list(self.running.items()):
+            if request.prompt[0] == POISON:
+                self.die(Ending("the device fell over"))
+                return
+            position += 1
+            is_last = position == request.sampling.max_tokens
+            token = SampledToken(token_id=token_at(request, position - 1))
+            finish = FinishReason.LENGTH if is_last else None
+            outputs.append(Output(request_id=request_id, tokens=(token,), finish=finish))
+            self.running[request_id] = (request, position)
+            if is_last:
+                del self.running[request_id]
+        if not (is_lost or self.ending.done()):
+            self.deliver([*messages, Turn(outputs, Observations())])
+
+
+class World:
+    """A fleet of fake engines, and the requests of clients."""
+
+    def __init__(self, num_engines: int, max_resumes: int) -> None:
+        self.engines: list[FakeEngine] = []
+        self.present: dict[int, FakeEngine] = {}
+
+        def make(index: int) -> FakeEngine:
+            self.present[index] = FakeEngine()
+            self.engines.append(self.present[index])
+            return self.present[index]
+
+        self.fleet = Fleet(
+            [lambda index=index: make(index) for index in range(num_engines)],  # type: ignore[misc]
+            served_name="base",
+            observe=lambda observed: None,
+            restarts=RestartPolicy(max_deaths=1000, first_pause_s=0.0, max_pause_s=0.0),
+            resumes=ResumePolicy(max_resumes=max_resumes),
+            seed=7,
+        )
+        self.clients: dict[str, asyncio.Task[list[int]]] = {}
+        self.requests: dict[str, Request] = {}
+        self.got: dict[str, list[int]] = {}
+
+    def ask(self, num_tokens: int, prompt: int = 1) -> str:
+        request_id = f"r{len(self.clients)}"
+        sampling = SamplingParams(max_tokens=num_tokens, seed=None)
+        self.requests[request_id] = Request(request_id=request_id, prompt=(prompt,), model="base", sampling=sampling)
+        self.got[request_id] = []
+        self.clients[request_id] = asyncio.create_task(self._client(request_id))
+        return request_id
+
+    async def _client(self, request_id: str) -> list[int]:
+        got = self.got[request_id]
+        try:
+            stream = await self.fleet.submit([self.requests[request_id]])
+        except CapacityError:  # it came while no engine served
+            del self.requests[request_id]
+            return got
+
+        def consume(outputs: list[Output]) -> None:
+            for output in outputs:
+                got.extend(token.token_id for token in output.tokens)
+                if output.finish is not None:
+                    stream.close()
+
+        await stream.deliver(consume)
+        return got
+
+    async def settle(self) -> None:
+        """Let every callback run."""
+        for _ in range(30):
+            await asyncio.sleep(0)
+
+    async def finish(self) -> None:
+        """Let the engines work until every request has ended."""
+        for _ in range(500):
+            await self.settle()
+            if all(client.done() for client in self.clients.values()):
+                return
+            for engine in self.present.values():
+                engine.turn(is_lost=False)
+        raise AssertionError("requests are left")
+
+    def check(self, request_id: str) -> ManyloraError | None:
+        """Check the tokens of a request that has ended: a beginning of the answer, all of it without an error."""
+        request, got, client = self.requests[request_id], self.got[request_id], self.clients[request_id]
+        error = client.exception()
+        assert error is None or isinstance(error, ManyloraError), error
+        first = got[0] if got else 0
+        assert got == [(first + 31 * position) % 100_000 for position in range(len(got))]
+        assert (len(got) == request.sampling.max_tokens) == (error is None)
+        return error
+
+
+def play(num_engines: int, max_resumes: int, scenario: Callable[[World], object]) -> None:
+    async def main() -> None:
+        world = World(num_engines, max_resumes)
+        await world.fleet.start()
+        keeping = asyncio.create_task(world.fleet.run())
+        try:
+            await scenario(world)  # type: ignore[misc]
+        finally:
+            keeping.cancel()
+            await world.fleet.stop()
+            await asyncio.gather(keeping, *world.clients.values(), return_exceptions=True)
+
+    logging.disable()  # of many deaths
+    try:
+        asyncio.run(main())
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("ask"), st.integers(1, 6)),
+    st.tuples(st.just("turn"), st.integers(0, 2)),
+    st.tuples(st.just("lost turn"), st.integers(0, 2)),
+    st.tuples(st.just("kill"), st.integers(0, 2)),
+    st.tuples(st.just("fault"), st.integers(0, 2)),
+    st.tuples(st.just("settle"), st.just(0)),
+    st.tuples(st.just("pause"), st.just(0)),
+)
+
+
+async def act(world: World, action: tuple[str, int]) -> None:
+    kind, value = action
+    engine = world.present[value % len(world.present)]
+    match kind:
+        case "ask":
+            world.ask(value)
+        case "turn":
+            engine.turn(is_lost=False)
+        case "lost turn":  # tokens on their way when the engine dies
+            engine.turn(is_lost=True)
+            engine.die(Ending("killed", is_external=True))
+        case "kill":
+            engine.die(Ending("killed", is_external=True))
+        case "fault":
+            engine.die(Ending("the device fell over"))
+        case "settle":
+            await world.settle()
+        case "pause":
+            await asyncio.sleep(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 3), st.lists(ACTIONS.filter(lambda action: action[0] != "fault"), max_size=40))
+def test_engines_killed_from_outside_lose_and_double_no_token(num_engines: int, actions: list[tuple[str, int]]) -> None:
+    async def scenario(world: World) -> None:
+        for action in actions:
+            await act(world, action)
+        await world.finish()
+        assert [world.check(request_id) for request_id in world.requests] == [None] * len(world.requests)
+        assert world.fleet.resumes.num_waiting == world.fleet.resumes.num_ended == 0
+
+    play(num_engines, 10**6, scenario)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.lists(ACTIONS, max_size=40))
+def test_a_request_ends_early_only_after_two_faults_and_never_with_wrong_tokens(
+    num_engines: int, actions: list[tuple[str, int]]
+) -> None:
+    async def scenario(world: World) -> None:
+        for action in actions:
+            await act(world, action)
+        await world.finish()
+        errors = [world.check(request_id) for request_id in world.requests]
+        assert all(error is None or isinstance(error, PoisonRequest) for error in errors)
+        if sum(kind == "fault" for kind, _ in actions) < 2:
+            assert not any(errors)
+
+    play(num_engines, 10**6, scenario)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 3), st.lists(st.integers(1, 6), max_size=12), st.integers(0, 12))
+def test_a_poisonous_request_ends_and_every_other_is_answered(
+    num_engines: int, lengths: list[int], before: int
+) -> None:
+    """All arrive at once, so all are under suspicion at the first death; the second finds the one to blame."""
+
+    async def scenario(world: World) -> None:
+        others = [world.ask(length) for length in lengths[:before]]
+        poison = world.ask(5, prompt=POISON)
+        others += [world.ask(length) for length in lengths[before:]]
+        await world.finish()
+        assert isinstance(world.check(poison), PoisonRequest)
+        assert [world.check(other) for other in others] == [None] * len(others)
+        assert world.fleet.num_restarts == len(world.engines) - num_engines == 2
+
+    play(num_engines, 3, scenario)
+
+
+def test_a_request_goes_on_so_many_times() -> None:
+    async def scenario(world: World) -> None:
+        request = world.ask(50)
+        for _ in range(3):
+            await world.settle()
+            world.present[0].turn(is_lost=False)
+            world.present[0].die(Ending("killed", is_external=True))
+        await world.settle()
+        error = world.check(request)
+        assert isinstance(error, EngineDead)
+        assert "may lose 2" in str(error)
+        assert (world.fleet.resumes.num_resumes, world.fleet.resumes.num_resumed) == (2, 1)
+
+    play(1, 2, scenario)
+
+
+def test_a_cancelled_request_does_not_come_back() -> None:
+    async def scenario(world: World) -> None:
+        request = world.ask(50)
+        await world.settle()
+        world.present[0].turn(is_lost=False)
+        world.present[0].die(Ending("killed", is_external=True))
+        await asyncio.sleep(0)
+        world.fleet.cancel([request])
+        world.clients[request].cancel()
+        await world.settle()
+        world.present[0].turn(is_lost=False)
+        assert not world.present[0].running
+        assert world.fleet.resumes.num_waiting == 0
+
+    play(1, 3, scenario)
