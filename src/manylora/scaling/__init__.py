@@ -2,20 +2,21 @@
 
 from manylora.scaling.autoscaler import Autoscaler, Scaler, ScalingDecision, ScalingPolicy
 from manylora.scaling.capacity import ReplicaCapacity, predict_capacity
+from manylora.scaling.controller import Phase, ScalingController, ScalingOrder
 from manylora.scaling.forecast import RateForecast
-from manylora.scaling.placement import hottest, least_missed
 from manylora.scaling.watch import Load, LoadWatch
 
 __all__ = [
     "Autoscaler",
     "Load",
     "LoadWatch",
+    "Phase",
     "RateForecast",
     "ReplicaCapacity",
     "Scaler",
+    "ScalingController",
     "ScalingDecision",
+    "ScalingOrder",
     "ScalingPolicy",
-    "hottest",
-    "least_missed",
     "predict_capacity",
 ]

@@ -4,7 +4,7 @@
 
     need      forecast at (now + time of a start), with margin, and the queue, over the rate that a replica can take
     up        at once, to the need
-    down      to the largest need, with slack, of the last ``stay``: an idle replica is kept for as long as a start costs
+    down      to the largest need, with slack, of the last ``stay``
 
 A replica in use costs time; so does a start. To keep an idle replica for as long as a start costs, several times over,
 bounds the loss against a plan that knows the future, as in renting against buying. The slack is a hysteresis: the rate

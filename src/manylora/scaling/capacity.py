@@ -12,6 +12,9 @@ FEWEST_JUDGED = 20
 BACK_OFF = 0.95
 """Part of a rate that broke the SLO which is taken to keep it."""
 
+NEWEST = 0.1
+"""Weight of the newest prediction: the requests in flight are a small sample."""
+
 LEAST, MOST = 0.1, 4.0
 """Bounds of the correction."""
 
@@ -72,7 +75,7 @@ class ReplicaCapacity:
     def predict(self, rate: float) -> None:
         """Learn a prediction; ignored if the capacity was given."""
         if not self._is_given:
-            self._rate = rate
+            self._rate = rate if self._rate is None else self._rate + NEWEST * (rate - self._rate)
 
     def learn(self, rate: float, num_judged: int, num_kept: int) -> None:
         """Learn from a time in which the load was steady.
