@@ -4,7 +4,7 @@ from manylora.scaling.autoscaler import Autoscaler, Scaler, ScalingDecision, Sca
 from manylora.scaling.capacity import ReplicaCapacity, predict_capacity
 from manylora.scaling.controller import Phase, ScalingController, ScalingOrder
 from manylora.scaling.forecast import RateForecast
-from manylora.scaling.watch import Load, LoadWatch
+from manylora.scaling.watch import Load, LoadWatch, WatchedDispatcher
 
 __all__ = [
     "Autoscaler",
@@ -18,5 +18,6 @@ __all__ = [
     "ScalingDecision",
     "ScalingOrder",
     "ScalingPolicy",
+    "WatchedDispatcher",
     "predict_capacity",
 ]

@@ -49,6 +49,7 @@ class ScalingPolicy:
         stay_starts: Times of a start for which a replica is kept without need.
         least_stay_s: The same in seconds, at least.
         slack: Part of its capacity by which a smaller fleet must be below need.
+        max_num_seqs: Requests that a replica runs at once.
         num_warm: Adapters that are on the device of a new replica before it takes requests, at most.
         warm_s: Longest wait for them, in seconds.
     """
@@ -61,10 +62,11 @@ class ScalingPolicy:
     utilization: float = 0.75
     start_s: float = 30.0
     look_every_s: float = 1.0
-    quantile: float = 0.9
+    quantile: float = 0.75
     stay_starts: float = 3.0
     least_stay_s: float = 15.0
     slack: float = 0.1
+    max_num_seqs: int = 256
     num_warm: int = 16
     warm_s: float = 10.0
 
@@ -122,7 +124,7 @@ class Autoscaler:
         self._forecast = RateForecast(
             memory_s=max(10 * policy.look_every_s, 2 * policy.start_s),
             quantile=policy.quantile,
-            recent_s=max(5 * policy.look_every_s, policy.start_s / 2),
+            recent_s=max(5 * policy.look_every_s, policy.start_s),
         )
         self._needs: deque[tuple[float, int]] = deque()  # falling, so that the first is the largest of the stay
         self._window: tuple[float, int, int, int] | None = None  # since when; judged, kept, replicas at that time

@@ -15,6 +15,9 @@ BACK_OFF = 0.95
 NEWEST = 0.1
 """Weight of the newest prediction: the requests in flight are a small sample."""
 
+STEP = 0.9
+"""Largest change by one contradiction: it may have another cause, as cold adapters."""
+
 LEAST, MOST = 0.1, 4.0
 """Bounds of the correction."""
 
@@ -95,4 +98,5 @@ class ReplicaCapacity:
             self._correct(BACK_OFF * rate / safe)
 
     def _correct(self, factor: float) -> None:
+        factor = min(1 / STEP, max(STEP, factor))
         self._correction = min(MOST, max(LEAST, self._correction * factor))

@@ -49,7 +49,7 @@ class ScalingController:
     Args:
         policy: Bounds and prices.
         views: The replicas as the router sees them, in use or not; ``max_replicas`` of them.
-        max_num_seqs: Requests that a replica runs at once.
+        watch: The load.
         scaler: Decides their number; an ``Autoscaler`` by default.
     """
 
@@ -57,16 +57,15 @@ class ScalingController:
         self,
         policy: ScalingPolicy,
         views: Sequence[ReplicaView],
+        watch: LoadWatch,
         *,
-        max_num_seqs: int,
         scaler: Scaler | None = None,
     ) -> None:
         self.policy = policy
-        self.watch = LoadWatch(policy.ttft_s)
         self.decision: ScalingDecision | None = None
         """The last one."""
         self._views = views
-        self._max_num_seqs = max_num_seqs
+        self._watch = watch
         self._scaler = Autoscaler(policy) if scaler is None else scaler
 
     def look(self, now: float, phases: Sequence[Phase]) -> ScalingOrder:
@@ -77,7 +76,7 @@ class ScalingController:
         serving, num_starting = by_phase[Phase.SERVING], len(by_phase[Phase.STARTING])
         self._predict_capacity(serving)
         decision = self.decision = self._scaler.decide(
-            now, self.watch.load(now), num_serving=len(serving), num_starting=num_starting
+            now, self._watch.load(now), num_serving=len(serving), num_starting=num_starting
         )
         num_more = decision.num_wanted - len(serving) - num_starting
         if num_more > 0:
@@ -101,14 +100,16 @@ class ScalingController:
     def _predict_capacity(self, serving: Sequence[int]) -> None:
         """Predict the capacity of a replica from the steps and requests of those that serve."""
         busy = [self._views[index] for index in serving if self._views[index].num_requests]
+        steps = next((view.steps for view in busy if not view.is_guessed), None)
+        if steps is None:
+            return
         num = sum(view.num_requests for view in busy)
-        if num:
-            rate = predict_capacity(
-                busy[0].steps,
-                prompt_tokens=sum(view.num_prompt_tokens for view in busy) / num,
-                answer_tokens=busy[0].mean_answer_tokens,
-                mean_rank=sum(view.sum_rank for view in busy) / num,
-                max_num_seqs=self._max_num_seqs,
-                kv_tokens=busy[0].kv_tokens,
-            )
-            self._scaler.predict_capacity(rate)
+        rate = predict_capacity(
+            steps,
+            prompt_tokens=sum(view.num_prompt_tokens for view in busy) / num,
+            answer_tokens=busy[0].mean_answer_tokens,
+            mean_rank=sum(view.sum_rank for view in busy) / num,
+            max_num_seqs=self.policy.max_num_seqs,
+            kv_tokens=busy[0].kv_tokens,
+        )
+        self._scaler.predict_capacity(rate)

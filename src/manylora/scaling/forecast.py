@@ -1,4 +1,4 @@
-"""The rate of arrivals some time ahead: level and trend, and a margin learnt from its own errors.
+"""The rate of arrivals some time ahead: level and trend, with a margin learnt from past errors.
 
 ::
 
@@ -8,7 +8,8 @@
            +----------+---> time
                  horizon
 
-The margin is a quantile of the ratios of rate to forecast, so that it covers the noise and the turns of this traffic.
+The margin is a quantile of past errors, so that it covers the noise and the turns of this traffic. Errors are taken in
+units of the root of the forecast: those of counts grow with it, and a burst in a quiet night says little about noon.
 """
 
 from __future__ import annotations
@@ -18,12 +19,9 @@ from collections import deque
 
 __all__ = ["RateForecast"]
 
-MOST_RATIOS, FEWEST_RATIOS = 240, 20
-FIRST_MARGIN = 1.25
-"""Margin before enough forecasts have come due."""
-
-MOST_MARGIN = 3.0
-"""Bound on the margin: after a silence every ratio is large."""
+MOST_ERRORS, FEWEST_ERRORS = 120, 20
+FIRST_ERROR = 0.5
+"""The margin in those units before enough forecasts have come due."""
 
 LOOKS_BACK = 4.0
 """Looks older than this many memories have no weight left and are dropped."""
@@ -34,7 +32,7 @@ class RateForecast:
 
     Args:
         memory_s: Time after which a look counts 1/e, in seconds.
-        quantile: Share of the past in which the rate kept below forecast times margin.
+        quantile: Share of the past in which the rate kept below forecast and margin.
         recent_s: Time over which the present rate is taken, in seconds.
     """
 
@@ -44,7 +42,7 @@ class RateForecast:
         self._recent_s = recent_s
         self._looks: deque[tuple[float, int]] = deque()  # time, arrivals until then
         self._made: deque[tuple[float, float]] = deque()  # time for which it was made, forecast
-        self._ratios: deque[float] = deque(maxlen=MOST_RATIOS)
+        self._errors: deque[float] = deque(maxlen=MOST_ERRORS)
 
     def look(self, now: float, num_arrivals: int) -> None:
         """Learn the number of arrivals since the start."""
@@ -53,9 +51,7 @@ class RateForecast:
             self._looks.popleft()
         while self._made and self._made[0][0] <= now:
             _, forecast = self._made.popleft()
-            # One request more or less is no error, however low the rate.
-            least = 1.0 / self._recent_s
-            self._ratios.append((self.rate + least) / (forecast + least))
+            self._errors.append((self.rate - forecast) / self._unit(forecast))
 
     @property
     def rate(self) -> float:
@@ -70,21 +66,25 @@ class RateForecast:
                 break
         return (num_arrivals - earlier) / (now - since) if now > since else 0.0
 
-    @property
-    def margin(self) -> float:
-        """Factor on a forecast that covers the quantile of past errors."""
-        if len(self._ratios) < FEWEST_RATIOS:
-            return FIRST_MARGIN
-        ratios = sorted(self._ratios)
-        return min(MOST_MARGIN, max(1.0, ratios[min(len(ratios) - 1, int(self._quantile * len(ratios)))]))
-
     def ahead(self, horizon_s: float) -> float:
         """Return the upper end of the rate within a horizon, and remember the forecast, to learn from its error."""
         level, trend = self._fit()
         forecast = max(0.0, level + trend * horizon_s)
         if self._looks:
             self._made.append((self._looks[-1][0] + horizon_s, forecast))
-        return self.margin * max(level, forecast)
+        likely = max(level, forecast)
+        return likely + self._error() * self._unit(likely)
+
+    def _unit(self, rate: float) -> float:
+        """Return the root of a rate, and of one request at least: one more or less is no error."""
+        return math.sqrt(rate + 1.0 / self._recent_s)
+
+    def _error(self) -> float:
+        """Return the quantile of past errors, in units of the root."""
+        if len(self._errors) < FEWEST_ERRORS:
+            return FIRST_ERROR
+        errors = sorted(self._errors)
+        return max(0.0, errors[min(len(errors) - 1, int(self._quantile * len(errors)))])
 
     def _fit(self) -> tuple[float, float]:
         """Return the rate now and its change per second, by discounted least squares over the looks."""

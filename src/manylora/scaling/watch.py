@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Load", "LoadWatch"]
+from manylora.routing import Dispatcher, Router
+from manylora.types import Request
+
+__all__ = ["Load", "LoadWatch", "WatchedDispatcher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +42,9 @@ class LoadWatch:
         self._num_arrivals = self._num_judged = self._num_kept = 0
 
     def arrived(self, request_id: str, now: float) -> None:
-        """Count a request; one that goes on elsewhere is counted once."""
-        if request_id not in self._arrived_at:
-            self._arrived_at[request_id] = now
-            self._num_arrivals += 1
+        """Count a request; one that goes on elsewhere is a request again, without a first token there."""
+        self._arrived_at[request_id] = now
+        self._num_arrivals += 1
 
     def started(self, request_id: str, now: float) -> None:
         """Learn that a request has its first token; a request that is not waiting is ignored."""
@@ -73,3 +76,43 @@ class LoadWatch:
             num_judged=self._num_judged,
             num_kept=self._num_kept,
         )
+
+
+class WatchedDispatcher(Dispatcher):
+    """A dispatcher whose load is watched.
+
+    Args:
+        router: Chooses.
+        num_replicas: Replicas, serving or not.
+        ranks: Rank of each adapter by name.
+        watch: Learns of every request.
+        now: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        num_replicas: int,
+        ranks: Mapping[str, int],
+        *,
+        watch: LoadWatch,
+        now: Callable[[], float],
+    ) -> None:
+        super().__init__(router, num_replicas, ranks)
+        self._watch = watch
+        self._now = now
+
+    def dispatch(self, request: Request, serving: Container[int] | None = None) -> int:
+        """Return the replica for a request."""
+        self._watch.arrived(request.request_id, self._now())
+        return super().dispatch(request, serving)
+
+    def started(self, request_id: str) -> None:
+        """Learn that a request has its first token."""
+        self._watch.started(request_id, self._now())
+        super().started(request_id)
+
+    def ended(self, request_id: str) -> int:
+        """Learn that a request ended or was refused; return its replica."""
+        self._watch.ended(request_id)
+        return super().ended(request_id)

@@ -36,7 +36,7 @@ from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, su
 from manylora.plan import AdapterLoad, PlannedSequence
 from manylora.plugins import options_for
 from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
-from manylora.scaling import ScalingController, ScalingDecision
+from manylora.scaling import LoadWatch, ScalingController, ScalingDecision, WatchedDispatcher
 from manylora.scheduling import LengthPredictor, Sequence
 from manylora.scheduling.prediction import PREDICTORS, NoisyPredictor, OraclePredictor
 from manylora.sim.run.adapters import adapter_versions
@@ -198,20 +198,17 @@ def simulate(
         dispatcher.restarted(replica)
         tell(replica)
 
-    dispatcher = Dispatcher(_make_router(config, ranks), config.num_replicas, ranks)
-    controller: ScalingController | None = None
+    router = _make_router(config, ranks)
     starts: SimulatedStarts | None = None
     if config.scaling is None:
+        dispatcher = Dispatcher(router, config.num_replicas, ranks)
         cores.update((replica, make_core(replica)) for replica in range(config.num_replicas))
     else:
-        controller = ScalingController(
-            config.scaling.policy,
-            dispatcher.views,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            scaler=None if config.scaling.make_scaler is None else config.scaling.make_scaler(),
-        )
+        watch = LoadWatch(config.scaling.policy.ttft_s)
+        dispatcher = WatchedDispatcher(router, config.num_replicas, ranks, watch=watch, now=clock.now)
+        scaler = None if config.scaling.make_scaler is None else config.scaling.make_scaler()
+        controller = ScalingController(config.scaling.policy, dispatcher.views, watch, scaler=scaler)
         starts = SimulatedStarts(config.scaling, controller, cores, make_core, begin, seed=config.seed)
-    watch = None if controller is None else controller.watch
     num_ended, report_at = 0, REPORT_EVERY_S
     waiting: set[str] = set()
 
@@ -223,8 +220,6 @@ def simulate(
             for replica in cores:
                 tell(replica)
         waiting.add(request.request_id)
-        if watch is not None:
-            watch.arrived(request.request_id, now)
         return dispatcher.dispatch(request, None if starts is None else starts.serving)
 
     def take(outputs: list[Output], now: float) -> None:
@@ -234,8 +229,6 @@ def simulate(
             if output.request_id in waiting:
                 waiting.discard(output.request_id)
                 dispatcher.started(output.request_id)
-                if watch is not None:
-                    watch.started(output.request_id, now)
             if output.finish is not None:
                 dispatcher.ended(output.request_id)
                 ended += 1
@@ -247,8 +240,6 @@ def simulate(
         nonlocal num_ended
         num_ended += 1
         waiting.discard(request.request_id)
-        if watch is not None:
-            watch.ended(request.request_id)
         recorders[dispatcher.ended(request.request_id)].refuse(request, error, now)
 
     arrivals = Arrivals(_arrivals(workload, config), on_rejected=refuse)
