@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.scaling import ScalingDecision
 
 __all__ = [
     "AdapterRow",
@@ -123,6 +124,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
         adapters: Highest tier first, then busy ones, then the most requested; as many as the caller asked for.
         replicas: The engines.
         resumes: Requests that lost their engine.
+        scaling: The last decision about the number of engines; ``None`` if it is fixed.
     """
 
     state: str
@@ -140,6 +142,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterRow, ...] = ()
     replicas: tuple[ReplicaRow, ...] = ()
     resumes: Resumes | None = None
+    scaling: ScalingDecision | None = None
 
 
 def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:
