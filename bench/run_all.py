@@ -32,8 +32,8 @@ COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
 }
 """Commands of manylora by name: in full, and as a smoke test where there is one."""
 
-BY_HAND = ("gpu.py", "versions.py")
-"""Not run here: the first needs a GPU, the second another checkout."""
+BY_HAND = ("gpu.py", "proxy_parts.py", "versions.py")
+"""Not run here: the first needs a GPU, the second is started by `proxy.py`, the third needs another checkout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ class FleetConfig:
         metavar="DEVICE,...",
         help="Devices of the engines in order, as cuda:0,cuda:1, then from the first again; by default --device.",
     )
-    router: str = _replicas("affinity", plugin="router", help="Choice of the engine for each request.")
+    router: str = _replicas("auto", plugin="router", help="Choice of the engine for each request.")
     router_options: Mapping[str, Any] = _replicas(
         factory=dict,
         flag="--router-option",

@@ -59,6 +59,7 @@ OF_COMMANDS = {
     "bench offline": "model lora_modules lora_dir num_prompts random_input_len random_output_len rounds against_peers "
     "save_to",
     "bench kernels": "adapters rank rows hidden_size layers rounds device save_to",
+    "route": "config log_level",
     "demo": "once host port",
     "version": "",
 }

@@ -24,7 +24,7 @@ from manylora.bench.machine import machine
 from manylora.bench.paced import TICK_S, write_paced_tokenizer
 from manylora.errors import EngineDead
 
-__all__ = ["RATES", "HttpResult", "http_report", "http_table", "measure_http"]
+__all__ = ["RATES", "HttpResult", "cpu_seconds", "http_report", "http_table", "measure_http"]
 
 RATES = (20.0, 50.0, 100.0, 200.0, 300.0, 1000.0)
 """Steps per second asked of the engine: from a slow model to one that is never waited for."""
@@ -173,10 +173,10 @@ def _run(
     port: int, numbers: tuple[int, int, int], pids: Sequence[int | None]
 ) -> tuple[StreamsResult, list[float | None]]:
     """Run the client; return what it saw, and the processor time of each process in microseconds per token."""
-    before = [_cpu_s(pid) for pid in pids]
+    before = [cpu_seconds(pid) for pid in pids]
     command = [sys.executable, "-m", "manylora.bench.http_client", "127.0.0.1", str(port), *map(str, numbers)]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    after = [_cpu_s(pid) for pid in pids]
+    after = [cpu_seconds(pid) for pid in pids]
     num_streams, _, num_tokens = numbers
     costs = [
         None if end is None or start is None else (end - start) / (num_streams * num_tokens) * 1e6
@@ -192,7 +192,7 @@ def _child_of(pid: int) -> int | None:
     return int(children[0]) if children else None
 
 
-def _cpu_s(pid: int | None) -> float | None:
+def cpu_seconds(pid: int | None) -> float | None:
     """Return the processor time of a process so far, in seconds; ``None`` where there is no ``/proc``."""
     path = Path(f"/proc/{pid}/stat")
     if pid is None or not path.exists():

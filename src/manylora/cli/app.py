@@ -17,6 +17,7 @@ from manylora.cli.commands.demo import demo
 from manylora.cli.commands.experiment import experiment_app
 from manylora.cli.commands.generate import generate
 from manylora.cli.commands.plan import plan_command
+from manylora.cli.commands.route import route
 from manylora.cli.commands.serve import ServeCommand, serve
 from manylora.cli.commands.simulate import simulate_command
 from manylora.cli.commands.top import top
@@ -37,6 +38,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=ServeCommand)(serve)
+app.command()(route)
 app.command()(generate)
 app.add_typer(adapters_app, name="adapters")
 app.command()(calibrate)

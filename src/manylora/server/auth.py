@@ -18,7 +18,6 @@ from collections.abc import Iterable
 
 from starlette.requests import Request
 
-from manylora.config import ServerConfig
 from manylora.server.errors import HttpError
 
 __all__ = ["Gate"]
@@ -33,9 +32,9 @@ def _digest(key: str) -> bytes:
 class Gate:
     """Checks the API key or the origin of a request."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        self._api_keys = tuple(_digest(key) for key in config.api_keys)
-        self._admin_key = None if config.admin_key is None else _digest(config.admin_key)
+    def __init__(self, api_keys: Iterable[str] = (), admin_key: str | None = None) -> None:
+        self._api_keys = tuple(_digest(key) for key in api_keys)
+        self._admin_key = None if admin_key is None else _digest(admin_key)
 
     def check_inference(self, request: Request) -> str:
         """Return the tenant of a request to an inference route: a digest of its key, empty without ``api_keys``.

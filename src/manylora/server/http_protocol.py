@@ -14,7 +14,7 @@ from typing import TypeAlias
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-__all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer"]
+__all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer", "connection_breaker"]
 
 EXTENSION = "manylora.write_chunk"
 
@@ -29,13 +29,20 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         """Add the extension to the scope; the application's task was just created and has not run."""
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:  # false after a protocol upgrade
-            self.scope["extensions"] = {EXTENSION: {"write": functools.partial(_write_chunk, self.cycle)}}
+            write = functools.partial(_write_chunk, self.cycle)
+            self.scope["extensions"] = {EXTENSION: {"write": write, "break": self.transport.abort}}
 
 
 def chunk_writer(scope: Scope) -> WriteChunk:
     """Return the function that writes a request's chunks; under another server it always returns False."""
     write: WriteChunk = scope.get("extensions", {}).get(EXTENSION, {}).get("write", _never)
     return write
+
+
+def connection_breaker(scope: Scope) -> Callable[[], None]:
+    """Return the function that breaks a request's connection, so that the client sees that its answer is not whole."""
+    breaker: Callable[[], None] = scope["extensions"][EXTENSION]["break"]
+    return breaker
 
 
 def _never(body: bytes) -> bool:

@@ -12,16 +12,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
-import ipaddress
 import logging
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +28,6 @@ import uvicorn
 
 from manylora.config import EngineConfig, FleetConfig, ServerConfig
 from manylora.demo import demo_model_path
-from manylora.errors import ConfigError
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_keeper import RestartPolicy
@@ -47,6 +43,7 @@ from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
 from manylora.server.http_protocol import ChunkWritingProtocol
+from manylora.server.listening import HttpServer, bind, new_event_loop, url_of
 from manylora.server.metrics.prometheus import Metrics
 from manylora.text import Tokenizer
 
@@ -57,22 +54,6 @@ LAST_WRITES_S = 2.0
 """Time that clients have to read the last bytes of failed answers, in seconds."""
 
 logger = logging.getLogger(__name__)
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers; ``on_listening`` is called when clients can connect."""
-
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_listening = on_listening
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_listening()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Server:
@@ -128,8 +109,8 @@ class Server:
             # A thread cannot be killed, and a debugger's breakpoint is not a hang.
             hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
         )
-        self._socket = _bind(server.host, server.port)
-        self.url = _url(self._socket)
+        self._socket = bind(server.host, server.port)
+        self.url = url_of(self._socket)
         self._stop = asyncio.Event()
         self._drain_timeout_s = server.drain_timeout_s
 
@@ -164,7 +145,7 @@ class Server:
 
         living = asyncio.create_task(live())
         stopping = asyncio.create_task(self._stop.wait())
-        http: _HttpServer | None = None
+        http: HttpServer | None = None
         tasks: list[asyncio.Task[None]] = [living]
         try:
             model = self._engine_config.model
@@ -197,7 +178,7 @@ class Server:
             if self._drain_timeout_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
 
-    def _http_server(self, tokenizer: Tokenizer, on_listening: Callable[[], None]) -> _HttpServer:
+    def _http_server(self, tokenizer: Tokenizer, on_listening: Callable[[], None]) -> HttpServer:
         version = metadata.version("manylora")
         model = self._engine_config.model
         digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
@@ -208,7 +189,7 @@ class Server:
             config=self._config,
             fleet=self.fleet,
             tokenizer=tokenizer,
-            gate=Gate(self._config),
+            gate=Gate(self._config.api_keys, self._config.admin_key),
             metrics=self._metrics,
             lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
             fingerprint=f"fp_{digest.hexdigest()}",
@@ -216,7 +197,7 @@ class Server:
             epoch_s=time.time,
             monotonic_s=time.monotonic,
         )
-        return _HttpServer(
+        return HttpServer(
             uvicorn.Config(
                 make_app(context),
                 http=ChunkWritingProtocol,
@@ -250,40 +231,6 @@ def _scaling_policy(engine: EngineConfig, fleet: FleetConfig) -> ScalingPolicy |
         capacity_rps=fleet.replica_rate,
         max_num_seqs=engine.scheduler.max_num_seqs,
     )
-
-
-def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return uvloop's event loop if it is installed: its socket writes cost half as much."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket; ``ConfigError`` for a port in use is raised before a model is loaded."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"Got host = {host!r}, expected an address to listen on: {error}") from error
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise ConfigError(f"Got host = {host!r} and port = {port}, which cannot be listened on: {error}") from error
-    return bound
-
-
-def _url(bound: socket.socket) -> str:
-    """Return the address at which this machine reaches the server."""
-    host, port = bound.getsockname()[:2]
-    address = ipaddress.ip_address(host)
-    if address.is_unspecified:
-        host = "127.0.0.1" if address.version == 4 else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def run(
@@ -327,6 +274,6 @@ def run(
             loop.add_signal_handler(number, stop)
         await one.serve(say_ready)
 
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve())
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from manylora.cli.options.config_file import read_config_file
+from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LoraModules, ModelArgument, panel, resolve_model
+from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, resolve_model
 from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
 from manylora.cli.options.vllm_flags import spread_lists, take_out
 from manylora.cli.views.terminal import note
@@ -43,7 +42,6 @@ _FLAGS = flags_of(
     *(EngineConfig, FleetConfig, ServerConfig),
 )
 _PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Debugging", "Simulation")
-_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class ServeCommand(TyperCommand):
@@ -57,36 +55,18 @@ class ServeCommand(TyperCommand):
         return super().parse_args(ctx, spread_lists(ours))
 
 
-def _use_config_file(context: typer.Context, path: str | None) -> str | None:
-    """Set the file's values as defaults, before other options are parsed."""
-    if path is not None:
-        params = [param for param in context.command.params if param.name not in (None, "config", "help")]
-        context.default_map = read_config_file(
-            path,
-            options=[str(param.name) for param in params],
-            lists=[str(param.name) for param in params if getattr(param, "multiple", False)],
-            flags=_FLAGS,
-        )
-    return path
-
-
 @with_flags(_FLAGS, panels=_PANELS)
 def serve(
     model: ModelArgument,
     chosen: Chosen,
     config: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Read options from a TOML file, by the same names, with the model and a table of lora-modules.",
-            is_eager=True,
-            callback=_use_config_file,
+        config_option(
+            _FLAGS, "Read options from a TOML file, by the same names, with the model and a table of lora-modules."
         ),
     ] = None,
     lora_modules: LoraModules = None,
-    log_level: Annotated[
-        str, panel("Debugging", "Lowest level of messages to log.", metavar="|".join(_LOG_LEVELS))
-    ] = "info",
+    log_level: LogLevel = "info",
     builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, with OpenAI's API.
@@ -110,7 +90,7 @@ def serve(
         adapters=chosen.make(AdapterConfig),
     )
     engine = replace(engine, cache_dir=parse_cache_dir(engine.cache_dir))
-    _log_to_stderr(log_level)
+    log_to_stderr(log_level, "api")
     _check_early(engine, server.fleet)
     note(f"starting {model} with {len(adapters)} adapters; its address follows when it is ready")
     from manylora.server import LoraModule, run  # imports torch and the web framework
@@ -141,9 +121,3 @@ def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:
                 open(path, "a").close()
         except OSError as error:
             raise ConfigError(f"Got {option} {path!r}, which cannot be written: {error.strerror}") from None
-
-
-def _log_to_stderr(level: str) -> None:
-    if level not in _LOG_LEVELS:
-        raise typer.BadParameter(f"Got {level!r}, expected one of {', '.join(_LOG_LEVELS)}", param_hint="--log-level")
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s api %(name)s %(message)s")

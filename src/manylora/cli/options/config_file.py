@@ -18,13 +18,34 @@ import json
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from manylora.cli.options.fields import Flag
 from manylora.errors import ConfigError
 
-__all__ = ["read_config_file"]
+__all__ = ["config_option", "read_config_file"]
 
 Value = str | int | float | bool | list[str]
+
+
+def config_option(flags: Iterable[Flag], help: str) -> Any:
+    """Return the option ``--config`` of a command with these flags: the file's values become defaults."""
+    flags = tuple(flags)
+
+    def use(context: typer.Context, path: str | None) -> str | None:
+        if path is not None:
+            params = [param for param in context.command.params if param.name not in (None, "config", "help")]
+            context.default_map = read_config_file(
+                path,
+                options=[str(param.name) for param in params],
+                lists=[str(param.name) for param in params if getattr(param, "multiple", False)],
+                flags=flags,
+            )
+        return path
+
+    return typer.Option(metavar="FILE", help=help, is_eager=True, callback=use)
 
 
 def read_config_file(

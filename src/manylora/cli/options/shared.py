@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,10 @@ import typer
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.errors import ConfigError
 
-__all__ = ["DEMO", "LoraDirs", "LoraModules", "ModelArgument", "panel", "resolve_model"]
+__all__ = ["DEMO", "LogLevel", "LoraDirs", "LoraModules", "ModelArgument", "log_to_stderr", "panel", "resolve_model"]
 
 DEMO = "demo"
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def panel(name: str, help: str, *flags: str, **settings: Any) -> Any:
@@ -43,6 +45,14 @@ LoraDirs = Annotated[
         "Adapters", "Load every adapter folder below DIR, named after itself. Repeatable.", "--lora-dir", metavar="DIR"
     ),
 ]
+LogLevel = Annotated[str, panel("Debugging", "Lowest level of messages to log.", metavar="|".join(LOG_LEVELS))]
+
+
+def log_to_stderr(level: str, process: str) -> None:
+    """Log messages of a level and above, as those of a process."""
+    if level not in LOG_LEVELS:
+        raise typer.BadParameter(f"Got {level!r}, expected one of {', '.join(LOG_LEVELS)}", param_hint="--log-level")
+    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {process} %(name)s %(message)s")
 
 
 def resolve_model(

@@ -20,6 +20,7 @@ from manylora.config import (
 from manylora.costs.workers import CpuWorkers
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
+from manylora.proxy.config import ProxyConfig
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
 
@@ -41,6 +42,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Engine", EngineConfig, ""),
     ("Replicas", FleetConfig, ""),
     ("Server", ServerConfig, ""),
+    ("Route", ProxyConfig, "Of `manylora route`, which takes a file by `--config` as well."),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("CPU workers of a simulation", CpuWorkers, "In scenarios and experiments: `[setup.workers]`."),
     ("Scenario", Scenario, "At the top of a scenario; the flags are those of `simulate`."),

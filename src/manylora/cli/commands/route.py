@@ -1,0 +1,39 @@
+"""`manylora route`: a router in front of servers with OpenAI's API."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from manylora.cli.options.config_file import config_option
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.shared import LogLevel, log_to_stderr
+from manylora.plugins import options_of
+from manylora.proxy.config import ProxyConfig
+from manylora.routing import ROUTERS
+
+__all__ = ["route"]
+
+_FLAGS = flags_of(ProxyConfig, *options_of(ROUTERS).values())
+
+
+@with_flags(_FLAGS, panels=("Backends", "Routing", "Health", "HTTP", "Debugging"))
+def route(
+    chosen: Chosen,
+    config: Annotated[str | None, config_option(_FLAGS, "Read options from a TOML file, by the same names.")] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Route requests over servers that run already: manylora, vLLM, SGLang.
+
+    The router reads what the servers report, keeps requests for one adapter together while the load allows it, and
+    passes answers on byte by byte. A request goes to another server if the first one fails before its first byte.
+
+    [bold]manylora route --backend http://gpu1:8000 --backend http://gpu2:8000 --port 9000[/bold]
+
+    [bold]manylora route --backend dns:vllm.default.svc:8000 --manage-adapters[/bold]
+    """
+    made = chosen.make(ProxyConfig)
+    log_to_stderr(log_level, "route")
+    from manylora.proxy.serve import run  # imports the web framework
+
+    sys.exit(run(made))

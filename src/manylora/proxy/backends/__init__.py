@@ -1,0 +1,1 @@
+"""One backend: its health, its reports, and the requests of this router there."""

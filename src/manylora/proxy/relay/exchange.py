@@ -1,0 +1,131 @@
+"""One attempt of a request at one backend, and the bytes of its answer on their way to the client.
+
+Bytes are held until the first of the body are there: up to then the request can go to another backend. From then on
+each read is written to the client from the callback that read it. When the client does not keep up, the rest is held
+and the backend's connection is not read, until the client has taken it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from manylora.proxy.backends.backend import Backend
+from manylora.proxy.upstream.connection import Connection, Failure, Headers
+from manylora.server.http_protocol import WriteChunk
+
+__all__ = ["Exchange"]
+
+MAX_HELD_BYTES = 256 * 1024
+"""Bytes of a body that are held before the backend's connection is no longer read."""
+
+
+class Exchange:
+    """The receiver of one answer.
+
+    Args:
+        backend: Where the request was sent.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.failure: Failure | None = None
+        self.is_whole = False
+        self.last = b""
+        """The last piece, for the end of a stream that breaks off."""
+        self._backend = backend
+        self._connection: Connection | None = None
+        self._pieces: list[bytes] = []
+        self._num_held = 0
+        self._write: WriteChunk | None = None
+        self._loop = asyncio.get_running_loop()
+        self._changed: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def has_body(self) -> bool:
+        """Whether bytes of the body came."""
+        return bool(self.last)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.is_whole or self.failure is not None
+
+    def begin(self, connection: Connection, head: bytes, body: bytes) -> None:
+        """Send the request."""
+        self._connection = connection
+        self._backend.exchanges.add(self)
+        connection.begin(self, head, body)
+
+    def cancel(self, failure: Failure = Failure.CANCELLED) -> None:
+        """End the attempt; the backend is told by the end of the connection."""
+        if self.is_over:
+            return
+        if self._connection is None:
+            self.failed(failure)
+        else:
+            self._connection.cancel(failure)
+
+    async def started(self) -> None:
+        """Wait for the first bytes of the body, or the end without any."""
+        while not (self.last or self.is_over):
+            await self._change()
+
+    def write_to(self, write: WriteChunk) -> None:
+        """From now on write pieces as they come, behind those that are held."""
+        self._write = write
+
+    def held(self) -> list[bytes]:
+        """Take the pieces that are held, to be sent by a call that waits for the client."""
+        pieces, self._pieces = self._pieces, []
+        self._num_held = 0
+        return pieces
+
+    async def more(self) -> None:
+        """Read on, and wait until pieces are held or the answer is over."""
+        if self._connection is not None and not self.is_over:
+            self._connection.resume()
+        while not (self._pieces or self.is_over):
+            await self._change()
+
+    # -- receiver ----------------------------------------------------------------------------------------------------
+
+    def head(self, status: int, headers: Headers) -> None:
+        """Keep the head."""
+        self._backend.num_reads += 1
+        self.status, self.headers = status, headers
+
+    def body(self, piece: bytes) -> None:
+        """Write a piece, or hold it."""
+        self._backend.num_reads += 1
+        self.last = piece
+        if self._write is not None and not self._pieces and self._write(piece):
+            return
+        self._pieces.append(piece)
+        self._num_held += len(piece)
+        if self._connection is not None and (self._write is not None or self._num_held > MAX_HELD_BYTES):
+            self._connection.pause()
+        self._wake()
+
+    def ended(self) -> None:
+        """The answer is whole."""
+        self.is_whole = True
+        self._over()
+
+    def failed(self, failure: Failure) -> None:
+        """The answer broke off, or did not come."""
+        self.failure = failure
+        self._over()
+
+    def _over(self) -> None:
+        self._connection = None
+        self._backend.exchanges.discard(self)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._changed.done():
+            self._changed.set_result(None)
+
+    async def _change(self) -> None:
+        await self._changed
+        self._changed = self._loop.create_future()

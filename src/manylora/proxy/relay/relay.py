@@ -1,0 +1,426 @@
+"""The data path: a client's request to a backend, and the answer back, byte by byte.
+
+Before the first byte of an answer a request can go to another backend; after it, never. A request that two backends
+died on is answered with an error: it is taken to be the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from manylora.errors import CapacityError, ManyloraError, ModelNotFound
+from manylora.proxy.backends.backend import Backend
+from manylora.proxy.choice import Choice, Ticket
+from manylora.proxy.config import ProxyConfig
+from manylora.proxy.fleet.adapters import FleetAdapters
+from manylora.proxy.fleet.catalog import Catalog, Found
+from manylora.proxy.fleet.members import Backends
+from manylora.proxy.metrics import Outcome, ProxyMetrics
+from manylora.proxy.relay.body import Asked, read_asked, with_model
+from manylora.proxy.relay.exchange import Exchange
+from manylora.proxy.upstream.connection import Failure, Headers
+from manylora.proxy.upstream.head import answer_headers, request_head
+from manylora.proxy.upstream.pool import CannotConnect
+from manylora.server.auth import Gate
+from manylora.server.errors import HttpError, error_body, error_response
+from manylora.server.http_protocol import chunk_writer, connection_breaker
+
+__all__ = ["Relay"]
+
+TRY_ELSEWHERE = (429, 502, 503, 504)
+MOST_AVOIDED_S = 10.0
+"""Longest ``Retry-After`` that is honoured, in seconds."""
+MAX_LOST = 2
+"""Backends that a request may be lost on."""
+
+logger = logging.getLogger(__name__)
+
+
+class _ClientGone(Exception):
+    """The client has closed its connection; there is nothing to answer."""
+
+
+class _Client:
+    """The client's side of one request: whether it is still there.
+
+    Args:
+        receive: Of the ASGI application.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._exchange: Exchange | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.is_gone = False
+
+    async def body(self, max_bytes: int) -> bytes:
+        """Return the body of the request, then begin to watch for the client's end.
+
+        Raises:
+            HttpError: 413, it is too large.
+        """
+        pieces, num_bytes, is_more = [], 0, True
+        while is_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientGone
+            piece, is_more = message.get("body", b""), message.get("more_body", False)
+            num_bytes += len(piece)
+            if num_bytes > max_bytes:
+                raise HttpError(413, f"The body is larger than {max_bytes} bytes.", headers={"Connection": "close"})
+            pieces.append(piece)
+        self._task = asyncio.create_task(self._watch())
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def waits_for(self, exchange: Exchange | None) -> None:
+        """Cancel this exchange when the client goes.
+
+        Raises:
+            _ClientGone: It went before.
+        """
+        self._exchange = exchange
+        if self.is_gone:
+            raise _ClientGone
+
+    async def until_gone(self) -> None:
+        """Wait for the end of the connection."""
+        if self._task is not None:
+            await self._task
+
+    def close(self) -> None:
+        """Stop to watch."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        if self._exchange is not None:
+            self._exchange.cancel()
+
+
+@dataclass(slots=True)
+class _Work:
+    """A request on its way.
+
+    Args:
+        asked: Its fields.
+        found: The model.
+        body: As it came.
+        tried: Backends that it was sent to.
+        num_lost: Backends that died on it.
+        refusal: The last answer that sent it elsewhere: status, headers, body.
+    """
+
+    scope: Scope
+    asked: Asked
+    found: Found
+    body: bytes
+    tried: list[Backend]
+    num_lost: int = 0
+    refusal: tuple[int, Headers, bytes] | None = None
+
+
+class Relay:
+    """An ASGI application for the routes that are passed on.
+
+    Args:
+        config: Limits and keys.
+        backends: All of them.
+        catalog: Their models.
+        choice: The router.
+        adapters: Places adapters.
+        metrics: Counts.
+        now: Returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        backends: Backends,
+        catalog: Catalog,
+        choice: Choice[Backend],
+        adapters: FleetAdapters,
+        metrics: ProxyMetrics,
+        now: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._backends = backends
+        self._catalog = catalog
+        self._choice = choice
+        self._adapters = adapters
+        self._metrics = metrics
+        self._now = now
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gate = Gate(config.api_keys, config.admin_key)
+        self._authorization = None if config.backend_key is None else b"Bearer " + config.backend_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        client = _Client(receive)
+        try:
+            await self._answer(scope, client, send)
+        except _ClientGone:
+            self._metrics.refused("client gone")
+        except _Refused as refusal:
+            await refusal.send(send)
+        except ManyloraError as error:
+            self._metrics.refused(str(error.status))
+            await error_response(error)(scope, receive, send)
+        finally:
+            client.close()
+
+    async def _answer(self, scope: Scope, client: _Client, send: Send) -> None:
+        self._gate.check_inference(Request(scope))
+        body = await client.body(self._config.max_body_bytes)
+        asked = read_asked(body)
+        found = await self._find(asked.model)
+        work = _Work(scope, asked, found, body, [])
+        while True:
+            ticket = await self._ticket(work, client)
+            backend, began_at = ticket.member, self._now()
+            work.tried.append(backend)
+            is_resident = backend.is_resident(found.adapter, began_at) if found.adapter else None
+            backend.begin(found.adapter)
+            exchange: Exchange | None = None
+            outcome = Outcome.FAILED
+            try:
+                exchange = await self._attempt(work, backend, client)
+                outcome = self._judge(work, backend, exchange)
+                if outcome is Outcome.ANSWERED:
+                    ticket.started()
+                    if found.adapter:
+                        self._adapters.used(backend, found.name)
+                        self._metrics.adapter_request(backend, is_resident)
+                    self._metrics.first_byte(backend, self._now() - began_at)
+                    await self._pass_on(scope, client, send, exchange)
+                    outcome = Outcome.ANSWERED if exchange.is_whole else Outcome.BROKEN
+                    return
+            except _ClientGone:
+                outcome = Outcome.CANCELLED
+                raise
+            finally:
+                if exchange is not None:
+                    exchange.cancel()
+                ticket.end()
+                backend.end(found.adapter)
+                self._metrics.attempt(backend, outcome, self._now() - began_at)
+            reason = exchange.failure.value if exchange.failure is not None else str(exchange.status)
+            logger.info("retry url=%s model=%s reason=%s attempts=%d", backend.url, found.name, reason, len(work.tried))
+
+    async def _find(self, model: str | None) -> Found:
+        """Return a model; of an unknown one, after the lists of models were read anew.
+
+        Raises:
+            ModelNotFound: No backend lists it.
+            CapacityError: No backend is up.
+        """
+        found = self._catalog.find(model)
+        if found is None:
+            await self._backends.refresh()
+            found = self._catalog.find(model)
+        if found is not None:
+            return found
+        if not len(self._catalog):
+            raise self._nothing_up()
+        if model is None:
+            raise ModelNotFound("The request names no model, and there is more than one base.", param="model")
+        raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+
+    # -- choice ------------------------------------------------------------------------------------------------------
+
+    async def _ticket(self, work: _Work, client: _Client) -> Ticket[Backend]:
+        """Choose a backend, and place the adapter there if that is needed.
+
+        Raises:
+            ManyloraError: There is none left, and why.
+        """
+        found = work.found
+        client.waits_for(None)
+        if work.num_lost >= MAX_LOST:
+            raise HttpError(500, f"{work.num_lost} backends were lost while they worked on this request.")
+        if len(work.tried) > self._config.retries:
+            raise self._last_refusal(work)
+        holders = self._available(found.holders, work)
+        everywhere = holders
+        if found.base is not None and self._config.manage_adapters:
+            others = [one for one in self._catalog.of_base(found.base) if self._adapters.wants(one, found.name)]
+            everywhere = [*holders, *self._available(others, work)]
+        if not everywhere:
+            raise self._last_refusal(work)
+        ticket = self._choice.choose(found.adapter, work.asked.num_prompt_tokens, everywhere)
+        if found.base is None or found.name in ticket.member.cards:
+            return ticket
+        placing = self._adapters.place(ticket.member, found.name)
+        if not holders:
+            is_placed = False
+            try:
+                is_placed = await asyncio.shield(placing)
+                client.waits_for(None)
+                if is_placed:
+                    return ticket
+            finally:
+                if not is_placed or client.is_gone:
+                    ticket.end()
+            work.tried.append(ticket.member)
+            return await self._ticket(work, client)
+        ticket.end()  # the load goes on, for later requests
+        return self._choice.choose(found.adapter, work.asked.num_prompt_tokens, holders)
+
+    def _available(self, among: Iterable[Backend], work: _Work) -> list[Backend]:
+        """Return the backends that can take the request, by their slow starts and requests to wait if any can."""
+        now = self._now()
+        left = [one for one in among if one not in work.tried]
+        return [one for one in left if one.can_take(now)] or [one for one in left if one.can_be_forced()]
+
+    def _last_refusal(self, work: _Work) -> ManyloraError:
+        """Return the error for a request that no backend is left for."""
+        if work.refusal is not None:
+            return _Refused(*work.refusal)
+        up = [one for one in work.found.holders if one.health.is_up]
+        if work.tried:
+            return HttpError(502, f"No backend answered; tried {len(work.tried)}.", kind="BadGatewayError")
+        if up:
+            return CapacityError("All backends of this model are at their limit of requests; please try again.")
+        return self._nothing_up()
+
+    def _nothing_up(self) -> CapacityError:
+        return CapacityError(
+            "No backend of this model is up; please try again.", retry_after_s=self._config.poll_s, status=503
+        )
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- one attempt -------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, work: _Work, backend: Backend, client: _Client) -> Exchange:
+        """Send the request, and wait for the first bytes of the answer's body, its end, or a failure."""
+        name = work.found.name_at(backend)
+        body = work.body if work.asked.model in (None, name) else with_model(work.body, name)
+        scope = work.scope
+        query: bytes = scope["query_string"]
+        peer = scope.get("client")
+        head = request_head(
+            backend.address,
+            scope["method"].encode(),
+            scope["path"].encode() + (b"?" + query if query else b""),
+            num_body_bytes=len(body),
+            headers=scope["headers"],
+            authorization=self._authorization,
+            passes_authorization=not self._config.api_keys,
+            client=peer[0].encode() if peer else None,
+        )
+        connection = backend.pool.idle()
+        while True:
+            exchange = Exchange(backend)
+            client.waits_for(exchange)
+            is_used = connection is not None
+            if connection is None:
+                try:
+                    connection = await backend.pool.connect()
+                except CannotConnect:
+                    exchange.failed(Failure.CONNECT)
+                    return exchange
+                if exchange.is_over:  # the client went, or the backend fell, meanwhile
+                    connection.close()
+                    client.waits_for(None)
+                    return exchange
+            exchange.begin(connection, head, body)
+            await exchange.started()
+            if exchange.failure is Failure.CANCELLED:
+                raise _ClientGone
+            if not (is_used and exchange.failure is Failure.LOST and not exchange.status):
+                return exchange
+            connection = None  # the backend closed an idle connection at that moment
+
+    def _judge(self, work: _Work, backend: Backend, exchange: Exchange) -> Outcome:
+        """Return whether an answer is for the client; note the others, and count them for the backend's health."""
+        if exchange.failure is not None and not exchange.has_body:
+            if exchange.failure in (Failure.LOST, Failure.DOWN):
+                work.num_lost += 1
+            self._metrics.failure(backend, exchange.failure.value)
+            if exchange.failure is not Failure.DOWN:
+                self._backends.refused(backend, exchange.failure.value)
+            return Outcome.FAILED
+        if exchange.status == 404 and work.found.adapter:
+            # The adapter may be gone from there: another backend may have it, and the list tells later.
+            self._in_background(self._backends.refresh())
+            if not self._available(work.found.holders, work) or len(work.tried) > self._config.retries:
+                return Outcome.ANSWERED
+        elif exchange.status not in TRY_ELSEWHERE:
+            backend.health.answered()
+            return Outcome.ANSWERED
+        self._metrics.failure(backend, str(exchange.status))
+        if exchange.status == 503:
+            self._backends.refused(backend, "503")
+        if exchange.status in (429, 503):
+            backend.avoid_until = self._now() + _retry_after_s(exchange.headers)
+        if exchange.is_whole:
+            work.refusal = exchange.status, exchange.headers, b"".join(exchange.held())
+        return Outcome.REFUSED
+
+    async def _pass_on(self, scope: Scope, client: _Client, send: Send, exchange: Exchange) -> None:
+        """Send the answer, from its first byte to its end."""
+        client.waits_for(exchange)
+        headers = answer_headers(exchange.headers)
+        await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
+        write = chunk_writer(scope)
+        while True:
+            for piece in exchange.held():
+                if not write(piece):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            exchange.write_to(write)
+            await exchange.more()
+            if exchange.is_over:
+                break
+        for piece in exchange.held():
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        if exchange.failure is Failure.CANCELLED:
+            raise _ClientGone
+        if exchange.is_whole:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
+        if _is_event_stream(exchange.headers) and exchange.last.endswith(b"\n\n"):
+            event = b"data: %b\n\ndata: [DONE]\n\n" % _broken_event()
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+            return
+        connection_breaker(scope)()
+        await client.until_gone()
+
+
+class _Refused(ManyloraError):
+    """A backend's refusal that is passed on, since no other backend is left."""
+
+    def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        super().__init__(f"A backend answered {status}")
+        self._start = {"type": "http.response.start", "status": status, "headers": answer_headers(headers)}
+        self._body = {"type": "http.response.body", "body": body, "more_body": False}
+
+    async def send(self, send: Send) -> None:
+        """Pass it on."""
+        await send(self._start)
+        await send(self._body)
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
+def _retry_after_s(headers: Headers) -> float:
+    text = next((value for name, value in headers if name == b"retry-after"), b"1")
+    return min(MOST_AVOIDED_S, float(text)) if text.isdigit() else 1.0
+
+
+def _broken_event() -> bytes:
+    return msgspec.json.encode(error_body(HttpError(502, "The backend was lost in the middle of this answer.")))

@@ -1,0 +1,158 @@
+"""Start and stop of the router.
+
+::
+
+    bind -> backends polled once -> listen -> serve
+         -> first signal: stop to listen, requests under way may finish -> exit 0
+         -> second signal: exit at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from random import Random
+
+import uvicorn
+
+from manylora.proxy.app import Parts, make_app
+from manylora.proxy.backends.backend import Backend
+from manylora.proxy.choice import Choice
+from manylora.proxy.config import ProxyConfig
+from manylora.proxy.fleet.adapters import FleetAdapters
+from manylora.proxy.fleet.catalog import Catalog
+from manylora.proxy.fleet.members import Backends, Resolve, resolve
+from manylora.proxy.metrics import ProxyMetrics
+from manylora.proxy.relay.relay import Relay
+from manylora.routing import RouterContext, make_router
+from manylora.server.http_protocol import ChunkWritingProtocol
+from manylora.server.listening import HttpServer, bind, new_event_loop, url_of
+
+__all__ = ["Proxy", "run"]
+
+EXIT_FORCED = 130
+
+logger = logging.getLogger(__name__)
+
+
+class Proxy:
+    """One router, from start to stop, on one event loop.
+
+    Args:
+        config: Its options.
+        resolve: Looks DNS names up.
+
+    Raises:
+        ConfigError: An address or a router is wrong, or it cannot listen.
+    """
+
+    def __init__(self, config: ProxyConfig, *, resolve: Resolve = resolve) -> None:
+        now, rng, ranks = time.monotonic, Random(), dict[str, int]()
+        context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=config.max_in_flight)
+        choice: Choice[Backend] = Choice(make_router(config.router, context, config.router_options), ranks)
+        catalog, metrics = Catalog(), ProxyMetrics()
+        self.backends = Backends(config, catalog, choice, on_left=self._left, rng=rng, now=now, resolve=resolve)
+        self._adapters = FleetAdapters(config, self.backends, catalog, now)
+        self.backends.prepare = self._adapters.prepare
+        self._metrics = metrics
+        relay = Relay(config, self.backends, catalog, choice, self._adapters, metrics, now)
+        self._config = config
+        self._parts = Parts(
+            config=config,
+            backends=self.backends,
+            catalog=catalog,
+            adapters=self._adapters,
+            relay=relay,
+            metrics=metrics,
+            now=now,
+            started_at=time.time(),
+        )
+        self._http: HttpServer | None = None
+        self._is_stopping = False
+        self._socket = bind(config.host, config.port, reuse_port=config.reuse_port)
+        self.url = url_of(self._socket)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the router was asked to stop."""
+        return self._is_stopping
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether clients can connect."""
+        return self._socket.fileno() >= 0
+
+    def drain(self) -> None:
+        """Begin to stop: it no longer listens, and requests under way may finish."""
+        self._is_stopping = True
+        if self._http is not None:
+            self._http.should_exit = True
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve until drained."""
+        try:
+            await self.backends.start()
+        except BaseException:
+            self._socket.close()
+            raise
+        looking_up = asyncio.create_task(self.backends.run())
+        self._http = HttpServer(
+            uvicorn.Config(
+                make_app(self._parts),
+                http=ChunkWritingProtocol,
+                log_config=None,
+                log_level=logging.ERROR,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,  # a forwarded request is not local
+                server_header=False,
+                backlog=4096,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, int(self._config.drain_timeout_s)),
+            ),
+            on_ready,
+        )
+        self._http.should_exit = self._is_stopping
+        try:
+            await self._http.serve(sockets=[self._socket])
+        finally:
+            looking_up.cancel()
+            await self.backends.stop()
+
+    def _left(self, backend: Backend) -> None:
+        self._adapters.left(backend)
+        self._metrics.left(backend)
+
+
+def run(config: ProxyConfig) -> int:
+    """Serve until SIGTERM or SIGINT; call it from the main thread. Returns the exit code.
+
+    Raises:
+        ManyloraError: The router could not start.
+    """
+
+    async def serve() -> None:
+        proxy = Proxy(config)
+
+        def stop() -> None:
+            if proxy.is_stopping:
+                os._exit(EXIT_FORCED)
+            logger.warning("draining timeout_s=%.1f (again to exit at once)", config.drain_timeout_s)
+            proxy.drain()
+
+        def say_ready() -> None:
+            backends = proxy.backends
+            print(f"manylora routes to {backends.num_up} of {len(backends)} backends at {proxy.url}", flush=True)
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        await proxy.serve(say_ready)
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(serve())
+    return 0

@@ -1,0 +1,1 @@
+"""The connections to backends: requests out, answers in, over httptools' parser."""

@@ -1,0 +1,75 @@
+"""A listening socket, uvicorn on it, and the event loop of both, for servers and for the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from manylora.errors import ConfigError
+
+__all__ = ["HttpServer", "bind", "new_event_loop", "url_of"]
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers; ``on_listening`` is called when clients can connect."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then call ``on_listening``."""
+        await super().startup(sockets)
+        self._on_listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the command."""
+        yield
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's event loop if it is installed: its socket writes cost half as much."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """Return a bound socket; ``ConfigError`` for a port in use is raised before a model is loaded.
+
+    Args:
+        host: Address or name.
+        port: 0 picks a free one.
+        reuse_port: Share the port with other processes that ask for it too, so that one can replace another.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"Got host = {host!r}, expected an address to listen on: {error}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"Got host = {host!r} and port = {port}, which cannot be listened on: {error}") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Return the address at which this machine reaches the server."""
+    host, port = bound.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        host = "127.0.0.1" if address.version == 4 else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

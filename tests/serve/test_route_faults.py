@@ -1,0 +1,347 @@
+"""`manylora route` over servers that are slow, refuse, speak no HTTP, or die: before the first byte and after it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import pytest
+from proxying import Call, Client, FakeServer, recite, routing, run, servers, until
+
+from manylora.proxy.serve import Proxy
+
+
+async def die(call: Call) -> None:
+    call.writer.transport.abort()
+
+
+async def die_in_the_head(call: Call) -> None:
+    await call.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/ev")
+    call.writer.close()
+
+
+async def die_behind_the_head(call: Call) -> None:
+    await call.begin_stream()
+    call.writer.close()
+
+
+async def speak_nonsense(call: Call) -> None:
+    await call.write(b"\x16\x03\x01 what is this\r\n\r\n" * 10)
+
+
+async def send_a_huge_head(call: Call) -> None:
+    await call.write(b"HTTP/1.1 200 OK\r\n" + b"".join(b"x-%d: %b\r\n" % (n, b"y" * 1000) for n in range(100)))
+
+
+async def send_an_endless_header(call: Call) -> None:
+    await call.write(b"HTTP/1.1 200 OK\r\nx: ")
+    while True:
+        await call.write(b"y" * 10_000)
+
+
+async def refuse(call: Call) -> None:
+    await call.answer(503, {"error": {"message": "restarting"}}, retry_after="7")
+
+
+async def be_full(call: Call) -> None:
+    await call.answer(429, {"error": {"message": "full"}}, retry_after="3")
+
+
+async def be_wrong(call: Call) -> None:
+    await call.answer(500, {"error": {"message": "bug"}})
+
+
+async def never_answer(call: Call) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        die,
+        die_in_the_head,
+        die_behind_the_head,
+        speak_nonsense,
+        send_a_huge_head,
+        send_an_endless_header,
+        refuse,
+        be_full,
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_before_its_first_byte_an_answer_comes_from_elsewhere(
+    wrong: Callable[[Call], Awaitable[None]], stream: bool
+) -> None:
+    async def test() -> None:
+        fakes = FakeServer(behave=wrong), FakeServer()
+        async with servers(*fakes) as urls, routing(*urls, router="first-fit", fall=100) as (proxy, client):
+            answer = await client.complete("base", stream=stream)
+            assert (answer.status, answer.is_whole) == (200, True)
+            assert answer.body.count(b"base") == (3 if stream else 2)
+            assert [len(fake.completions) for fake in fakes] == [1, 1]
+            assert [backend.num_in_flight for backend in proxy.backends] == [0, 0]
+            assert [backend.view.load for backend in proxy.backends] == [0, 0]
+
+    run(test)
+
+
+def test_a_request_that_two_backends_die_on_goes_to_no_third() -> None:
+    async def test() -> None:
+        fakes = [FakeServer(behave=die) for _ in range(4)]
+        async with servers(*fakes) as urls, routing(*urls, retries=9) as (_, client):
+            answer = await client.complete("base")
+            assert (answer.status, answer.json["error"]["type"]) == (500, "InternalServerError")
+            assert sum(len(fake.completions) for fake in fakes) == 2
+
+    run(test)
+
+
+def test_refusals_of_all_are_passed_on_and_an_error_is_not_tried_elsewhere() -> None:
+    async def test() -> None:
+        full, wrong = FakeServer(behave=be_full), FakeServer(behave=be_wrong, base="other")
+        fakes = full, FakeServer(behave=be_full), wrong, FakeServer(behave=be_wrong, base="other")
+        async with servers(*fakes) as urls, routing(*urls) as (_, client):
+            answer = await client.complete("base")
+            assert (answer.status, answer.headers["retry-after"], answer.json["error"]["message"]) == (429, "3", "full")
+            answer = await client.complete("other")
+            assert (answer.status, answer.json["error"]["message"]) == (500, "bug")
+            assert [len(fake.completions) for fake in fakes[:2]] == [1, 1]
+            assert sum(len(fake.completions) for fake in fakes[2:]) == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_between_events", [False, True])
+def test_after_its_first_byte_an_answer_ends_visibly_and_is_never_sent_again(is_between_events: bool) -> None:
+    async def half(call: Call) -> None:
+        await call.begin_stream()
+        await call.event("one")
+        if not is_between_events:
+            await call.write(b'8\r\ndata: {"\r\n')
+        await asyncio.sleep(0)
+        call.writer.close()
+
+    async def test() -> None:
+        fakes = FakeServer(behave=half), FakeServer(behave=half)
+        async with servers(*fakes) as urls, routing(*urls) as (proxy, client):
+            answer = await client.complete("base", stream=True)
+            assert answer.body.startswith(b'data: {"choices":[{"index":0,"text":"one"}]}\n\n')
+            assert answer.is_whole == is_between_events
+            if is_between_events:
+                _, error, done, _ = answer.body.decode().split("\n\n")
+                assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
+                assert done == "data: [DONE]"
+            assert sum(len(fake.completions) for fake in fakes) == 1
+            assert proxy.backends.num_up == 2
+
+    run(test)
+
+
+def test_an_answer_shorter_than_its_length_is_broken_for_the_client_too() -> None:
+    async def short(call: Call) -> None:
+        await call.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this")
+        call.writer.close()
+
+    async def until_close(call: Call) -> None:
+        await call.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.0 200 OK\r\n\r\nto the end")
+        call.writer.close()
+
+    async def test() -> None:
+        fake = FakeServer(behave=short)
+        async with servers(fake) as urls, routing(*urls) as (_, client):
+            assert not (await client.complete("base")).is_whole
+            fake.behave = until_close  # without a length, the end of the connection is that of the answer
+            answer = await client.complete("base")
+            assert (answer.status, answer.body, answer.is_whole) == (200, b"to the end", True)
+            assert "link" not in answer.headers
+
+    run(test)
+
+
+def test_a_backend_that_sends_bytes_stays_in_and_a_silent_one_loses_its_requests_to_another() -> None:
+    release = asyncio.Event()
+
+    async def stream_on(call: Call) -> None:
+        if call.json.get("prompt") == "wait":
+            await never_answer(call)
+        await call.begin_stream()
+        while not release.is_set():
+            await call.event("x")
+            await asyncio.sleep(0.01)
+        await never_answer(call)
+
+    async def test() -> None:
+        busy, other = FakeServer(behave=stream_on, poll=never_answer), FakeServer()
+        busy.poll = None
+        async with servers(busy, other) as urls:
+            options = {"router": "first-fit", "poll_timeout_s": 0.05, "fall": 2}
+            async with routing(*urls, **options) as (proxy, client):
+                backend = next(iter(proxy.backends))
+                streaming = asyncio.create_task(client.complete("base", stream=True))
+                body = {"model": "base", "prompt": "wait"}
+                waiting = asyncio.create_task(client.ask("POST", "/v1/completions", body))
+                await until(lambda: len(busy.completions) == 2)
+                busy.poll = never_answer
+                num_polls = len(busy.calls)
+                await until(lambda: len(busy.calls) >= num_polls + 8)  # eight polls without an answer
+                assert backend.health.is_up
+                release.set()
+                await until(lambda: not backend.health.is_up)
+                assert (await waiting).status == 200  # its first byte had not come: answered by the other
+                assert len(other.completions) == 1
+                stream = await streaming  # silent on a backend that is out: ended, and not in silence
+                assert b'"error"' in stream.body
+                busy.poll = None
+                await until(lambda: backend.health.is_up)
+
+    run(test)
+
+
+def test_a_backend_that_refuses_is_out_though_its_health_is_good() -> None:
+    async def test() -> None:
+        fakes = FakeServer(behave=refuse), FakeServer()
+        async with servers(*fakes) as urls, routing(*urls, router="first-fit", fall=2) as (proxy, client):
+            backend = next(iter(proxy.backends))
+            for _ in range(2):
+                backend.avoid_until = 0.0
+                assert (await client.complete("base")).status == 200
+            assert not backend.health.is_up
+            assert len(fakes[0].completions) == 2
+
+    run(test)
+
+
+def test_a_client_that_goes_cancels_its_request_at_the_backend() -> None:
+    async def stream_on(call: Call) -> None:
+        if call.json["stream"]:
+            await call.begin_stream()
+            await call.event("x")
+        await never_answer(call)
+
+    async def test() -> None:
+        fake = FakeServer(behave=stream_on)
+        async with servers(fake) as urls, routing(*urls) as (proxy, client):
+            backend = next(iter(proxy.backends))
+            for stream in (False, True):  # while it waits for the first byte, and behind it
+                body = {"model": "base", "prompt": "x", "stream": stream}
+                reader, writer = await client.open("POST", "/v1/completions", body)
+                if stream:
+                    await reader.readuntil(b"data: ")
+                await until(lambda: backend.num_in_flight == 1)
+                writer.transport.abort()
+                await until(lambda: backend.num_in_flight == 0)
+                await until(lambda: all(call.writer.transport.is_closing() for call in fake.completions))
+            assert backend.health.is_up
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_holds_up_its_backend() -> None:
+    num_bytes = 64 << 20
+    written = 0
+
+    async def pour(call: Call) -> None:
+        nonlocal written
+        await call.begin_stream()
+        piece = b"10000\r\n" + bytes(1 << 16) + b"\r\n"
+        while written < num_bytes:
+            await call.write(piece)
+            written += 1 << 16
+        await call.write(b"0\r\n\r\n")
+
+    async def test() -> None:
+        fake = FakeServer(behave=pour)
+        async with servers(fake) as urls, routing(*urls) as (_, client):
+            body = {"model": "base", "prompt": "x", "stream": True}
+            reader, writer = await client.open("POST", "/v1/completions", body)
+            before = -1
+            while before != written:  # until all buffers on the way are full
+                before = written
+                await asyncio.sleep(0.3)
+            assert 0 < written < num_bytes // 2
+            num_zeros = 0
+            while data := await reader.read(1 << 20):
+                num_zeros += data.count(0)
+            assert num_zeros == num_bytes
+            writer.close()
+
+    run(test)
+
+
+def test_no_backend_gets_more_than_its_bound() -> None:
+    release = asyncio.Event()
+
+    async def hold(call: Call) -> None:
+        await release.wait()
+        await recite(call)
+
+    async def test() -> None:
+        fakes = FakeServer(behave=hold), FakeServer(behave=hold)
+        async with servers(*fakes) as urls, routing(*urls, max_in_flight=2) as (_, client):
+            held = [asyncio.create_task(client.complete("base")) for _ in range(4)]
+            await until(lambda: sum(len(fake.completions) for fake in fakes) == 4)
+            full = await client.complete("base")
+            assert (full.status, full.json["error"]["type"]) == (429, "RateLimitError")
+            assert int(full.headers["retry-after"]) >= 1
+            release.set()
+            assert [answer.status for answer in await asyncio.gather(*held)] == [200] * 4
+            assert [len(fake.completions) for fake in fakes] == [2, 2]
+            assert (await client.complete("base")).status == 200
+
+    run(test)
+
+
+def test_an_idle_connection_that_the_backend_closed_costs_no_request() -> None:
+    async def answer_and_close(call: Call) -> None:
+        await recite(call)
+        asyncio.get_running_loop().call_later(0.001, call.writer.transport.abort)
+
+    async def test() -> None:
+        fake = FakeServer(behave=answer_and_close)
+        async with servers(fake) as urls, routing(*urls, retries=0) as (_, client):
+            for _ in range(30):
+                assert (await client.complete("base")).status == 200
+
+    run(test)
+
+
+def test_a_list_of_models_or_metrics_that_are_wrong_take_no_backend_in_or_out() -> None:
+    async def test() -> None:
+        liar, good = FakeServer(base="x" * 600), FakeServer(metrics="\0" * 100_000 + "vllm:num_requests_running{ 1e999")
+        async with servers(liar, good) as urls, routing(*urls) as (proxy, client):
+            num_polls = len(liar.calls)
+            await until(lambda: len(liar.calls) > num_polls + 6)
+            assert [backend.health.is_up for backend in proxy.backends] == [False, True]
+            row = (await client.ask("GET", "/status")).json["backends"][0]
+            assert (row["state"], "longer than" in row["reason"]) == ("joining", True)
+            assert (await client.complete("base")).status == 200
+
+    run(test)
+
+
+def test_a_router_is_replaced_under_load_and_no_request_is_lost() -> None:
+    async def slow(call: Call) -> None:
+        await call.begin_stream()
+        for place in range(20):
+            await call.event(str(place))
+            await asyncio.sleep(0.005)
+        await call.end_stream()
+
+    async def test() -> None:
+        fakes = FakeServer(behave=slow), FakeServer(behave=slow)
+        async with servers(*fakes) as urls, routing(*urls, reuse_port=True) as (first, client):
+            port = int(first.url.rpartition(":")[2])
+            early = [asyncio.create_task(client.complete("base", stream=True)) for _ in range(20)]
+            await until(lambda: sum(len(fake.completions) for fake in fakes) == 20)
+            async with routing(*urls, reuse_port=True, port=port) as (second, _):
+                assert isinstance(second, Proxy)
+                first.drain()
+                late: list[asyncio.Task[object]] = []
+                await until(lambda: not first.is_listening)
+                late = [asyncio.create_task(Client(second.url).complete("base", stream=True)) for _ in range(20)]
+                answers = await asyncio.gather(*early, *late)
+            assert all(answer.status == 200 and answer.is_whole for answer in answers)  # type: ignore[attr-defined]
+            assert len({answer.body for answer in answers}) == 1  # type: ignore[attr-defined]
+
+    run(test)
