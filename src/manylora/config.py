@@ -283,9 +283,42 @@ class FleetConfig:
         help="Engines that a request may lose and still go on, on another engine or the restarted one; 0 fails it with "
         "its engine.",
     )
+    min_replicas: int | None = _replicas(
+        None, unit="engines", at_least=1, at_most=256, help="Engines at least, with --max-replicas; by default 1."
+    )
+    max_replicas: int | None = _replicas(
+        None,
+        unit="engines",
+        at_least=1,
+        at_most=256,
+        help="Start and drain engines by the load, up to this many; by default their number is fixed.",
+    )
+    slo_ttft_s: float = _replicas(
+        2.0, unit="s", above=0, help="Time to first token that scaling keeps, for 99 % of requests."
+    )
+    replica_rate: float | None = _replicas(
+        None,
+        unit="requests/s",
+        above=0,
+        help="Capacity of an engine, as of [bold]manylora plan[/bold]; by default predicted from its steps, and "
+        "corrected by the traffic.",
+    )
+
+    @property
+    def num_places(self) -> int:
+        """Engines at most."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.max_replicas is not None and self.replicas != 1:
+            raise ConfigError(
+                f"Got replicas = {self.replicas}, max_replicas = {self.max_replicas}, expected a fixed number or bounds"
+            )
+        if self.min_replicas is not None and not self.min_replicas <= (self.max_replicas or 0):
+            raise ConfigError(
+                f"Got min_replicas = {self.min_replicas}, max_replicas = {self.max_replicas}, expected 1 <= min <= max"
+            )
         if self.devices is not None and not all(self.devices.split(",")):
             raise ConfigError(f"Got devices = {self.devices!r}, expected names between commas, as cuda:0,cuda:1")
 

@@ -212,7 +212,7 @@ def test_the_template_sees_the_tools(hermes: openai.OpenAI) -> None:
             },
         ),
         (
-            "response_format",
+            "tool_choice",
             {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
         ),
         (

@@ -47,8 +47,9 @@ class RestartPolicy:
 
 
 class State(Enum):
-    """The state of an engine, and of a fleet, for health checks."""
+    """The state of an engine, and of a fleet, for health checks. An idle engine is one that scaling may start."""
 
+    IDLE = "idle"
     STARTING = "starting"
     SERVING = "serving"
     RESTARTING = "restarting"
@@ -66,6 +67,7 @@ class EngineKeeper:
         restarts: When to restart and when to give up.
         hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
         on_change: Called when the engine begins to serve, and when it will not serve again.
+        state: ``STARTING``, or ``IDLE`` until an order sets that.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class EngineKeeper:
         restarts: RestartPolicy,
         hang_timeout_s: float | None,
         on_change: Callable[[], None],
+        state: State = State.STARTING,
     ) -> None:
-        self.state = State.STARTING
+        self.state = state
         self.client: EngineClient | None = None
         self.info: EngineInfo | None = None
         self.num_restarts = 0
@@ -91,13 +94,16 @@ class EngineKeeper:
         self._hang_timeout_s = hang_timeout_s
         self._on_change = on_change
 
-    async def start(self) -> None:
-        """Start the first engine.
+    async def start(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> None:
+        """Start the first engine, or the next one of a keeper whose last was drained.
+
+        Args:
+            prepare: Called with the engine once it has every adapter, before it serves.
 
         Raises:
             ManyloraError: The engine refused its configuration, or ``lose`` raised an adapter's error.
         """
-        await self._bring_up()
+        await self._bring_up(prepare)
         if self.state is State.STARTING:
             self.state = State.SERVING
         self._on_change()
@@ -127,7 +133,9 @@ class EngineKeeper:
 
     def drain(self) -> None:
         """Start no further engine; the present one may finish."""
-        if self.state is not State.STOPPED:
+        if self.state is State.IDLE:
+            self.state = State.STOPPED
+        elif self.state is not State.STOPPED:
             self.state = State.DRAINING
 
     async def stop(self, error: EngineDead) -> None:
@@ -150,16 +158,23 @@ class EngineKeeper:
         self.client.lose(Loss(EngineDead("The engine was drained."), is_suspicious=False, is_counted=False))
         await self.client.stop()
 
-    async def _bring_up(self) -> EngineClient:
+    async def _bring_up(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> EngineClient:
         """Start an engine and load the adapters of the book; the caller must set ``state`` without an await."""
         client = self.client = self._make_client()
         self.info = await client.start()
         held: dict[str, LoadedAdapter] = {}
+        await self._catch_up(client, held)
+        if prepare is not None:
+            await prepare(client)
+            await self._catch_up(client, held)
+        self.is_up = self.state is not State.STOPPED
+        return client
+
+    async def _catch_up(self, client: EngineClient, held: dict[str, LoadedAdapter]) -> None:
+        """Load the adapters of the book that an engine does not hold yet."""
         while errors := await self._book.bring_up(client, held):
             for error in errors:
                 await self._lose(error)
-        self.is_up = self.state is not State.STOPPED
-        return client
 
     async def _end_of(self, client: EngineClient) -> str:
         """Wait until an engine has ended or hangs and all in flight has failed; return the reason, in words."""

@@ -16,15 +16,16 @@ __all__ = ["engine_specs"]
 def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, builder: str) -> list[EngineSpec]:
     """Return the engines of a fleet.
 
-    Engines on one device share it: each takes its part of ``gpu_memory_utilization``, and of the CPU's cores. The step
-    log of engine 1 has ``.1`` before its suffix; the request log is one file.
+    Engines on one device share it, even those that scaling has not started: each takes its part of
+    ``gpu_memory_utilization``, and of the CPU's cores. The step log of engine 1 has ``.1`` before its suffix; the
+    request log is one file.
     """
-    if fleet.replicas == 1 and fleet.devices is None:
+    if fleet.num_places == 1 and fleet.devices is None:
         return [EngineSpec(config=engine, served_name=served_name, builder=builder)]
     named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
-    devices = [named[index % len(named)] for index in range(fleet.replicas)]
+    devices = [named[index % len(named)] for index in range(fleet.num_places)]
     on_device = Counter(devices) if engine.simulate is None else Counter(set(devices))  # simulated devices are many
-    num_threads = None if fleet.replicas == 1 else max(1, _num_cores() // fleet.replicas)
+    num_threads = None if fleet.num_places == 1 else max(1, _num_cores() // fleet.num_places)
     specs = []
     for index, device in enumerate(devices):
         memory = engine.memory

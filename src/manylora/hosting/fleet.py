@@ -19,8 +19,8 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import TypeVar
@@ -31,16 +31,19 @@ from manylora.hosting.client import EngineClient
 from manylora.hosting.engine_keeper import EngineKeeper, RestartPolicy, State
 from manylora.hosting.fleet_adapters import FleetAdapters
 from manylora.hosting.fleet_requests import FleetRequests
+from manylora.hosting.fleet_scaling import FleetScaling
 from manylora.hosting.link import EngineLink
 from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import EngineInfo, Observations
+from manylora.hosting.replica import Replica, describe
 from manylora.hosting.resumption import ResumePolicy, ResumeStats
 from manylora.hosting.snapshot import Snapshot, merge_snapshots
 from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext
 from manylora.routing import make_router as router_named
+from manylora.scaling import LoadWatch, ScalingController, ScalingDecision, ScalingPolicy, WatchedDispatcher
 from manylora.types import Request
 
-__all__ = ["Fleet", "Replica"]
+__all__ = ["Fleet"]
 
 T = TypeVar("T")
 
@@ -51,42 +54,26 @@ UNAVAILABLE = {
     State.RESTARTING: ("The engine died and is being restarted; please try again.", 5),
     State.DRAINING: ("The server is shutting down and takes no new requests.", 10),
     State.STOPPED: ("The server is shutting down and takes no new requests.", 10),
+    State.IDLE: ("The server is starting; please try again.", 5),
 }
 """The reason why no engine serves, and ``Retry-After`` in seconds."""
 
 REPORT_EVERY_S = 1.0
 """Seconds between two reports of an engine to the router."""
 
-BEST_FIRST = (State.SERVING, State.RESTARTING, State.STARTING, State.DRAINING, State.STOPPED)
+BEST_FIRST = (State.SERVING, State.RESTARTING, State.STARTING, State.DRAINING, State.STOPPED, State.IDLE)
+ENDED = (State.STOPPED, State.IDLE)
 
 
 SNAPSHOT_S = 5.0
 """Longest wait for the snapshot of one of several engines."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """One engine of a fleet, as the API process knows it.
-
-    Args:
-        index: Its number, from 0.
-        pid: Its process; ``None`` before it has started.
-        num_restarts: Engines started in its place after the first.
-        num_in_flight: Requests that it works on.
-    """
-
-    index: int
-    state: State
-    pid: int | None
-    num_restarts: int
-    num_in_flight: int
-
-
 class Fleet:
     """One or several engines of one configuration. For the event loop's thread alone.
 
     Args:
-        links: For each engine, a function that returns the link to a new one.
+        links: For each engine, a function that returns the link to a new one; with ``scaling`` as many as it allows.
         served_name: The base model's name, which no adapter may have.
         observe: Called with the engines' observations.
         epoch_s: Returns the time in seconds since the epoch.
@@ -96,6 +83,8 @@ class Fleet:
         resumes: When requests of a lost engine go on elsewhere; ``None`` for never.
         seed: Seeds the draws of requests without a seed of their own, made here where they outlive an engine; ``None``
             leaves the draws to the engine.
+        scaling: Starts and drains engines by the load; ``None`` for a fixed number.
+        drain_timeout_s: Seconds that requests of an engine have to end when scaling drains it, before they move on.
     """
 
     def __init__(
@@ -110,7 +99,10 @@ class Fleet:
         make_router: Callable[[Mapping[str, int]], Router] | None = None,
         resumes: ResumePolicy | None = None,
         seed: int | None = None,
+        scaling: ScalingPolicy | None = None,
+        drain_timeout_s: float = 30.0,
     ) -> None:
+        assert scaling is None or scaling.max_replicas == len(links)
         self.served_name = served_name
         self._book = AdapterBook(served_name=served_name, epoch_s=epoch_s)
         self.adapters = FleetAdapters(self._book, self._serving, num_engines=len(links))
@@ -121,7 +113,12 @@ class Fleet:
             ranks = self._book.ranks
             context = RouterContext(rng=Random(0), base_name=served_name, ranks=ranks)
             router = router_named(DEFAULT_ROUTER, context) if make_router is None else make_router(ranks)
-            self._dispatcher = Dispatcher(router, len(links), ranks)
+            if scaling is None:
+                self._dispatcher = Dispatcher(router, len(links), ranks)
+            else:
+                watch = LoadWatch(scaling.ttft_s)
+                self._dispatcher = WatchedDispatcher(router, len(links), ranks, watch=watch, now=time.monotonic)
+                controller = ScalingController(scaling, self._dispatcher.views, watch)
 
         self._requests = FleetRequests(
             self._serving,
@@ -149,9 +146,21 @@ class Fleet:
                 restarts=restarts or RestartPolicy(),
                 hang_timeout_s=hang_timeout_s,
                 on_change=self._requests.wake,
+                state=State.STARTING if scaling is None or engine < scaling.min_replicas else State.IDLE,
             )
             for engine, make_link in enumerate(links)
         ]
+        self._keeping: dict[int, asyncio.Task[None]] = {}  # those that watch engines, by number
+        self._scaling: FleetScaling | None = None
+        if scaling is not None and len(links) > 1:
+            self._scaling = FleetScaling(
+                controller,
+                self._keepers,
+                watch=self._watch,
+                drain=self._give_back,
+                restarts=restarts or RestartPolicy(),
+            )
+        self._drain_timeout_s = drain_timeout_s
         self._num_in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -216,7 +225,7 @@ class Fleet:
         """
         self._book.open(modules)
         self._required = frozenset(module.name for module in modules if module.is_required)
-        await asyncio.gather(*(keeper.start() for keeper in self._keepers))
+        await asyncio.gather(*(keeper.start() for keeper in self._keepers if keeper.state is State.STARTING))
         self._required = None
 
     async def run(self) -> None:
@@ -226,14 +235,27 @@ class Fleet:
             EngineDead: Every engine died too often.
         """
         self._is_watched = True
-        reporting = asyncio.create_task(self._report())
+        for engine, keeper in enumerate(self._keepers):
+            if keeper.state is not State.IDLE:
+                self._watch(engine)
+        beside = [asyncio.create_task(self._report())]
+        if self._scaling is not None:
+            beside.append(asyncio.create_task(self._scaling.run()))
         try:
-            await asyncio.gather(*(self._keep(keeper) for keeper in self._keepers))
+            # An engine that scaling starts while this waits is waited for in the next turn.
+            while keeping := [task for task in self._keeping.values() if not task.done()]:
+                also = [task for task in beside if not task.done()]
+                done, _ = await asyncio.wait([*keeping, *also], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
-            reporting.cancel()
+            for task in [*beside, *self._keeping.values()]:
+                task.cancel()
 
     def drain(self) -> None:
         """Refuse new requests from now on; those in flight may finish, on any engine."""
+        if self._scaling is not None:
+            self._scaling.close()
         for keeper in self._keepers:
             keeper.drain()
 
@@ -324,17 +346,17 @@ class Fleet:
         return parts
 
     def replicas(self) -> list[Replica]:
-        """Return the state of each engine, as the API process knows it."""
-        return [
-            Replica(
-                index=index,
-                state=keeper.state,
-                pid=None if keeper.client is None else keeper.client.pid,
-                num_restarts=keeper.num_restarts,
-                num_in_flight=0 if keeper.client is None else keeper.client.num_flights,
-            )
-            for index, keeper in enumerate(self._keepers)
-        ]
+        """Return the state of each engine in use, as the API process knows it."""
+        return describe(self._keepers)
+
+    def num_by_state(self) -> Counter[State]:
+        """Return the number of engines in each state, with those that scaling has not started."""
+        return Counter(keeper.state for keeper in self._keepers)
+
+    @property
+    def scaling(self) -> ScalingDecision | None:
+        """The last decision about the number of engines; ``None`` if it is fixed, and before the first."""
+        return None if self._scaling is None else self._scaling.controller.decision
 
     async def drain_replica(self, index: int, timeout_s: float) -> None:
         """End one engine for good: its requests may finish for ``timeout_s`` seconds, then they go on elsewhere.
@@ -375,7 +397,7 @@ class Fleet:
 
     def _going_on(self) -> dict[int, EngineClient]:
         """Return the engines that take the rest of answers, by number; ``EngineDead`` if none will again."""
-        if all(keeper.state is State.STOPPED for keeper in self._keepers):
+        if all(keeper.state in ENDED for keeper in self._keepers):
             raise EngineDead("Every engine has stopped.")
         return {
             index: keeper.client
@@ -404,11 +426,20 @@ class Fleet:
         logger.error("%s name=%s reason=%s", event, error.adapter, error.reason)
         await self.adapters.lose(error.adapter)
 
+    def _watch(self, engine: int) -> None:
+        """Watch an engine and restart it, until it is drained."""
+        self._keeping[engine] = asyncio.create_task(self._keep(self._keepers[engine]))
+
+    async def _give_back(self, engine: int) -> None:
+        """End an engine whose place scaling may fill again."""
+        await self._keepers[engine].retire(self._drain_timeout_s)
+        await self._keeping[engine]
+
     async def _keep(self, keeper: EngineKeeper) -> None:
         try:
             await keeper.run()
         except EngineDead as error:
-            if all(one.state is State.STOPPED for one in self._keepers):
+            if all(one.state in ENDED for one in self._keepers):
                 raise
             logger.error("engine_given_up engine=%d error=%s", self._keepers.index(keeper), error)
 

@@ -39,6 +39,7 @@ from manylora.hosting.link import LINKS
 from manylora.hosting.resumption import ResumePolicy
 from manylora.hosting.service import builder_for
 from manylora.routing import Router, RouterContext, make_router
+from manylora.scaling import ScalingPolicy
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
@@ -106,6 +107,8 @@ class Server:
             resumes=ResumePolicy(max_resumes=server.fleet.max_resumes, patience_s=server.drain_timeout_s),
             seed=engine.seed,
             observe=self._metrics.observe,
+            scaling=_scaling_policy(engine, server.fleet),
+            drain_timeout_s=server.drain_timeout_s,
             # A thread cannot be killed, and a debugger's breakpoint is not a hang.
             hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
         )
@@ -233,6 +236,18 @@ def _make_router(engine: EngineConfig, fleet: FleetConfig, served_name: str, ran
         rng=Random(engine.seed), base_name=served_name, max_num_seqs=engine.scheduler.max_num_seqs, ranks=ranks
     )
     return make_router(fleet.router, context, fleet.router_options)
+
+
+def _scaling_policy(engine: EngineConfig, fleet: FleetConfig) -> ScalingPolicy | None:
+    if fleet.max_replicas is None:
+        return None
+    return ScalingPolicy(
+        min_replicas=fleet.min_replicas or 1,
+        max_replicas=fleet.max_replicas,
+        ttft_s=fleet.slo_ttft_s,
+        capacity_rps=fleet.replica_rate,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+    )
 
 
 def run(

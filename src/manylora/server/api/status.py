@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import ManyloraError, RequestError
-from manylora.hosting.fleet import Replica
+from manylora.hosting.replica import Replica
 from manylora.hosting.snapshot import Snapshot, merge_snapshots
 from manylora.server.api.models import json_response
 from manylora.server.api.request import Context, context_of
@@ -68,6 +68,7 @@ def _report(context: Context) -> StatusReport:
         replicas=tuple(_replica_row(one, None, 0) for one in fleet.replicas()),
         resumes=Resumes(**dataclasses.asdict(fleet.resumes)),
         generation_defaults=context.settings.base.defaults.given(),
+        scaling=fleet.scaling,
     )
 
 

@@ -25,7 +25,7 @@ LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 def fleet_metrics(fleet: Fleet) -> Iterator[Metric]:
     """Yield the metrics that the API process knows itself."""
     replicas, resumes = fleet.replicas(), fleet.resumes
-    labels = ["replica"] if len(replicas) > 1 else []
+    labels = ["replica"] if fleet.num_replicas > 1 else []
     values = [[str(replica.index)] if labels else [] for replica in replicas]
     up = zip(values, (float(replica.state is State.SERVING) for replica in replicas), strict=True)
     restarts = zip(values, (float(replica.num_restarts) for replica in replicas), strict=True)
@@ -34,6 +34,11 @@ def fleet_metrics(fleet: Fleet) -> Iterator[Metric]:
     yield _family(GaugeMetricFamily, "manylora_engine_up", "Whether the engine serves.", labels, up)
     yield _family(CounterMetricFamily, "manylora_engine_restarts", started, labels, restarts)
     yield _family(GaugeMetricFamily, "manylora_engine_requests", "Requests given to the engine.", labels, in_flight)
+    by_state = fleet.num_by_state()
+    states = [([state.value], float(by_state[state])) for state in State]
+    yield _family(GaugeMetricFamily, "manylora_replicas", "Engines by state.", ["state"], states)
+    wanted = fleet.num_replicas if fleet.scaling is None else fleet.scaling.num_wanted
+    yield GaugeMetricFamily("manylora_replicas_wanted", "Engines that scaling wants to serve.", value=wanted)
     for name, text, count in (
         ("manylora_resumes", "Times that a request of a lost engine was given to another.", resumes.num_resumes),
         ("manylora_resumed_requests", "Requests that went on elsewhere at least once.", resumes.num_resumed),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.scaling import ScalingDecision
 
 __all__ = [
     "AdapterRow",
@@ -124,6 +125,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
         replicas: The engines.
         resumes: Requests that lost their engine.
         generation_defaults: Sampling defaults of the base model, by name.
+        scaling: The last decision about the number of engines; ``None`` if it is fixed.
     """
 
     state: str
@@ -142,6 +144,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     generation_defaults: dict[str, float] = {}
     replicas: tuple[ReplicaRow, ...] = ()
     resumes: Resumes | None = None
+    scaling: ScalingDecision | None = None
 
 
 def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:

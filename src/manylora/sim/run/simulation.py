@@ -36,12 +36,14 @@ from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, su
 from manylora.plan import AdapterLoad, PlannedSequence
 from manylora.plugins import options_for
 from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
+from manylora.scaling import LoadWatch, ScalingController, ScalingDecision, WatchedDispatcher
 from manylora.scheduling import LengthPredictor, Sequence
 from manylora.scheduling.prediction import PREDICTORS, NoisyPredictor, OraclePredictor
 from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.run.driver import drive
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.sim.run.prompts import PromptMaker
+from manylora.sim.run.scaling import ReplicaSpan, SimulatedScaling, SimulatedStarts
 from manylora.types import Output, Request, SampledToken, SamplingParams, Tier
 from manylora.workloads import RequestSpec, Workload
 
@@ -66,7 +68,8 @@ class SimulationConfig:
         cost: Times of steps and loads.
         num_pages: Pages in each replica's pool.
         memory: Block size and prefix caching; its sizes are not used.
-        num_replicas: Engines that share the workload.
+        num_replicas: Engines that share the workload; with ``scaling`` as many as that allows.
+        scaling: Starts and drains engines over time; ``None`` for a fixed number.
         router: Name in ``routing.ROUTERS``, or a plug-in.
         scheduler_time_s: Time to decide a step.
         interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
@@ -89,6 +92,7 @@ class SimulationConfig:
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(prefix_caching=False))
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     num_replicas: int = 1
+    scaling: SimulatedScaling | None = None
     router: str = DEFAULT_ROUTER
     router_options: Mapping[str, Any] = field(default_factory=dict)
     scheduler_time_s: float = 0.0
@@ -110,6 +114,8 @@ class SimulationConfig:
 
         check(self.num_pages >= 2, "num_pages", "at least 2")
         check(self.num_replicas >= 1, "num_replicas", "at least 1")
+        fleet = self.num_replicas if self.scaling is None else self.scaling.policy.max_replicas
+        check(self.num_replicas == fleet, "num_replicas", f"{fleet}, as in scaling")
         check(self.scheduler_time_s >= 0, "scheduler_time_s", "0 or more")
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         check(self.sample_every_s > 0, "sample_every_s", "above 0")
@@ -125,8 +131,10 @@ class Run:
         workload: Its name.
         records: Every request, in order of arrival; refused ones have an ``error``.
         timelines: One per replica.
-        stats: The counters of each replica at the end.
+        stats: The counters of each engine at its end.
         duration_s: Virtual time of the last event.
+        spans: The lives of replicas that were started and drained; empty for a fixed number.
+        decisions: Those about their number, with their times in seconds.
     """
 
     workload: str
@@ -134,6 +142,8 @@ class Run:
     timelines: list[Timeline]
     stats: list[EngineStats]
     duration_s: float
+    spans: list[ReplicaSpan] = field(default_factory=list)
+    decisions: list[tuple[float, ScalingDecision]] = field(default_factory=list)
 
     def summary(
         self,
@@ -172,10 +182,33 @@ def simulate(
         Recorder(replica=index, ranks=ranks, sample_every_s=config.sample_every_s)
         for index in range(config.num_replicas)
     ]
-    cores = [_make_core(workload, config, index, (recorder, *sinks)) for index, recorder in enumerate(recorders)]
-    for core, recorder in zip(cores, recorders, strict=True):
-        recorder.watch(core.stats)
-    dispatcher = Dispatcher(_make_router(config, ranks), config.num_replicas, ranks)
+    engines: list[EngineCore] = []  # every one of the run; ``cores`` are those of this moment, by replica
+    cores: dict[int, EngineCore] = {}
+
+    def make_core(replica: int) -> EngineCore:
+        recorder = recorders[replica]
+        engines.append(_make_core(workload, config, replica, (recorder, *sinks)))
+        recorder.watch(engines[-1].stats)
+        return engines[-1]
+
+    def tell(replica: int) -> None:
+        dispatcher.report(replica, ReplicaReport.of(cores[replica].stats(), config.memory.block_size))
+
+    def begin(replica: int) -> None:
+        dispatcher.restarted(replica)
+        tell(replica)
+
+    router = _make_router(config, ranks)
+    starts: SimulatedStarts | None = None
+    if config.scaling is None:
+        dispatcher = Dispatcher(router, config.num_replicas, ranks)
+        cores.update((replica, make_core(replica)) for replica in range(config.num_replicas))
+    else:
+        watch = LoadWatch(config.scaling.policy.ttft_s)
+        dispatcher = WatchedDispatcher(router, config.num_replicas, ranks, watch=watch, now=clock.now)
+        scaler = None if config.scaling.make_scaler is None else config.scaling.make_scaler()
+        controller = ScalingController(config.scaling.policy, dispatcher.views, watch, scaler=scaler)
+        starts = SimulatedStarts(config.scaling, controller, cores, make_core, begin, seed=config.seed)
     num_ended, report_at = 0, REPORT_EVERY_S
     waiting: set[str] = set()
 
@@ -184,10 +217,10 @@ def simulate(
         now = clock.now()
         if now >= report_at:
             report_at = now + REPORT_EVERY_S
-            for index, core in enumerate(cores):
-                dispatcher.report(index, ReplicaReport.of(core.stats(), config.memory.block_size))
+            for replica in cores:
+                tell(replica)
         waiting.add(request.request_id)
-        return dispatcher.dispatch(request)
+        return dispatcher.dispatch(request, None if starts is None else starts.serving)
 
     def take(outputs: list[Output], now: float) -> None:
         nonlocal num_ended
@@ -210,14 +243,18 @@ def simulate(
         recorders[dispatcher.ended(request.request_id)].refuse(request, error, now)
 
     arrivals = Arrivals(_arrivals(workload, config), on_rejected=refuse)
-    drive(cores, clock, arrivals, dispatch=dispatch, on_outputs=take)
+    drive(cores, clock, arrivals, dispatch=dispatch, on_outputs=take, control=starts)
+    if starts is not None:
+        starts.close(clock.now())
     records = [record for recorder in recorders for record in recorder.records]
     return Run(
         workload=workload.name,
         records=sorted(records, key=lambda record: int(record.request_id)),
         timelines=[recorder.timeline for recorder in recorders],
-        stats=[core.stats() for core in cores],
+        stats=[engine.stats() for engine in engines],
         duration_s=clock.now(),
+        spans=[] if starts is None else starts.spans,
+        decisions=[] if starts is None else starts.decisions,
     )
 
 

@@ -1,0 +1,156 @@
+"""Scaling on a day of a service with adapters: SLO attainment and replica-hours, against fixed numbers and an oracle.
+
+The day is that of GenTD26, compressed: requests per second of 108 containers that serve image generation with
+adapters. Lengths are those of short chats. One to eight simulated replicas of Llama-2 7B on A10s. A start takes as long
+as ``--start`` says, before the adapters of a new replica are loaded; by default, three minutes of the day.
+
+    python bench/scaling.py --trace gentd26_qps.csv.gz            # 5 seeds, about an hour
+    python bench/scaling.py --trace gentd26_qps.csv.gz --quick    # one seed, a compression of 240, without writing
+
+*Best fixed*: the fewest replicas that reach the goal, all day. *Oracle*: knows every arrival, and starts each replica
+just in time; it takes the highest rate per replica that reaches the goal, of those tried. A *flap* is a start that is
+asked for within two times of a start after a drain. Replica-hours are hours of the day, from each order to start a
+replica to the end of its last request.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from publishing import arguments, publish, table
+from tqdm import tqdm
+
+from manylora.bench.scaling_day import Clairvoyant, count_flaps, make_day, replica_seconds
+from manylora.measure import Slo
+from manylora.scaling import Scaler, ScalingPolicy
+from manylora.sim.run.scaling import SimulatedScaling
+from manylora.sim.run.simulation import SimulationConfig, simulate
+from manylora.sim.setup import Setup, make_config
+from manylora.workloads import Workload
+
+TTFT_S, GOAL = 2.0, 0.99
+MOST = 8
+PEAK_RATE = 20.0
+"""Requests per second in the busiest half hour: some seven replicas."""
+
+ORACLE_RATES = (5.0, 4.5, 4.0, 3.5, 3.0, 2.5)
+"""Requests per second of a replica, tried in this order."""
+
+Figures = dict[str, float]
+
+
+def serve(day: Workload, config: SimulationConfig, compression: float, within_s: float) -> Figures:
+    """Return the figures of one run."""
+    run = simulate(day, config)
+    seconds = replica_seconds(run.spans) if config.scaling else config.num_replicas * run.duration_s
+    return {
+        "attainment": run.summary(slo=Slo(ttft_s=TTFT_S)).slo_attainment,
+        "replica_hours": seconds * compression / 3600,
+        "starts": float(sum(span.asked_at > 0 for span in run.spans)),
+        "flaps": float(count_flaps(run.spans, within_s)),
+        "most": float(max((decision.num_wanted for _, decision in run.decisions), default=config.num_replicas)),
+    }
+
+
+def measure(trace: Path, seed: int, *, compression: float, start_s: float) -> dict[str, Figures]:
+    """Return the figures of every fleet on one day."""
+    day = make_day(trace, compression=compression, peak_rate=PEAK_RATE, seed=seed)
+    setup = Setup(model="llama-2-7b", hardware="a10", max_tokens=400, num_replicas=MOST, router="auto")
+    config = make_config(setup, seed=seed)
+    policy = ScalingPolicy(
+        min_replicas=1,
+        max_replicas=MOST,
+        ttft_s=TTFT_S,
+        goal=GOAL,
+        start_s=start_s,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+
+    def scaled(make_scaler: Callable[[], Scaler] | None = None) -> Figures:
+        scaling = SimulatedScaling(policy=policy, start_s=start_s, make_scaler=make_scaler)
+        return serve(day, replace(config, scaling=scaling), compression, 2 * start_s)
+
+    found = {"scaling": scaled()}
+    for rate in ORACLE_RATES:
+        longest_s = 1.2 * start_s + policy.look_every_s
+        oracle = {"rate": rate} | scaled(lambda: Clairvoyant(day, rate=rate, start_s=longest_s, most=MOST))  # noqa: B023
+        found["oracle"] = oracle
+        if oracle["attainment"] >= GOAL:
+            break
+    few, many = 1, MOST  # attainment rises with the number
+    while few < many:
+        middle = (few + many) // 2
+        fixed = serve(day, replace(config, num_replicas=middle), compression, 0.0)
+        found[f"{middle} fixed"] = fixed
+        few, many = (few, middle) if fixed["attainment"] >= GOAL else (middle + 1, many)
+    if f"{few} fixed" not in found:
+        found[f"{few} fixed"] = serve(day, replace(config, num_replicas=few), compression, 0.0)
+    found["best fixed"] = {"replicas": float(few)} | found[f"{few} fixed"]
+    return found
+
+
+def main() -> None:
+    """Serve the day with every fleet."""
+    parser = arguments(__doc__, quick="one seed, a compression of 240")
+    parser.add_argument("--trace", type=Path, required=True, help="requests per second of containers, as of GenTD26")
+    parser.add_argument("--compression", type=float, default=60.0, help="seconds of the day in one second")
+    parser.add_argument("--start", type=float, default=3.0, help="seconds of a start, compressed")
+    parser.add_argument("--seeds", type=int, default=5)
+    options = parser.parse_args()
+    compression, num_seeds = (240.0, 1) if options.quick else (options.compression, options.seeds)
+    days = [
+        measure(options.trace, seed, compression=compression, start_s=options.start)
+        for seed in tqdm(range(num_seeds), desc="days", leave=False, disable=None)
+    ]
+    rows = []
+    for fleet in ("scaling", "best fixed", "oracle"):
+        ones = [day[fleet] for day in days]
+
+        def mean(key: str, ones: list[Figures] = ones) -> float:
+            return statistics.mean(one[key] for one in ones)
+
+        least = min(one["attainment"] for one in ones)
+        against = mean("replica_hours") / statistics.mean(day["best fixed"]["replica_hours"] for day in days)
+        rows.append(
+            [
+                fleet,
+                f"{100 * mean('attainment'):.2f} %",
+                f"{100 * least:.2f} %",
+                f"{mean('replica_hours'):.1f}",
+                f"{100 * against:.0f} %",
+                f"{mean('most'):.1f}",
+                f"{mean('starts'):.1f}",
+                f"{mean('flaps'):.1f}",
+            ]
+        )
+    heads = [
+        "fleet",
+        "within the SLO",
+        "worst seed",
+        "replica-hours",
+        "of best fixed",
+        "most at once",
+        "starts",
+        "flaps",
+    ]
+    minutes = options.start * compression / 60
+    lines = [
+        "# Scaling on a day of a service with adapters",
+        "",
+        f"GenTD26, a second for {compression:g} of the day; up to {MOST} replicas of Llama-2 7B on A10s, "
+        f"{PEAK_RATE:g} requests/s at the peak; SLO: {100 * GOAL:g} % of first tokens within {TTFT_S:g} s; "
+        f"a start takes {options.start:g} s ({minutes:g} minutes of the day). Mean of {num_seeds} seeds.",
+        f"`python bench/scaling.py --trace {options.trace.name} --compression {compression:g} "
+        f"--start {options.start:g} --seeds {num_seeds}`",
+        "",
+        *table(heads, rows),
+    ]
+    figures = {"compression": compression, "start_s": options.start, "goal": GOAL, "days": days}
+    publish("scaling", figures, "\n".join(lines), is_kept=not options.quick)
+
+
+if __name__ == "__main__":
+    main()

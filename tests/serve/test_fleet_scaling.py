@@ -1,0 +1,166 @@
+"""A fleet that scales: engines start and drain by the load, and no answer is lost or doubled on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from reciter import engine_config, slow_reciter_parts
+
+from manylora.clock import Clock
+from manylora.config import EngineConfig, FleetConfig, ServerConfig
+from manylora.errors import ConfigError
+from manylora.hosting.base_share import BaseShare
+from manylora.hosting.engine_keeper import RestartPolicy, State
+from manylora.hosting.fleet import Fleet
+from manylora.hosting.link import LINKS
+from manylora.hosting.protocol import EngineSpec
+from manylora.ports import EngineParts
+from manylora.scaling import ScalingPolicy
+from manylora.server import BackgroundServer
+from manylora.types import Output, Request, SamplingParams
+
+PATIENCE_S = 60.0
+POLICY = ScalingPolicy(
+    min_replicas=1,
+    max_replicas=3,
+    capacity_rps=2.0,
+    start_s=0.2,
+    look_every_s=0.05,
+    stay_starts=1.0,
+    least_stay_s=0.0,
+)
+
+
+def make_fleet(tokenizer: Path, policy: ScalingPolicy = POLICY, build: object = slow_reciter_parts) -> Fleet:
+    spec = EngineSpec(config=engine_config(tokenizer), served_name="base", builder=build)
+    return Fleet(
+        [partial(LINKS["thread"], spec, BaseShare()) for _ in range(policy.max_replicas)],
+        served_name="base",
+        observe=lambda observed: None,
+        restarts=RestartPolicy(first_pause_s=0.01),
+        scaling=policy,
+        drain_timeout_s=PATIENCE_S,
+    )
+
+
+async def texts(fleet: Fleet, num: int, num_tokens: int) -> dict[str, str]:
+    """Submit requests at once and return their answers."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    requests = [
+        Request(request_id=f"{index}/{num}", prompt=(1,), model=("base", "a")[index % 2], sampling=sampling)
+        for index in range(num)
+    ]
+    stream = await fleet.submit(requests)
+    found = dict.fromkeys((request.request_id for request in requests), "")
+    left = set(found)
+
+    def consume(outputs: list[Output]) -> None:
+        for output in outputs:
+            found[output.request_id] += "".join(chr(token.token_id) for token in output.tokens)
+            if output.finish is not None:
+                left.remove(output.request_id)
+        if not left:
+            stream.close()
+
+    await asyncio.wait_for(stream.deliver(consume), PATIENCE_S)
+    return found
+
+
+async def until(condition: object) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.02)
+
+
+def num(fleet: Fleet, state: State) -> int:
+    return fleet.num_by_state()[state]
+
+
+def test_engines_start_with_every_adapter_and_the_hottest_warm_and_drain_without_loss(
+    tokenizer: Path, lora_dir: Path
+) -> None:
+    async def scenario() -> None:
+        fleet = make_fleet(tokenizer)
+        await fleet.start()
+        assert (num(fleet, State.SERVING), num(fleet, State.IDLE)) == (1, 2)
+        await fleet.adapters.load("a", str(lora_dir / "p"))
+        running = asyncio.create_task(fleet.run())
+        burst = asyncio.create_task(texts(fleet, 40, 20))
+        await until(lambda: num(fleet, State.SERVING) == 3)
+        for client in fleet._serving().values():
+            stats, statuses = await client.snapshot()
+            assert [status.name for status in statuses] == ["a"]
+            assert stats.resident_adapters == ("a",)  # no request has come to the new ones
+        later = asyncio.create_task(texts(fleet, 9, 20))
+        answers = {*(await burst).values()} | {*(await later).values()}
+        assert {len(text) for text in answers} == {20}
+        await until(lambda: num(fleet, State.IDLE) == 2 and num(fleet, State.SERVING) == 1)
+        assert fleet.scaling is not None and fleet.scaling.num_wanted == 1
+        assert len(fleet.replicas()) == 1
+        again = asyncio.create_task(texts(fleet, 41, 5))  # a place is used again
+        await until(lambda: num(fleet, State.SERVING) == 3)
+        await again
+        fleet.drain()
+        await fleet.stop()
+        running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_fails_is_tried_again_and_disturbs_no_other(tokenizer: Path, lora_dir: Path) -> None:
+    num_built = 0
+
+    def build(config: EngineConfig, clock: Clock) -> EngineParts:
+        nonlocal num_built
+        num_built += 1
+        if num_built in (2, 3):
+            raise ConfigError("its memory is taken")
+        return slow_reciter_parts(config, clock)
+
+    async def scenario() -> None:
+        policy = ScalingPolicy(min_replicas=1, max_replicas=2, capacity_rps=1.0, start_s=0.2, look_every_s=0.05)
+        fleet = make_fleet(tokenizer, policy, build)
+        await fleet.start()
+        await fleet.adapters.load("a", str(lora_dir / "p"))
+        running = asyncio.create_task(fleet.run())
+        burst = asyncio.create_task(texts(fleet, 30, 20))
+        await until(lambda: num(fleet, State.SERVING) == 2)
+        assert num_built == 4
+        assert {len(text) for text in (await burst).values()} == {20}
+        await fleet.stop()
+        running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_scaling_is_shown_in_status_and_metrics(tokenizer: Path) -> None:
+    config = ServerConfig(port=0, fleet=FleetConfig(min_replicas=1, max_replicas=2, replica_rate=50.0))
+    with BackgroundServer(engine_config(tokenizer), config, [], builder="reciter:reciter_parts") as server:
+
+        async def decided() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await client.get("/status")).json()["scaling"] is None:
+                        await asyncio.sleep(0.05)
+                report = (await client.get("/status")).json()
+                assert report["scaling"]["num_wanted"] == 1
+                assert [row["index"] for row in report["replicas"]] == [0]
+                text = (await client.get("/metrics")).text
+                assert 'manylora_replicas{state="serving"} 1.0' in text
+                assert 'manylora_replicas{state="idle"} 1.0' in text
+                assert "manylora_replicas_wanted 1.0" in text
+                assert 'manylora_engine_up{replica="0"} 1.0' in text
+
+        asyncio.run(decided())
+
+
+def test_a_fixed_number_and_bounds_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="bounds"):
+        FleetConfig(replicas=2, max_replicas=4)
+    with pytest.raises(ConfigError, match="min"):
+        FleetConfig(min_replicas=2)
+    assert FleetConfig(max_replicas=4).num_places == 4
