@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 from manylora.adapters.header import HeaderReader
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
@@ -54,9 +54,9 @@ class InlineReader:
         directory = check_directory(name, path)
         stamp, _ = stamp_files(name, directory, settings.base, dtype)
         packed = read_adapter(name, directory, settings.base, max_bytes=settings.max_bytes, dtype=dtype)
-        if stamp_files(name, Path(directory), settings.base, dtype)[0] != stamp:
+        if stamp_files(name, directory, settings.base, dtype)[0] != stamp:
             raise AdapterError(name, "its files changed while they were read; register it again")
-        return packed
+        return replace(packed, version=replace(packed.version, stamp=stamp))
 
     def read_layers(
         self, version: AdapterVersion, begin: Callable[[PackedAdapter], None], advance: Callable[[int], None]
