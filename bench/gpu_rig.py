@@ -25,6 +25,7 @@ from manylora.execution.executor import TorchExecutor
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.load import LoadedModel
+from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.tile_tables import make_template
 from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
@@ -240,7 +241,9 @@ class Engine:
                 image = values.pin_memory() if self.device.type == "cuda" else values
                 space = self._served[1]
                 assert space is not None
-                self._images[kind] = HostAdapter(layout, image, make_template(layout, space.directory))
+                arrival = Arrival(len(image))
+                arrival.advance(len(image))
+                self._images[kind] = HostAdapter(layout, image, arrival, make_template(layout, space.directory))
             # One image for all of a rank: page-locking hundreds of gigabytes would take longer than the run.
             self.executor._host._adapters[versions[spec.name].key] = self._images[kind]
         return versions

@@ -247,4 +247,4 @@ class AdapterVersion:
     disk_bytes: int
     dtype: str | None = None
     layer_digests: bytes = b""
-    stamp: str = ""
+    stamp: str = field(default="", compare=False)

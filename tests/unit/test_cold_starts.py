@@ -14,7 +14,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.errors import ConfigError
 from manylora.events import ColdStartChosen, ColdStartEnded, RequestAdmitted
-from manylora.hosting.snapshot import merge_stats
+from manylora.hosting.snapshot import merge_snapshots
 from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE
 from manylora.server.metrics.scrape import snapshot_metrics
 from manylora.types import ColdStart, Tier
@@ -329,7 +329,8 @@ def test_cold_starts_of_several_engines_are_merged_and_scraped():
             correction=1.0,
         )
 
-    merged = merge_stats([stats(status("wait", 1, 0.4), status("assist", 0, 0.0)), stats(status("wait", 3, 0.8))])
+    parts = [stats(status("wait", 1, 0.4), status("assist", 0, 0.0)), stats(status("wait", 3, 0.8))]
+    merged, _ = merge_snapshots([(part, ()) for part in parts])
     wait, assist = merged.cold_starts
     assert (wait.num_starts, wait.num_measured, wait.actual_s) == (6, 4, 4.0)
     assert wait.error_s == pytest.approx(0.7)

@@ -306,7 +306,7 @@ def test_adapters_can_be_pinned_and_warmed(engine: Engine) -> None:
     def state() -> dict[str, tuple[bool, Tier]]:
         return {status.name: (status.is_pinned, status.tier) for status in engine.adapters()}
 
-    assert state() == {"one": (False, Tier.HOST), "two": (False, Tier.HOST)}
+    assert {name: is_pinned for name, (is_pinned, _) in state().items()} == {"one": False, "two": False}
     assert engine.pin_adapter("one").is_pinned
     engine.warm_adapter("two")
     deadline = time.monotonic() + 60

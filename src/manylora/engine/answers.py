@@ -137,7 +137,7 @@ class Answers:
                 stop_token=token.token_id if token and reason is FinishReason.STOP else None,
                 num_cached_tokens=sequence.num_cached,
                 adapter=sequence.adapter,
-                error=sequence.error if reason is FinishReason.ERROR else None,
+                error=sequence.failure if reason is FinishReason.ERROR else None,
             )
         )
         self._emit(

@@ -44,9 +44,7 @@ def take_snapshot(
     def names(keys: Iterable[AdapterKey]) -> tuple[str, ...]:
         return tuple(sorted(name for key in dict.fromkeys(keys) for name in registry.names_of(key)))
 
-    def names_of(status: SequenceStatus) -> tuple[str, ...]:
-        return names(one.adapter for one in sequences if one.status is status and one.adapter is not None)
-
+    waiting = (one.adapter for one in sequences if one.status is SequenceStatus.WAITING and one.adapter is not None)
     return EngineStats(
         num_running=len(running),
         num_waiting=len(policy),
@@ -64,8 +62,8 @@ def take_snapshot(
         num_only_disk=cache.num_known - num_resident - cache.num_host + num_on_both,
         num_host=cache.num_host,
         host_bytes=cache.host_bytes,
-        running_adapters=names_of(SequenceStatus.RUNNING),
-        waiting_adapters=names_of(SequenceStatus.WAITING),
+        running_adapters=names(one.version.key for one in in_pages if one.num_running),
+        waiting_adapters=names(waiting),
         num_loads=cache.num_loads,
         num_disk_loads=cache.num_disk_loads,
         num_evictions=cache.num_evictions,

@@ -88,7 +88,7 @@ def build_parts(
     """
     readers = readers or open_processes()
     try:
-        return _build(config, clock, readers, make_sampler, load, weights)
+        return _build(config, clock, readers, make_sampler, load, weights, open_assistant)
     except BaseException:
         for reader in readers:
             reader.close()
@@ -102,6 +102,7 @@ def _build(
     make_sampler: Callable[[BaseShape], TokenSampler] | None,
     load: Callable[[ModelConfig], LoadedModel],
     weights: BaseWeights | None,
+    open_assistant: OpenAssistant,
 ) -> EngineParts:
     """Build the parts, with readers that may be starting; the stages of the picture, in order."""
     if weights is None:

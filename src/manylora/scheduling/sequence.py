@@ -79,7 +79,7 @@ class Sequence:
     admitted_at: float | None = field(default=None, init=False)
     first_token_at: float | None = field(default=None, init=False)
     ending: FinishReason | None = field(default=None, init=False)  # it ends with the steps in flight, for this reason
-    error: str | None = field(default=None, init=False)
+    failure: str | None = field(default=None, init=False)
     was_looked_at: bool = field(default=False, init=False)
     awaited_load: int = field(default=0, init=False)  # number of the last load of its adapter that it waited for
     found_resident: bool = field(init=False)
@@ -124,7 +124,7 @@ class Sequence:
     @property
     def has_sound_kv(self) -> bool:
         """Whether the KV of completed steps is certain to be right: not if the adapter's load may fail yet, or did."""
-        return self.placement is not ARRIVING and self.error is None
+        return self.placement is not ARRIVING and self.failure is None
 
     @property
     def num_tokens_to_hold(self) -> int:
@@ -223,7 +223,7 @@ class Sequence:
 
     def took_nothing(self) -> None:
         """A step was to yield its next token, and did not: it has failed."""
-        assert self.error is not None
+        assert self.failure is not None
         self.num_in_flight -= 1
         self.num_pending -= 1
 
@@ -240,7 +240,7 @@ class Sequence:
     def failed(self, error: str) -> None:
         """Its adapter cannot be applied: it ends with the steps in flight."""
         self.ending = self.ending or FinishReason.ERROR
-        self.error = self.error or f"adapter {self.name!r}: {error}"
+        self.failure = self.failure or f"adapter {self.name!r}: {error}"
 
     def finished(self) -> None:
         """It has ended."""
