@@ -9,7 +9,8 @@ zygote forks the functions; *plain* is an engine process that loads the base its
 * *steps*: seconds per token of four requests at once, a function and a plain engine in turns;
 * *starts*: from nothing to the first token: a *cold* engine process; a *mapping* one, spawned, that maps the base; a
   function from the *zygote*; and an engine that is *up* and lacks the adapter. The stages are the function's own;
-* *attacks*: the attempts of `tests/unit/isolation_attacks.py` inside a function, as another user and as the same one.
+* *attacks*: the attempts of `tests/unit/isolation_attacks.py` inside a function, as its own user and as the server's;
+  one that is root and stays root can become root, and nothing else.
 
 Writes `results/functions_live.json` and `.md`. As root, which alone can give each function a user of its own.
 """
@@ -198,8 +199,9 @@ async def starts(rig: Rig, num_rounds: int) -> dict[str, Any]:
 async def attacks(rig: Rig) -> dict[str, Any]:
     """Return the result of each attempt from inside a function, by user, and the measures that were in force."""
     found: dict[str, Any] = {}
-    for name, uid in (("own user", FIRST_UID), ("same user", None)):
-        if uid is not None and os.geteuid() != 0:
+    is_root = os.geteuid() == 0
+    for name, uid in (("own user", FIRST_UID), ("given no user, so root" if is_root else "user of the server", None)):
+        if uid is not None and not is_root:
             continue
         zygote = Zygote(rig.backbone, builder="isolation_attacks:attack")
         told = {
