@@ -71,6 +71,7 @@ def build_parts(
     weights: BaseWeights | None = None,
     open_assistant: OpenAssistant = open_assistant,
     readers: Sequence[FileReader] = (),
+    is_checked: bool = False,
 ) -> EngineParts:
     """Load the model and build everything a live ``EngineCore`` needs.
 
@@ -82,13 +83,14 @@ def build_parts(
         weights: Base weights that another process froze; loaded when ``None``.
         open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them.
         readers: Read adapters; processes by default.
+        is_checked: Whether the runner was checked on this model already, by the process that this one is a fork of.
 
     Raises:
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
     """
     readers = readers or open_processes()
     try:
-        return _build(config, clock, readers, make_sampler, load, weights, open_assistant)
+        return _build(config, clock, readers, make_sampler, load, weights, open_assistant, is_checked)
     except BaseException:
         for reader in readers:
             reader.close()
@@ -103,6 +105,7 @@ def _build(
     load: Callable[[ModelConfig], LoadedModel],
     weights: BaseWeights | None,
     open_assistant: OpenAssistant,
+    is_checked: bool,
 ) -> EngineParts:
     """Build the parts, with readers that may be starting; the stages of the picture, in order."""
     if weights is None:
@@ -153,7 +156,8 @@ def _build(
     resident: dict[AdapterKey, ResidentAdapter] = {}
     assistant = open_assistant(device, base)
     runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs, assistant)
-    check_sequences_are_separate(runner, base, num_pages)
+    if not is_checked:
+        check_sequences_are_separate(runner, base, num_pages)
     if graphs is not None and device.type == "cuda":
         graphs.warm()
 

@@ -120,7 +120,12 @@ def live_builder(stages: Stages, model: ModelConfig, num_threads: int | None) ->
         weights = map_weights(shared)
         stages.note("map")
         return build_parts(
-            config, clock, make_sampler=partial(make_sampler, model), weights=weights, readers=[InlineReader()]
+            config,
+            clock,
+            make_sampler=partial(make_sampler, model),
+            weights=weights,
+            readers=[InlineReader()],
+            is_checked=True,  # by the zygote
         )
 
     return build

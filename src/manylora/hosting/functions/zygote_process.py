@@ -15,11 +15,15 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 
+from manylora.clock import WallClock
+from manylora.config import EngineConfig, MemoryConfig
 from manylora.hosting.functions.function_process import Stages, live_builder, run_function
 from manylora.hosting.functions.messages import (
     MAX_PACKET_BYTES,
@@ -39,6 +43,9 @@ __all__ = ["main"]
 
 MAX_TASKS = 256
 """Most threads of a function with a control group."""
+
+NUM_PAGES = 16
+"""Pages of the engine that is built to warm the zygote."""
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +150,18 @@ def warm(setup: ZygoteSetup) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from manylora.execution.kernels.cpu.support import find_compiled
-    from manylora.execution.model.load import load_skeleton
+    from manylora.execution.build import build_parts
+    from manylora.execution.model.base_weights import map_weights
+    from manylora.execution.storage.inline_reader import InlineReader
 
-    live_builder(Stages(0.0), setup.backbone.model, 1)
-    find_compiled()
-    load_skeleton(setup.backbone.model)  # imports the modules of its architecture
+    backbone = setup.backbone
+    live_builder(Stages(0.0), backbone.model, 1)
+    # One engine is built and checked here, for all: its modules are imported and its kernels compiled.
+    shared = replace(backbone.base, file=os.dup(backbone.base.file))
+    config = EngineConfig(model=replace(backbone.model, max_model_len=None), memory=MemoryConfig(num_pages=NUM_PAGES))
+    build_parts(config, WallClock(), weights=map_weights(shared), readers=[InlineReader()]).close()
+    if threading.active_count() != 1:
+        raise RuntimeError("the zygote has threads, whose locks its forks would inherit")
 
 
 def main() -> int:
