@@ -262,8 +262,7 @@ async def measure(options: Any, folder: Path, wanted: Sequence[str]) -> dict[str
     """Return all figures."""
     with contextlib.chdir(folder):
         make_model(folder / "base")
-        num_functions = 2 if options.quick else options.functions
-        adapters = make_adapters(folder / "base", folder, [8] * num_functions)
+        adapters = make_adapters(folder / "base", folder, [8] * options.functions)
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     command = [sys.executable, "-m", "manylora", "backbone", str(folder / "base"), "--socket", str(folder / "socket")]
@@ -307,6 +306,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     options = parser.parse_args()
     wanted = options.only.split(",")
+    if options.quick:
+        options.functions = 2
     others = Others()
     folder = Path(tempfile.mkdtemp(prefix="manylora-functions-")).resolve()
     try:
