@@ -14,7 +14,11 @@ import sys
 import threading
 from collections.abc import Callable
 
+from manylora.clock import Clock
+from manylora.config import EngineConfig
+from manylora.errors import ConfigError
 from manylora.isolation import Confinement, confine
+from manylora.ports import EngineParts, SharedBase
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -25,19 +29,8 @@ def checked(result: int) -> str:
     return "done"
 
 
-def main() -> None:
-    told = json.loads(sys.argv[1])
-    sealed = told["sealed"]
-    folder = told["readable"][0]
-    measures = confine(
-        Confinement(
-            readable=[*told["readable"], sys.prefix, sys.base_prefix],
-            uid=told["uid"],
-            keep_fds=(0, 1, 2, sealed),
-            memory_bytes=1 << 30,
-        )
-    )
-    parent = told["parent"]
+def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str, str]:
+    """Return the result of each attempt: ``refused: ...`` or ``REACHED ...``."""
 
     def write_file() -> str:
         with open(f"{folder}/written", "w") as file:
@@ -101,11 +94,15 @@ def main() -> None:
     attempts: dict[str, Callable[[], str]] = {
         "write a file in its own folder": write_file,
         "read a file of the system": read("/etc/passwd"),
-        "read another function's adapter": read(told["secret"]),
+        "read another function's adapter": read(secret),
         "read another process's environment": read(f"/proc/{parent}/environ"),
         "read another process's memory": read(f"/proc/{parent}/mem"),
         "read its own memory file": read("/proc/self/mem"),
         "list processes": lambda: str(os.listdir("/proc")),
+        "read another process's name and arguments": read(f"/proc/{parent}/cmdline"),
+        "write its own memory file": lambda: str(os.open("/proc/self/mem", os.O_RDWR)),
+        "share memory with others": lambda: str(os.open("/dev/shm/x", os.O_RDWR | os.O_CREAT)),
+        "fill the disk": lambda: str(os.open("/tmp/x", os.O_RDWR | os.O_CREAT)),
         "read keys in its environment": read_environment,
         "write the backbone": write_sealed,
         "map the backbone for writing": map_sealed_writable,
@@ -131,6 +128,28 @@ def main() -> None:
             results[name] = f"REACHED {attempt()}"
         except (OSError, MemoryError, ValueError, KeyError) as error:
             results[name] = f"refused: {error!r}"
+    return results
+
+
+def attack(config: EngineConfig, clock: Clock, *, shared: SharedBase) -> EngineParts:
+    """Attack instead of building an engine; told by the model's name, it tells by the reason to refuse it."""
+    told = json.loads(config.model.model)
+    raise ConfigError(json.dumps(attempt_all(told["parent"], shared.file, told["own"], told["secret"])))
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    sealed = told["sealed"]
+    folder = told["readable"][0]
+    measures = confine(
+        Confinement(
+            readable=[*told["readable"], sys.prefix, sys.base_prefix],
+            uid=told["uid"],
+            keep_fds=(0, 1, 2, sealed),
+            memory_bytes=1 << 30,
+        )
+    )
+    results = attempt_all(told["parent"], sealed, folder, told["secret"])
     # What it must still be able to do.
     with open(f"{folder}/adapter_config.json", "rb") as file:
         allowed = [file.read().decode()]

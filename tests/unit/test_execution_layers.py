@@ -319,7 +319,7 @@ def test_a_reader_that_dies_releases_the_step(
 ) -> None:
     one, two = versions
     link.close()
-    process = executor_of(parts)._reader._processes[0]._process
+    process = executor_of(parts)._reader._readers[0]._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     parts.executor.drop_adapter(one.key, Tier.HOST)
@@ -336,7 +336,7 @@ def test_a_reader_that_dies_releases_the_step(
 def test_closing_releases_a_step_that_waits(has_begun: bool, parts: EngineParts, versions: Versions) -> None:
     one, two = versions
     executor = executor_of(parts)
-    process = executor._reader._processes[0]._process
+    process = executor._reader._readers[0]._process
     assert process is not None
     if has_begun:
         # The image has begun, and no page of it comes.

@@ -36,6 +36,7 @@ __all__ = ["served"]  # a fixture
 OWN = Path(__file__).parents[2] / "examples" / "own_policy.py"
 
 OF_COMMANDS = {
+    "backbone": "model socket dtype log_level",
     **dict.fromkeys(("adapters", "experiment", "predictor", "bench"), ""),
     "": "_debug _version",
     "serve": "model config lora_modules log_level builder",

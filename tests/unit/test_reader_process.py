@@ -98,7 +98,7 @@ def reader() -> Iterator[HostReader]:
     reader = HostReader(SETTINGS, HostTier(is_pinned=False))
     yield reader
     reader.close()
-    assert all(process._process is None for process in reader._processes)
+    assert all(process._process is None for process in reader._readers)
 
 
 def test_a_process_that_died_in_between_is_replaced(
@@ -108,7 +108,7 @@ def test_a_process_that_died_in_between_is_replaced(
     version = reader.read("mine", str(folder))
     for is_killed in (False, True, False):
         if is_killed:
-            process = reader._processes[0]._process
+            process = reader._readers[0]._process
             assert process is not None
             process.kill()
             process.wait()
@@ -116,13 +116,13 @@ def test_a_process_that_died_in_between_is_replaced(
         assert image.shape[0] == version.num_pages
         assert ("reader_process_restarted" in caplog.text) == is_killed
         caplog.clear()
-    assert reader._processes[1]._process is None, "one adapter at a time takes one process"
+    assert reader._readers[1]._process is None, "one adapter at a time takes one process"
 
 
 def test_a_process_that_dies_over_an_adapter_refuses_it_alone(reader: HostReader, tmp_path: Path) -> None:
     folder = write_good_adapter(tmp_path / "a", BASE)
     version = reader.read("mine", str(folder))
-    process = reader._processes[0]._process
+    process = reader._readers[0]._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:
@@ -144,7 +144,7 @@ def test_two_adapters_are_read_at_once_and_no_file_stays_open(reader: HostReader
         more = [write_good_adapter(tmp_path / f"b{seed}", BASE, seed=100 + seed) for seed in range(12)]
         versions += threads.map(lambda folder: reader.read("mine", str(folder)), more)
     assert len({version.key for version in versions}) == 24
-    assert all(process._process is not None for process in reader._processes)
+    assert all(process._process is not None for process in reader._readers)
     assert len(os.listdir("/dev/fd")) <= open_files
 
 

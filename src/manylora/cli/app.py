@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from manylora.cli.commands.adapters import adapters_app
+from manylora.cli.commands.backbone import backbone
 from manylora.cli.commands.bench import bench_app
 from manylora.cli.commands.calibrate import calibrate
 from manylora.cli.commands.demo import demo
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.command(cls=ServeCommand)(serve)
 app.command()(route)
 app.command()(generate)
+app.command()(backbone)
 app.add_typer(adapters_app, name="adapters")
 app.command()(calibrate)
 app.command()(top)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
@@ -47,8 +47,8 @@ from manylora.execution.storage.host_memory import HOST_SHARE, available_bytes
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.reader import HostReader
-from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
+from manylora.execution.storage.reader import FileReader, HostReader, open_processes
+from manylora.execution.storage.reader_process import ReaderSettings
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.execution.storage.tile_tables import GroupDirectory
 from manylora.ports import EngineParts
@@ -70,6 +70,8 @@ def build_parts(
     load: Callable[[ModelConfig], LoadedModel] = load_model,
     weights: BaseWeights | None = None,
     open_assistant: OpenAssistant = open_assistant,
+    readers: Sequence[FileReader] = (),
+    is_checked: bool = False,
 ) -> EngineParts:
     """Load the model and build everything a live ``EngineCore`` needs.
 
@@ -80,29 +82,32 @@ def build_parts(
         load: Loads the model; another function for a model without a folder.
         weights: Base weights that another process froze; loaded when ``None``.
         open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them.
+        readers: Read adapters; processes by default.
+        is_checked: Whether the runner was checked on this model already, by the process that this one is a fork of.
 
     Raises:
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
     """
-    reader = ReaderProcess()
-    reader.start()  # while the model is loaded
+    readers = readers or open_processes()
     try:
-        return _build(config, clock, reader, make_sampler, load, weights, open_assistant)
+        return _build(config, clock, readers, make_sampler, load, weights, open_assistant, is_checked)
     except BaseException:
-        reader.close()
+        for reader in readers:
+            reader.close()
         raise
 
 
 def _build(
     config: EngineConfig,
     clock: Clock,
-    first_reader: ReaderProcess,
+    readers: Sequence[FileReader],
     make_sampler: Callable[[BaseShape], TokenSampler] | None,
     load: Callable[[ModelConfig], LoadedModel],
     weights: BaseWeights | None,
     open_assistant: OpenAssistant,
+    is_checked: bool,
 ) -> EngineParts:
-    """Build the parts, with a reader process that is starting; the stages of the picture, in order."""
+    """Build the parts, with readers that may be starting; the stages of the picture, in order."""
     if weights is None:
         loaded, weights = load_weights(config.model, load)
     elif weights.manifest.model != config.model.model:
@@ -151,7 +156,8 @@ def _build(
     resident: dict[AdapterKey, ResidentAdapter] = {}
     assistant = open_assistant(device, base)
     runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs, assistant)
-    check_sequences_are_separate(runner, base, num_pages)
+    if not is_checked:
+        check_sequences_are_separate(runner, base, num_pages)
     if graphs is not None and device.type == "cuda":
         graphs.warm()
 
@@ -159,7 +165,7 @@ def _build(
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
     hashes = None if config.cache_dir is None else os.path.join(config.cache_dir, HASHES_FILE)
     settings = ReaderSettings(base=base, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype, hashes=hashes)
-    reader = HostReader(settings, host, first_reader)
+    reader = HostReader(settings, host, readers)
     executor = TorchExecutor(
         runner=runner,
         pages=pages,

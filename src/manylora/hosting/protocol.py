@@ -22,6 +22,7 @@ import msgspec
 import manylora.errors as errors
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.isolation import Measure
 from manylora.ports import SharedBase
 from manylora.types import AdapterKey, Output, Request
 
@@ -44,6 +45,7 @@ __all__ = [
     "Ready",
     "Refused",
     "Reply",
+    "StartReport",
     "TakeSnapshot",
     "Turn",
     "UnloadAdapter",
@@ -276,11 +278,30 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_failed_loads: int = 0
 
 
+class StartReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The start of an isolated function.
+
+    Args:
+        took_s: Seconds of each stage, in order: ``fork``, ``confine``, ``map``, ``build``.
+        measures: The measures of isolation, and whether each is in force.
+    """
+
+    took_s: dict[str, float]
+    measures: tuple[Measure, ...]
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves; ``base`` is its base's weights, if others can map them."""
+    """The engine serves.
+
+    Args:
+        info: Its limits and sizes.
+        base: Its base's weights, if others can map them.
+        start: Its start, if it is an isolated function.
+    """
 
     info: EngineInfo
     base: SharedBase | None = None
+    start: StartReport | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -1,7 +1,8 @@
 """Read adapters from disk into the host tier, by reader processes.
 
 The engine's process never parses, hashes or packs an adapter: that takes seconds for a large one, much of it in calls
-that hold the interpreter lock. It maps the finished image and keeps it.
+that hold the interpreter lock. It maps the finished image and keeps it. An engine that may start no process reads them
+itself (``InlineReader``).
 """
 
 from __future__ import annotations
@@ -10,37 +11,49 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import LifoQueue
+from typing import TypeAlias
 
 from manylora.adapters.packed import PackedAdapter
 from manylora.errors import AdapterError
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
+from manylora.execution.storage.inline_reader import InlineReader
 from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
 from manylora.types import AdapterKey, AdapterVersion
 
-__all__ = ["HostReader", "reason_of"]
+__all__ = ["FileReader", "HostReader", "open_processes", "reason_of"]
+
+FileReader: TypeAlias = ReaderProcess | InlineReader
+"""Reads one adapter at a time."""
 
 NUM_READERS = 2
 """Most processes: as many as the threads that register adapters, or that re-read them."""
+
+
+def open_processes() -> list[FileReader]:
+    """Return the reader processes of an engine; the first is starting, while the model is loaded."""
+    first = ReaderProcess()
+    first.start()
+    return [first, *(ReaderProcess() for _ in range(NUM_READERS - 1))]
 
 
 class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
     Args:
-        settings: Settings of the reader processes.
+        settings: Settings of the readers.
         store: The host tier.
-        first: The first process, which may be starting already.
+        readers: Read adapters, each one at a time, the first by preference; processes by default.
     """
 
-    def __init__(self, settings: ReaderSettings, store: HostTier, first: ReaderProcess | None = None) -> None:
+    def __init__(self, settings: ReaderSettings, store: HostTier, readers: Sequence[FileReader] = ()) -> None:
         self._store = store
-        self._processes = [first or ReaderProcess(), *(ReaderProcess() for _ in range(NUM_READERS - 1))]
+        self._readers = list(readers) or [ReaderProcess() for _ in range(NUM_READERS)]
         self._first_digests: dict[AdapterKey, bytes] = {}  # of versions with a provisional key, once they were read
-        # Last in, first out: the second process starts only when two adapters are read at once.
-        self._free: LifoQueue[ReaderProcess] = LifoQueue()
-        for process in reversed(self._processes):
-            process.configure(settings)
-            self._free.put(process)
+        # Last in, first out: the second reader starts only when two adapters are read at once.
+        self._free: LifoQueue[FileReader] = LifoQueue()
+        for reader in reversed(self._readers):
+            reader.configure(settings)
+            self._free.put(reader)
 
     def read(self, name: str, path: str) -> AdapterVersion:
         """Read an adapter and keep it in the host tier.
@@ -48,15 +61,15 @@ class HostReader:
         Raises:
             AdapterError: It cannot be served on this base.
         """
-        with self._free_process() as process:
-            packed = process.read(name, path)
+        with self._free_reader() as reader:
+            packed = reader.read(name, path)
         self._store.put(packed)
         return packed.version
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Check adapters by name and path without their weights, which stay on disk until ``read_again``."""
-        with self._free_process() as process:
-            return process.check(adapters)
+        with self._free_reader() as reader:
+            return reader.check(adapters)
 
     def read_again(
         self,
@@ -88,8 +101,8 @@ class HostReader:
                 adapter.advance(num_pages)
 
         try:
-            with self._free_process() as process:
-                digests = process.read_layers(version, begin, advance, is_urgent=is_urgent)
+            with self._free_reader() as reader:
+                digests = reader.read_layers(version, begin, advance, is_urgent=is_urgent)
         except BaseException as error:
             if adapter is not None:
                 self._store.fail(version.key, adapter, reason_of(error))
@@ -100,17 +113,17 @@ class HostReader:
         return adapter
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.close()
+        """End the readers."""
+        for reader in self._readers:
+            reader.close()
 
     @contextmanager
-    def _free_process(self) -> Iterator[ReaderProcess]:
-        process = self._free.get()
+    def _free_reader(self) -> Iterator[FileReader]:
+        reader = self._free.get()
         try:
-            yield process
+            yield reader
         finally:
-            self._free.put(process)
+            self._free.put(reader)
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,0 +1,181 @@
+"""A function process, from its fork on: it is confined before it reads a byte of its tenant's.
+
+::
+
+    zygote --fork--> reseed, confine --> map the base, build the engine --> Ready --> commands --> its adapter, requests
+
+It has one socket, and ends with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from manylora.clock import Clock, WallClock
+from manylora.config import EngineConfig, ModelConfig
+from manylora.errors import ConfigError
+from manylora.hosting.functions.messages import Backbone, Fork, frame, frames_of
+from manylora.hosting.protocol import Fault, Message, Ready, Refused, StartReport, decode_command, encode
+from manylora.hosting.service import BuildParts, EngineService
+from manylora.isolation import Confinement, Measure, confine
+from manylora.isolation.system import prctl
+from manylora.ports import EngineParts, SharedBase
+
+__all__ = ["Stages", "live_builder", "run_function"]
+
+_SET_PARENT_DEATH_SIGNAL = 1
+
+PACKAGE = Path(__file__).resolve().parents[2]
+READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
+
+logger = logging.getLogger(__name__)
+
+
+class Stages:
+    """Times the stages of a start; each ends with ``note``.
+
+    Args:
+        began_at: Monotonic seconds.
+    """
+
+    def __init__(self, began_at: float) -> None:
+        self.took_s: dict[str, float] = {}
+        self.is_over = False
+        self._at = began_at
+
+    def note(self, stage: str) -> None:
+        """End a stage, which began with the end of the one before."""
+        now = time.monotonic()
+        self.took_s[stage] = now - self._at
+        self._at = now
+
+
+def run_function(
+    fork: Fork,
+    connection: socket.socket,
+    backbone: Backbone,
+    make_builder: Callable[[Stages], BuildParts],
+    zygote: int,
+    taken: tuple[Measure, ...],
+) -> int:
+    """Serve one function on ``connection`` until it closes; return the exit code. Called once, right after the fork.
+
+    Args:
+        fork: The request.
+        connection: The function's only socket.
+        backbone: Its base.
+        make_builder: Returns the builder of its engine.
+        zygote: Process id of the zygote, with which it ends.
+        taken: Measures that the zygote has taken.
+    """
+    stages = Stages(fork.asked_at)
+    stages.note("fork")
+    _reseed()
+    measures = taken + confine(_place(fork.confinement, backbone, connection))
+    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)  # a change of user clears it, so it comes after
+    if os.getppid() != zygote:
+        return 1
+    stages.note("confine")
+    service = EngineService(
+        msgspec.structs.replace(fork.engine, builder=make_builder(stages)),
+        clock=WallClock(),
+        send=partial(_send, connection, stages, measures),
+        base=backbone.base,
+    )
+    threading.Thread(target=_receive, args=(connection, service), name="commands", daemon=True).start()
+    try:
+        return 0 if service.run() else 3
+    except Exception as error:
+        logger.exception("function_broke")
+        if isinstance(error, PermissionError) and not stages.is_over:
+            _send(connection, stages, measures, Refused(Fault.of(ConfigError(_closed_to(error, fork.confinement)))))
+        return 1
+
+
+def live_builder(stages: Stages, model: ModelConfig, num_threads: int | None) -> BuildParts:
+    """Return the builder of a live engine that maps the base and starts no process."""
+    import torch
+
+    from manylora.execution.build import build_parts
+    from manylora.execution.model.base_weights import map_weights
+    from manylora.execution.sampling.sampler import make_sampler
+    from manylora.execution.storage.inline_reader import InlineReader
+
+    def build(config: EngineConfig, clock: Clock, *, shared: SharedBase) -> EngineParts:
+        torch.set_num_threads(num_threads or 1)
+        torch.seed()
+        weights = map_weights(shared)
+        stages.note("map")
+        return build_parts(
+            config,
+            clock,
+            make_sampler=partial(make_sampler, model),
+            weights=weights,
+            readers=[InlineReader()],
+            is_checked=True,  # by the zygote
+        )
+
+    return build
+
+
+def _place(asked: Confinement, backbone: Backbone, connection: socket.socket) -> Confinement:
+    """Return the confinement with the folders and descriptors that every function needs."""
+    libraries = {sys.prefix, sys.base_prefix, str(PACKAGE), backbone.model.model}
+    tokenizer = backbone.model.tokenizer
+    if tokenizer is not None:
+        libraries.add(tokenizer)
+    return Confinement(
+        readable=[*READABLE_OF_SYSTEM, *sorted(libraries), *asked.readable],
+        uid=asked.uid,
+        keep_fds=(0, 1, 2, connection.fileno(), backbone.base.file),
+        environment=asked.environment,
+        memory_bytes=asked.memory_bytes,
+        num_files=asked.num_files,
+    )
+
+
+def _closed_to(error: PermissionError, place: Confinement) -> str:
+    user = "its user" if place.uid is None else f"user {place.uid}"
+    return f"Got {error.filename!r}, which {user} of the isolated function may not read: open it and its folders to all"
+
+
+def _reseed() -> None:
+    """Give this process random numbers of its own: forks start with the zygote's."""
+    import numpy as np
+
+    random.seed()
+    np.random.seed()
+
+
+def _send(connection: socket.socket, stages: Stages, measures: tuple[Measure, ...], message: Message) -> None:
+    """Send a message; an API process that is far behind holds this function up, and no other."""
+    if isinstance(message, Ready):
+        stages.note("build")
+        stages.is_over = True
+        message = Ready(message.info, start=StartReport(took_s=stages.took_s, measures=measures))
+        gc.freeze()
+    try:
+        connection.sendall(frame(encode(message)))
+    except OSError:
+        os._exit(4)  # the API process has gone
+
+
+def _receive(connection: socket.socket, service: EngineService) -> None:
+    try:
+        for body in frames_of(connection.recv):
+            service.handle(decode_command(body))
+    finally:
+        os._exit(4)

@@ -1,0 +1,168 @@
+"""The messages that start functions, and their framing on sockets.
+
+::
+
+    backbone --> reader      one frame (``Backbone``), with the descriptor of the sealed memory
+    API ----> zygote         ``Fork`` with the function's socket, ``Kill``; one packet each
+    zygote -> API            ``Warm``, ``Forked``, ``Exited``; one packet each
+    API <---> function       frames of ``hosting.protocol``, on a socket that both ends inherited
+
+A frame is its length in four bytes, then msgpack. A longer one than ``MAX_FRAME_BYTES`` ends the connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import msgspec
+
+from manylora.config import ModelConfig
+from manylora.errors import ManyloraError
+from manylora.hosting.protocol import EngineSpec
+from manylora.isolation import Confinement
+from manylora.ports import SharedBase
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "MAX_PACKET_BYTES",
+    "Backbone",
+    "Exited",
+    "Fork",
+    "Forked",
+    "FrameBuffer",
+    "FrameError",
+    "FromZygote",
+    "Kill",
+    "ToZygote",
+    "Warm",
+    "ZygoteSetup",
+    "frame",
+    "frames_of",
+]
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_PACKET_BYTES = 64 << 10
+CHUNK_BYTES = 1 << 16
+_PREFIX_BYTES = 4
+
+
+class FrameError(ManyloraError):
+    """The other end of a socket sent a message that it must not send."""
+
+
+class Backbone(msgspec.Struct, frozen=True, kw_only=True):
+    """A base that is sealed in memory; ``base.file`` is valid in the process that holds this.
+
+    Args:
+        model: The model as it was loaded; its folder is read again for configuration and tokenizer.
+    """
+
+    model: ModelConfig
+    base: SharedBase
+
+
+class ZygoteSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The set-up of a zygote, on its standard input.
+
+    Args:
+        socket: Descriptor of its end of the socket for forks.
+        backbone: The base of all its functions.
+        builder: Builds the parts of its functions' engines; ``None`` for live ones.
+        log_level: Level of its log, and its functions', on standard error.
+    """
+
+    socket: int
+    backbone: Backbone
+    builder: str | None
+    log_level: int
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Fork a function, with the socket that comes along.
+
+    Args:
+        number: Names the function in later messages.
+        engine: Its engine.
+        confinement: Its place; libraries, the base and its socket are added.
+        cgroup_bytes: Most memory of its control group; ``None`` for no group of its own.
+        cgroup_cpus: Most processors of the group.
+        asked_at: Monotonic time of the request, in seconds.
+    """
+
+    number: int
+    engine: EngineSpec
+    confinement: Confinement
+    cgroup_bytes: int | None
+    cgroup_cpus: float | None
+    asked_at: float
+
+
+class Kill(msgspec.Struct, frozen=True, tag=True):
+    """End a function at once; ``Exited`` follows."""
+
+    number: int
+
+
+class Warm(msgspec.Struct, frozen=True, tag=True):
+    """The zygote has imported everything and forks from now on."""
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """A function's process exists."""
+
+    number: int
+    pid: int
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """A function's process has ended, with an exit code, or minus the number of a signal."""
+
+    number: int
+    code: int
+
+
+ToZygote: TypeAlias = Fork | Kill
+FromZygote: TypeAlias = Warm | Forked | Exited
+
+
+def frame(body: bytes) -> bytes:
+    """Return a message with its length in front."""
+    return len(body).to_bytes(_PREFIX_BYTES, "big") + body
+
+
+class FrameBuffer:
+    """Cuts a stream of bytes from a process that is not trusted into frames."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = bytearray()
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """Return the frames that are complete now.
+
+        Raises:
+            FrameError: A frame is too long.
+        """
+        held = self._bytes
+        held += received
+        bodies = []
+        start = 0
+        while len(held) - start >= _PREFIX_BYTES:
+            size = int.from_bytes(held[start : start + _PREFIX_BYTES], "big")
+            if size > self._max_bytes:
+                raise FrameError(f"Got a message of {size} bytes, expected at most {self._max_bytes}")
+            end = start + _PREFIX_BYTES + size
+            if len(held) < end:
+                break
+            bodies.append(bytes(held[start + _PREFIX_BYTES : end]))
+            start = end
+        del held[:start]
+        return bodies
+
+
+def frames_of(receive: Callable[[int], bytes]) -> Iterator[bytes]:
+    """Yield the frames of a blocking socket's ``recv``, to its end."""
+    buffer = FrameBuffer()
+    while received := receive(CHUNK_BYTES):
+        yield from buffer.feed(received)

@@ -1,0 +1,215 @@
+"""The API process's side of a zygote: starts it, asks it for functions, and learns of their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from manylora.errors import ConfigError, EngineDead
+from manylora.hosting.functions.messages import (
+    MAX_PACKET_BYTES,
+    Backbone,
+    Exited,
+    Fork,
+    Forked,
+    FromZygote,
+    Kill,
+    ToZygote,
+    Warm,
+    ZygoteSetup,
+)
+from manylora.hosting.protocol import EngineSpec
+from manylora.isolation import Confinement
+
+__all__ = ["ForkedFunction", "Zygote"]
+
+logger = logging.getLogger(__name__)
+
+_decoder: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(FromZygote)
+
+
+@dataclass(eq=False, slots=True)
+class ForkedFunction:
+    """A function's process.
+
+    Args:
+        number: Its number at the zygote.
+        exited: Its exit code, as of ``subprocess``; ``None`` if the zygote ended first, and the function with it.
+        pid: Its process; ``None`` before the fork.
+    """
+
+    number: int
+    exited: asyncio.Future[int | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    pid: int | None = None
+
+
+class Zygote:
+    """One zygote, replaced by another when it ends. For the event loop's thread alone.
+
+    Args:
+        backbone: The base of its functions.
+        builder: Builds the parts of their engines, as ``module:function``; ``None`` for live ones.
+    """
+
+    def __init__(self, backbone: Backbone, *, builder: str | None = None) -> None:
+        self._backbone = backbone
+        self._builder = builder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._warm: asyncio.Future[None] | None = None
+        self._functions: dict[int, ForkedFunction] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def pid(self) -> int | None:
+        """The process; ``None`` before it has started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Start the process unless it runs, and wait until it is warm.
+
+        Raises:
+            EngineDead: It ended before it was warm.
+        """
+        if self._warm is None:
+            self._launch()
+        assert self._warm is not None
+        await asyncio.shield(self._warm)
+
+    async def fork(
+        self,
+        engine: EngineSpec,
+        connection: socket.socket,
+        *,
+        confinement: Confinement,
+        cgroup_bytes: int | None = None,
+        cgroup_cpus: float | None = None,
+    ) -> ForkedFunction:
+        """Fork a function that serves ``connection``; arguments as of ``Fork``.
+
+        Raises:
+            ConfigError: The request is too long for a packet.
+            EngineDead: There is no zygote, or it does not take requests.
+        """
+        asked_at = time.monotonic()
+        await self.start()
+        function = ForkedFunction(next(self._numbers))
+        fork = Fork(
+            number=function.number,
+            engine=engine,
+            confinement=confinement,
+            cgroup_bytes=cgroup_bytes,
+            cgroup_cpus=cgroup_cpus,
+            asked_at=asked_at,
+        )
+        self._functions[function.number] = function
+        try:
+            self._send(fork, connection.fileno())
+        except BaseException:
+            del self._functions[function.number]
+            raise
+        return function
+
+    def kill(self, function: ForkedFunction) -> None:
+        """End a function at once; ``exited`` follows."""
+        if not function.exited.done():
+            with contextlib.suppress(EngineDead):  # it ended with the zygote
+                self._send(Kill(function.number))
+
+    async def stop(self) -> None:
+        """End the zygote, and with it its functions."""
+        process = self._process
+        self._lose("the zygote was stopped")
+        if process is not None:
+            process.kill()
+            await asyncio.get_running_loop().run_in_executor(None, process.wait)
+
+    def _launch(self) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        setup = ZygoteSetup(
+            socket=there.fileno(),
+            backbone=self._backbone,
+            builder=self._builder,
+            log_level=logging.getLogger().getEffectiveLevel(),
+        )
+        body = msgspec.msgpack.encode(setup)
+        # -P: do not import files from the working directory.
+        command = [sys.executable, "-P", "-m", "manylora.hosting.functions.zygote_process"]
+        with there:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=[there.fileno(), self._backbone.base.file],
+            )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(b"%d\n" % len(body) + body)
+        here.setblocking(False)
+        self._socket = here
+        loop = asyncio.get_running_loop()
+        self._warm = loop.create_future()
+        loop.add_reader(here.fileno(), self._receive)
+
+    def _send(self, message: ToZygote, *descriptors: int) -> None:
+        packet = msgspec.msgpack.encode(message)
+        if len(packet) > MAX_PACKET_BYTES:
+            raise ConfigError(f"Got a function whose description has {len(packet)} bytes, at most {MAX_PACKET_BYTES}")
+        if self._socket is None:
+            raise EngineDead("The zygote has ended.")
+        try:
+            socket.send_fds(self._socket, [packet], descriptors)
+        except OSError as error:
+            raise EngineDead(f"The zygote takes no requests: {error}.") from error
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        while self._socket is not None:
+            try:
+                packet = self._socket.recv(MAX_PACKET_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                logger.error("zygote_ended pid=%s", self.pid)
+                process = self._process
+                self._lose("The zygote ended.")
+                if process is not None:
+                    process.kill()
+                    process.wait()
+                return
+            match _decoder.decode(packet):
+                case Warm():
+                    if self._warm is not None and not self._warm.done():
+                        self._warm.set_result(None)
+                case Forked(number, pid):
+                    self._functions[number].pid = pid
+                case Exited(number, code):
+                    function = self._functions.pop(number)
+                    if not function.exited.done():
+                        function.exited.set_result(code)
+
+    def _lose(self, reason: str) -> None:
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        self._process = None
+        warm, self._warm = self._warm, None
+        if warm is not None and not warm.done():
+            warm.set_exception(EngineDead(reason))
+            warm.exception()  # retrieved, also if no function waits
+        functions, self._functions = self._functions, {}
+        for function in functions.values():
+            if not function.exited.done():
+                function.exited.set_result(None)

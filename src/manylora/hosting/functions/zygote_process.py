@@ -1,0 +1,186 @@
+"""The zygote, ``python -m manylora.hosting.functions.zygote_process``: it has imported everything, and forks.
+
+Importing torch and transformers takes seconds, a fork of a process that has them milliseconds. The zygote never reads a
+tenant's byte and never runs an OpenMP region of two threads: a child would wait for threads that it does not have.
+
+A function ends with its zygote.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from manylora.clock import WallClock
+from manylora.config import EngineConfig, MemoryConfig
+from manylora.hosting.functions.function_process import Stages, live_builder, run_function
+from manylora.hosting.functions.messages import (
+    MAX_PACKET_BYTES,
+    Exited,
+    Fork,
+    Forked,
+    FromZygote,
+    Kill,
+    ToZygote,
+    Warm,
+    ZygoteSetup,
+)
+from manylora.hosting.service import BuildParts, load_builder
+from manylora.isolation import Cgroup, Measure
+
+__all__ = ["main"]
+
+MAX_TASKS = 256
+"""Most threads of a function with a control group."""
+
+NUM_PAGES = 16
+"""Pages of the engine that is built to warm the zygote."""
+
+logger = logging.getLogger(__name__)
+
+_decoder: msgspec.msgpack.Decoder[ToZygote] = msgspec.msgpack.Decoder(ToZygote)
+
+
+class ZygoteProcess:
+    """Forks functions on request, and reports their ends."""
+
+    def __init__(self, setup: ZygoteSetup) -> None:
+        self._setup = setup
+        self._socket = socket.socket(fileno=setup.socket)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._pids: dict[int, int] = {}
+        self._groups: dict[int, Cgroup] = {}
+
+    def run(self) -> None:
+        """Serve until the API process ends."""
+        self._send(Warm())
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._socket:
+                    if not self._take():
+                        return
+                else:
+                    self._reap(key.fd, *key.data)
+
+    def _take(self) -> bool:
+        packet, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
+        if not packet:
+            return False
+        match _decoder.decode(packet):
+            case Fork() as fork:
+                self._fork(fork, socket.socket(fileno=descriptors[0]))
+            case Kill(number):
+                if number in self._pids:
+                    os.kill(self._pids[number], signal.SIGKILL)  # not reaped yet, so the number is still its own
+        return True
+
+    def _fork(self, fork: Fork, connection: socket.socket) -> None:
+        group, measures = _make_group(fork)
+        zygote = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                if group is not None:
+                    group.add(os.getpid())
+                code = run_function(fork, connection, self._setup.backbone, self._builder_of(fork), zygote, measures)
+            except BaseException:
+                logger.exception("function_failed")
+            finally:
+                os._exit(code)
+        connection.close()
+        self._pids[fork.number] = pid
+        if group is not None:
+            self._groups[fork.number] = group
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (fork.number, pid))
+        self._send(Forked(fork.number, pid))
+
+    def _builder_of(self, fork: Fork) -> Callable[[Stages], BuildParts]:
+        if self._setup.builder is not None:
+            build = load_builder(self._setup.builder)
+            return lambda stages: build
+        return partial(live_builder, model=self._setup.backbone.model, num_threads=fork.engine.num_threads)
+
+    def _reap(self, descriptor: int, number: int, pid: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        _, status = os.waitpid(pid, 0)
+        del self._pids[number]
+        if (group := self._groups.pop(number, None)) is not None:
+            group.close()
+        self._send(Exited(number, os.waitstatus_to_exitcode(status)))
+
+    def _send(self, message: FromZygote) -> None:
+        self._socket.send(msgspec.msgpack.encode(message))
+
+
+def _make_group(fork: Fork) -> tuple[Cgroup | None, tuple[Measure, ...]]:
+    """Return the control group of a function, if it is to have one and can; and whether it has."""
+    if fork.cgroup_bytes is None and fork.cgroup_cpus is None:
+        return None, ()
+    try:
+        group = Cgroup(
+            f"function-{os.getpid()}-{fork.number}",
+            memory_bytes=fork.cgroup_bytes,
+            cpus=fork.cgroup_cpus,
+            num_tasks=MAX_TASKS,
+        )
+    except OSError as error:
+        return None, (Measure("cgroup", False, str(error)),)
+    return group, (Measure("cgroup", True),)
+
+
+def warm(setup: ZygoteSetup) -> None:
+    """Import and compile all that functions need, without an OpenMP region of more than one thread."""
+    if setup.builder is not None:
+        load_builder(setup.builder)
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    from manylora.execution.build import build_parts
+    from manylora.execution.model.base_weights import map_weights
+    from manylora.execution.storage.inline_reader import InlineReader
+
+    backbone = setup.backbone
+    live_builder(Stages(0.0), backbone.model, 1)
+    # One engine is built and checked here, for all: its modules are imported and its kernels compiled.
+    shared = replace(backbone.base, file=os.dup(backbone.base.file))
+    config = EngineConfig(model=replace(backbone.model, max_model_len=None), memory=MemoryConfig(num_pages=NUM_PAGES))
+    build_parts(config, WallClock(), weights=map_weights(shared), readers=[InlineReader()]).close()
+    if threading.active_count() != 1:
+        raise RuntimeError("the zygote has threads, whose locks its forks would inherit")
+
+
+def main() -> int:
+    """Run a zygote; return the exit code."""
+    num_bytes = int(sys.stdin.buffer.readline())
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=ZygoteSetup)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.close(nowhere)
+    logging.basicConfig(
+        level=setup.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s function %(name)s %(message)s"
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warm(setup)
+    gc.collect()
+    gc.freeze()  # a collection in a child would write to every object, and so copy it
+    ZygoteProcess(setup).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

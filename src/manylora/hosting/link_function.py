@@ -1,0 +1,199 @@
+"""An engine in an isolated function process, forked from a zygote and reached over a socket that it inherits.
+
+The process is not trusted: its messages are bounded, concern its own requests alone, and their descriptors are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from manylora.errors import ManyloraError
+from manylora.hosting.functions.messages import FrameBuffer, FrameError, frame
+from manylora.hosting.functions.zygote import ForkedFunction, Zygote
+from manylora.hosting.protocol import (
+    Command,
+    Ending,
+    EngineSpec,
+    LoadAdapter,
+    LoadAdapters,
+    Message,
+    Ready,
+    Reply,
+    StartReport,
+    Turn,
+    decode_message,
+    encode,
+)
+from manylora.isolation import Confinement
+
+__all__ = ["FunctionLink", "FunctionPlace"]
+
+MAX_BACKLOG_BYTES = 64 << 20
+"""Most bytes of commands that a function may leave unread."""
+
+EXIT_S = 5.0
+
+SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionPlace:
+    """The place of a function on its machine.
+
+    Args:
+        readable: Folders of its adapter.
+        uid: User to become, if this process is root; no other process should have it.
+        memory_bytes: Most address space that it may add to the zygote's; ``None`` for no limit.
+        cgroup_bytes: Most memory of a control group of its own; ``None`` for none.
+        cgroup_cpus: Most processors of the group.
+    """
+
+    readable: Sequence[str]
+    uid: int | None = None
+    memory_bytes: int | None = None
+    cgroup_bytes: int | None = None
+    cgroup_cpus: float | None = None
+
+
+class FunctionLink(asyncio.Protocol):
+    """An ``EngineLink`` to a new function.
+
+    Args:
+        engine: Its engine, with the model of the zygote's backbone.
+        zygote: Forks it.
+        place: Its place.
+    """
+
+    def __init__(self, engine: EngineSpec, zygote: Zygote, place: FunctionPlace) -> None:
+        self.report: StartReport | None = None
+        """Its start and the measures in force; ``None`` before it is ready."""
+        self._engine = engine
+        self._zygote = zygote
+        self._place = place
+        self._function: ForkedFunction | None = None
+        self._transport: asyncio.Transport | None = None
+        self._buffer = FrameBuffer()
+        self._names = {"", engine.served_name}  # those that it may report on
+        self._deliver: Callable[[Sequence[Message]], None] = lambda messages: None
+        self._lost: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int | None:
+        """Return the function's process id; ``None`` before the fork."""
+        return None if self._function is None else self._function.pid
+
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
+        """Fork the function, once the zygote is warm, and begin to receive."""
+        self._deliver = deliver
+        here, there = socket.socketpair()
+        with there:
+            try:
+                place = self._place
+                self._function = await self._zygote.fork(
+                    self._engine,
+                    there,
+                    confinement=Confinement(
+                        readable=list(place.readable), uid=place.uid, memory_bytes=place.memory_bytes
+                    ),
+                    cgroup_bytes=place.cgroup_bytes,
+                    cgroup_cpus=place.cgroup_cpus,
+                )
+            except BaseException:
+                here.close()
+                raise
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
+
+    def send(self, command: Command) -> None:
+        """Send a command; a function that reads none is given up."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+            self._break("it does not read its commands")
+            return
+        if isinstance(command, LoadAdapter):
+            self._names.add(command.name)
+        elif isinstance(command, LoadAdapters):
+            self._names.update(one[0] for one in command.adapters)
+        transport.write(frame(encode(command)))
+
+    async def closed(self) -> Ending:
+        """Wait until the function ends, or sends a message that cannot be decoded."""
+        assert self._function is not None
+        broken = await asyncio.shield(self._lost)
+        if broken is not None:
+            return Ending(f"lost the connection to function process {self.pid}: {broken}")
+        with contextlib.suppress(TimeoutError):
+            code = await asyncio.wait_for(asyncio.shield(self._function.exited), EXIT_S)
+            if code is None:
+                return Ending(f"function process {self.pid} ended with its zygote", is_external=True)
+            if code < 0:
+                with contextlib.suppress(ValueError):
+                    by = signal.Signals(-code)
+                    return Ending(f"function process {self.pid} was killed by {by.name}", by in SENT_BY_OTHERS)
+            return Ending(f"function process {self.pid} ended with exit code {code}")
+        return Ending(f"function process {self.pid} closed its socket")
+
+    async def stop(self) -> None:
+        """Kill the function and wait for its end."""
+        if self._function is not None:
+            self._zygote.kill(self._function)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._function.exited), EXIT_S)
+        if self._transport is not None:
+            self._transport.abort()
+        self._break("it was stopped")
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Deliver all messages that have arrived."""
+        try:
+            messages = [self._checked(decode_message(body)) for body in self._buffer.feed(data)]
+            if messages:
+                self._deliver(messages)
+        except (ManyloraError, msgspec.MsgspecError) as error:
+            self._break(str(error))
+        except Exception as error:  # a message that decodes and makes no sense
+            logger.exception("function_message_broke pid=%s", self.pid)
+            self._break(repr(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note the end."""
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    # -- the function ------------------------------------------------------------------------------------------------
+
+    def _checked(self, message: Message) -> Message:
+        """Return a message without the parts that a function has no say in."""
+        if isinstance(message, Ready):
+            self.report = message.start
+            return msgspec.structs.replace(message, base=None)
+        if isinstance(message, Turn | Reply) and message.observations is not None:
+            seen = message.observations
+            named = {*seen.ttft_s, *seen.inter_token_s, *(one.adapter for one in seen.finished)}
+            if not named <= self._names:
+                raise FrameError("it reports on adapters of others")
+        return message
+
+    def _break(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)
+        if self._transport is not None:
+            self._transport.abort()
