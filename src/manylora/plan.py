@@ -115,7 +115,8 @@ class StepResult:
         tokens: A token for every planned sequence with ``is_sampled``, by ``seq_id``.
         device_s: Measured duration in seconds, if any.
         failed: Reason by ``seq_id`` of the sequences whose adapter's weights could not be brought up or applied in the
-            step. They have no token, and their KV is not valid; the other sequences of the step are not affected.
+            step, or whose logits were not finite. They have no token, and their KV is not valid; the other sequences of
+            the step are not affected.
     """
 
     tokens: dict[int, SampledToken] = field(default_factory=dict)

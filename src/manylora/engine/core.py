@@ -351,7 +351,7 @@ class EngineCore:
                 served.append(sequence)
             if not prefix_caching or sequence.status is SequenceStatus.FINISHED:
                 continue
-            if is_warm or sequence.has_sound_kv:
+            if (is_warm and not result.failed) or sequence.has_sound_kv:
                 sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, self.page_cache.prefix)
         self._counters.generated_tokens += len(served)
         if self._cold_starts.is_awaiting:

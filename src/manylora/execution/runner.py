@@ -29,6 +29,8 @@ __all__ = ["LogitsHook", "ModelRunner", "TokenSampler"]
 LogitsHook = Callable[[StepPlan, torch.Tensor], None]
 """Called with a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
 
+NOT_FINITE = "the logits of the next token are not finite: the weights overflow on this input, or hold NaN"
+"""The failure of a sequence whose row has no token."""
 
 _NONE: Mapping[AdapterKey, ResidentAdapter] = {}
 _NONE_ARRIVING: Mapping[AdapterKey, ArrivingAdapter] = {}
@@ -39,8 +41,11 @@ _LOST = "a worker on the CPU failed while it computed the adapter's part of a st
 class TokenSampler(Protocol):
     """Chooses tokens from logits."""
 
-    def sample(self, logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken]:
-        """Return a token per row of ``logits`` ``[n, vocab]``, float32; row *i* belongs to ``sequences[i]``."""
+    def sample(self, logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken | None]:
+        """Return a token per row of ``logits`` ``[n, vocab]``, float32; row *i* belongs to ``sequences[i]``.
+
+        A row whose logits are not finite has none.
+        """
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -131,7 +136,8 @@ class ModelRunner:
                 plan = StepPlan(step_id=plan.step_id, sequences=kept)
                 logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in failed]]
                 sampled = [s for s in sampled if s.seq_id not in failed]
-            tokens = self._sample(plan, logits, sampled)
+            tokens, broken = self._sample(plan, logits, sampled)
+            failed |= broken
         finally:
             lost = assist.finish() if assist is not None else ()
         if lost:
@@ -141,8 +147,8 @@ class ModelRunner:
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor, sampled: Sequence[PlannedSequence]
-    ) -> dict[int, SampledToken]:
-        """Return the tokens of the sampled rows; when it returns, the device is done with the step."""
+    ) -> tuple[dict[int, SampledToken], dict[int, str]]:
+        """Return the tokens of the sampled rows, and the reason of each that has none; then the device is done."""
         if self.logits_hook is not None:
             row_of = {sequence.seq_id: row for row, sequence in enumerate(sampled)}
             order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
@@ -150,9 +156,12 @@ class ModelRunner:
         if not sampled:
             # No token is read back, which would wait for the device; and pages may change owners once we return.
             self._ops.wait()
-            return {}
-        tokens = self._sampler.sample(logits, sampled)
-        return {sequence.seq_id: token for sequence, token in zip(sampled, tokens, strict=True)}
+            return {}, {}
+        chosen = self._sampler.sample(logits, sampled)
+        tokens = {s.seq_id: token for s, token in zip(sampled, chosen, strict=True) if token is not None}
+        if len(tokens) == len(chosen):
+            return tokens, {}
+        return tokens, {s.seq_id: NOT_FINITE for s in sampled if s.seq_id not in tokens}
 
     def forget_batch(self) -> None:
         """Let go of the last step's adapters, which are kept for the next: they may hold images of the host tier."""

@@ -238,9 +238,9 @@ class Sequence:
         self.ending = self.ending or FinishReason.CANCELLED
 
     def failed(self, error: str) -> None:
-        """Its adapter cannot be applied: it ends with the steps in flight."""
+        """Its adapter cannot be applied, or it has no next token: it ends with the steps in flight."""
         self.ending = self.ending or FinishReason.ERROR
-        self.failure = self.failure or f"adapter {self.name!r}: {error}"
+        self.failure = self.failure or (f"adapter {self.name!r}: {error}" if self.name else error)
 
     def finished(self) -> None:
         """It has ended."""

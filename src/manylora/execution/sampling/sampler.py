@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy: a division by them would only lose digits."""
 
+BROKEN = -1
+"""Stands for the token of a row that has none, in the one tensor that is read back from the device."""
+
 LEAST_LOGPROB = -9999.0
 """Log-probability reported for a token of probability zero, as by vLLM: JSON has no infinity."""
 
@@ -43,8 +46,9 @@ LEAST_LOGPROB = -9999.0
 class Sampler:
     """Choose the next token of every row.
 
-    A broken adapter's logits do not affect other rows: NaN is never chosen, +inf is the largest finite number, and a
-    row without any choice (all NaN or masked) ends with the model's end-of-sequence token, or token 0 if it has none.
+    A broken adapter's logits do not affect other rows: a row whose largest logit is not finite (NaN or an infinity, by
+    weights that overflow) has no token. A row whose choices are all masked ends with the model's end-of-sequence
+    token, or token 0 if it has none.
     Without ``grammar`` a row with a constraint ends at once, since an unconstrained answer would be silently wrong
     (the server refuses such requests before).
     """
@@ -75,16 +79,18 @@ class Sampler:
             self._grammar.prepare(constraint)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken | None]:
         """Return a token per row of ``logits`` ``[n, vocab]``, with log-probabilities of them where requested.
 
-        Logits may be of any float type and are not modified. Row ``i`` is the next token of ``sequences[i]``.
+        Logits may be of any float type and are not modified. Row ``i`` is the next token of ``sequences[i]``; it is
+        ``None`` if the row's largest logit is not finite.
         """
         if not sequences:
             return []
         logits = logits.float()
         highest, best = logits.max(dim=-1)  # the first of equals, as documented by torch
-        if not (self._can_branch and bool(highest.isfinite().all())):
+        broken = ~highest.isfinite()  # a NaN or +inf anywhere in a row is its largest
+        if not (self._can_branch and not bool(broken.any())):
             logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
             highest, best = logits.max(dim=-1)
         raw = logits
@@ -105,14 +111,18 @@ class Sampler:
             best = tokens if is_all_rows else best.index_copy(0, rows, tokens)
         dead = highest == -torch.inf
         if not (self._can_branch and not bool(dead.any())):
-            best = best.masked_fill(dead, self._eos[0] if self._eos else 0)
+            best = best.masked_fill(dead, self._eos[0] if self._eos else 0).masked_fill(broken, BROKEN)
         chosen: list[int] = best.tolist()
 
         reported = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
         if not reported:
-            return [SampledToken(token_id=token) for token in chosen]
-        logprobs = self._logprobs(raw, reported, sequences, chosen)
-        return [logprobs.get(i) or SampledToken(token_id=token) for i, token in enumerate(chosen)]
+            return [SampledToken(token_id=token) if token != BROKEN else None for token in chosen]
+        known = [token if token != BROKEN else 0 for token in chosen]
+        logprobs = self._logprobs(raw, reported, sequences, known)
+        return [
+            (logprobs.get(i) or SampledToken(token_id=token)) if token != BROKEN else None
+            for i, token in enumerate(chosen)
+        ]
 
     def _edit(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
         """Apply bias, min_tokens, grammar and penalties; return the same tensor if no row has any.
