@@ -378,6 +378,28 @@ class ServerConfig:
         "the longest step. Not with --in-process.",
     )
     max_body_bytes: int = option(32 * MIB, unit="bytes", at_least=1024, help="Largest request body.")
+    start_timeout_s: float = _http(
+        1800.0,
+        unit="s",
+        at_least=0,
+        help="Time for an engine to start, or to restart and load every adapter; then it is killed, and a restart is "
+        "tried again; 0 is never. Not with --in-process.",
+    )
+    max_connections: int = _http(
+        4096,
+        unit="connections",
+        at_least=1,
+        help="Most open connections; more get a 503. Fewer if the process may open fewer files.",
+    )
+    max_connections_per_address: int = _http(
+        2048,
+        unit="connections",
+        at_least=1,
+        help="Most open connections of one address. Behind a proxy all have the proxy's.",
+    )
+    header_timeout_s: float = _http(10.0, unit="s", above=0, help="Time for a request's headers to arrive.")
+    body_timeout_s: float = _http(60.0, unit="s", above=0, help="Time for a request's body to arrive.")
+    keep_alive_s: float = _http(75.0, unit="s", above=0, help="Time that a connection stays open between requests.")
     adapter_histograms: bool = _http(
         False, help="Latency histograms by adapter in the metrics, about sixty series each."
     )

@@ -11,8 +11,10 @@ from uvicorn.server import ServerState
 
 from manylora.errors import EngineDead
 from manylora.hosting.output_stream import Flush, OutputStream
-from manylora.server.http_protocol import ChunkWritingProtocol, chunk_writer
+from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds, chunk_writer
 from manylora.types import Output, SampledToken
+
+BOUNDS = ConnectionBounds(max_connections=10, max_per_address=10, header_timeout_s=60.0, body_timeout_s=60.0)
 
 
 def output(token_id: int) -> Output:
@@ -63,7 +65,7 @@ def test_a_chunk_is_written_at_once_unless_it_has_to_wait() -> None:
 
     async def main() -> bytes:
         nonlocal protocol
-        protocol = ChunkWritingProtocol(uvicorn.Config(app, lifespan="off"), ServerState(), {})
+        protocol = ChunkWritingProtocol(uvicorn.Config(app, lifespan="off"), ServerState(), {}, bounds=BOUNDS)
         transport = Transport()
         protocol.connection_made(transport)
         protocol.data_received(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 
+import zmq
+
 from manylora.errors import AdapterError, EngineDead, ManyloraError
 from manylora.hosting.adapter_book import AdapterBook, LoadedAdapter
 from manylora.hosting.client import EngineClient
@@ -23,6 +25,9 @@ from manylora.hosting.watchdog import wait_until_hung
 __all__ = ["EngineKeeper", "RestartPolicy", "State"]
 
 logger = logging.getLogger(__name__)
+
+SCARCITY = (OSError, zmq.ZMQError, MemoryError)
+"""Errors of a start for lack of descriptors, processes, memory or disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,14 @@ class RestartPolicy:
         return 0.0 if deaths <= 1 else min(self.max_pause_s, self.first_pause_s * 2.0 ** (deaths - 2))
 
 
+class _Outcome(Enum):
+    """The outcome of a restart; ``SCARCE`` if the machine had no room for it, which is no fault of the engine."""
+
+    UP = "up"
+    FAILED = "failed"
+    SCARCE = "scarce"
+
+
 class State(Enum):
     """The state of an engine, and of a fleet, for health checks. An idle engine is one that scaling may start."""
 
@@ -66,6 +79,7 @@ class EngineKeeper:
         lose: Called with the error of an adapter that a new engine cannot load; removes it from the book.
         restarts: When to restart and when to give up.
         hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
+        start_timeout_s: Seconds for an engine to start and to load every adapter; ``None`` for any time.
         on_change: Called when the engine begins to serve, and when it will not serve again.
         state: ``STARTING``, or ``IDLE`` until an order sets that.
     """
@@ -78,6 +92,7 @@ class EngineKeeper:
         lose: Callable[[AdapterError], Awaitable[None]],
         restarts: RestartPolicy,
         hang_timeout_s: float | None,
+        start_timeout_s: float | None,
         on_change: Callable[[], None],
         state: State = State.STARTING,
     ) -> None:
@@ -92,6 +107,7 @@ class EngineKeeper:
         self._lose = lose
         self._restarts = restarts
         self._hang_timeout_s = hang_timeout_s
+        self._start_timeout_s = start_timeout_s
         self._on_change = on_change
 
     async def start(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> None:
@@ -127,9 +143,12 @@ class EngineKeeper:
                 return
             self.state = State.RESTARTING
             deaths = 1 if now() - serving_since >= self._restarts.healthy_after_s else deaths + 1
-            while not await self._restart(how, deaths):
-                deaths += 1
+            while (outcome := await self._restart(how, deaths)) is not _Outcome.UP:
                 how = "it did not come up again"
+                if outcome is _Outcome.FAILED:
+                    deaths += 1
+                else:  # the machine lacks descriptors, processes or memory: it may have them later
+                    deaths = min(deaths + 1, self._restarts.max_deaths - 1)
 
     def drain(self) -> None:
         """Start no further engine; the present one may finish."""
@@ -159,7 +178,17 @@ class EngineKeeper:
         await self.client.stop()
 
     async def _bring_up(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> EngineClient:
-        """Start an engine and load the adapters of the book; the caller must set ``state`` without an await."""
+        """Start an engine and load the adapters of the book; the caller must set ``state`` without an await.
+
+        Raises:
+            EngineDead: It took longer than the limit.
+        """
+        try:
+            return await asyncio.wait_for(self._start_and_load(prepare), self._start_timeout_s)
+        except TimeoutError:
+            raise EngineDead(f"The engine did not start within {self._start_timeout_s:g} s") from None
+
+    async def _start_and_load(self, prepare: Callable[[EngineClient], Awaitable[None]] | None) -> EngineClient:
         client = self.client = self._make_client()
         self.info = await client.start()
         held: dict[str, LoadedAdapter] = {}
@@ -195,8 +224,8 @@ class EngineKeeper:
             hung.cancel()
             await asyncio.gather(closed, hung, return_exceptions=True)
 
-    async def _restart(self, how: str, deaths: int) -> bool:
-        """Start the next engine; return whether it started."""
+    async def _restart(self, how: str, deaths: int) -> _Outcome:
+        """Start the next engine."""
         assert self.client is not None
         await self.client.stop()
         if deaths >= self._restarts.max_deaths:
@@ -207,15 +236,15 @@ class EngineKeeper:
         logger.error("engine_died how=%r deaths_in_a_row=%d restart_in_s=%.1f", how, deaths, pause_s)
         await asyncio.sleep(pause_s)
         if self.state is not State.RESTARTING:
-            return True
+            return _Outcome.UP
         self.num_restarts += 1
         try:
             client = await self._bring_up()
-        except ManyloraError as error:
-            logger.error("engine_restart_failed error=%s", error)
-            return False
+        except (ManyloraError, *SCARCITY) as error:
+            logger.error("engine_restart_failed error=%r", error)
+            return _Outcome.SCARCE if isinstance(error, SCARCITY) else _Outcome.FAILED
         if self.state is State.RESTARTING:
             self.state = State.SERVING
             logger.warning("engine_restarted pid=%s num_adapters=%d", client.pid, len(self._book.adapters))
         self._on_change()
-        return True
+        return _Outcome.UP

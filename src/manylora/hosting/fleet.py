@@ -79,6 +79,7 @@ class Fleet:
         epoch_s: Returns the time in seconds since the epoch.
         restarts: When to restart an engine and when to give it up.
         hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
+        start_timeout_s: Time for an engine to start, in seconds; ``None`` for any.
         make_router: Returns the router of several engines, given the adapters' ranks by name; ``None`` for the default.
         resumes: When requests of a lost engine go on elsewhere; ``None`` for never.
         seed: Seeds the draws of requests without a seed of their own, made here where they outlive an engine; ``None``
@@ -96,6 +97,7 @@ class Fleet:
         epoch_s: Callable[[], float] = time.time,
         restarts: RestartPolicy | None = None,
         hang_timeout_s: float | None = None,
+        start_timeout_s: float | None = None,
         make_router: Callable[[Mapping[str, int]], Router] | None = None,
         resumes: ResumePolicy | None = None,
         seed: int | None = None,
@@ -145,6 +147,7 @@ class Fleet:
                 lose=self._lose,
                 restarts=restarts or RestartPolicy(),
                 hang_timeout_s=hang_timeout_s,
+                start_timeout_s=start_timeout_s,
                 on_change=self._requests.wake,
                 state=State.STARTING if scaling is None or engine < scaling.min_replicas else State.IDLE,
             )

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -29,12 +30,15 @@ from manylora.proxy.fleet.members import Backends, Resolve, resolve
 from manylora.proxy.metrics import ProxyMetrics
 from manylora.proxy.relay.relay import Relay
 from manylora.routing import RouterContext, make_router
-from manylora.server.http_protocol import ChunkWritingProtocol
+from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
 from manylora.server.listening import HttpServer, bind, new_event_loop, url_of
 
 __all__ = ["Proxy", "run"]
 
 EXIT_FORCED = 130
+
+BOUNDS = ConnectionBounds(max_connections=2**16, max_per_address=2**16, header_timeout_s=10.0, body_timeout_s=60.0)
+"""Connections are bounded by open files alone: a proxy has many, often from one address."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +107,7 @@ class Proxy:
         self._http = HttpServer(
             uvicorn.Config(
                 make_app(self._parts),
-                http=ChunkWritingProtocol,
+                http=functools.partial(ChunkWritingProtocol, bounds=BOUNDS),  # type: ignore[arg-type]
                 log_config=None,
                 log_level=logging.ERROR,
                 access_log=False,

@@ -1,36 +1,212 @@
-"""uvicorn's HTTP/1.1 protocol, with a function that writes a chunk of a body without a task.
+"""uvicorn's HTTP/1.1 protocol, with bounds on a connection, and a function that writes a chunk without a task.
+
+Bounds hold before a request is parsed: connections in all and by address, bytes and number of headers, and the time
+until the headers and the body have arrived. A request that comes in one piece, as nearly all do, pays two comparisons.
 
 ASGI's ``send`` is a coroutine: it needs a task, and waking one for each of two hundred streams costs a third of the
 writes themselves. So each request's scope offers an ASGI extension: a plain function that writes a chunk now. Parsing,
-headers, keep-alive, slow and disconnected clients stay uvicorn's.
+keep-alive, slow and disconnected clients stay uvicorn's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
+from collections import Counter
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeAlias
 
+import msgspec
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-__all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer", "connection_breaker"]
+from manylora.server.errors import HttpError, error_body
+
+__all__ = ["ChunkWritingProtocol", "ConnectionBounds", "WriteChunk", "chunk_writer", "connection_breaker"]
 
 EXTENSION = "manylora.write_chunk"
 
 WriteChunk: TypeAlias = Callable[[bytes], bool]
 """Writes a chunk of a started response now, or returns False: then ``send`` must be awaited for it."""
 
+logger = logging.getLogger(__name__)
+
+
+class Phase(Enum):
+    """The part of a request that a connection waits for."""
+
+    IDLE = "idle"
+    HEAD = "head"
+    BODY = "body"
+
+
+@dataclass(slots=True, kw_only=True)
+class ConnectionBounds:
+    """The bounds of a server's connections, and the connections by address.
+
+    Args:
+        max_connections: Connections in all.
+        max_per_address: Connections of one address.
+        header_timeout_s: Time from the connection, or from the first byte of a later request, to the end of its
+            headers.
+        body_timeout_s: Time from there to the end of its body.
+        max_header_bytes: Bytes of a request's line and headers.
+        max_headers: Headers of a request.
+    """
+
+    max_connections: int
+    max_per_address: int
+    header_timeout_s: float
+    body_timeout_s: float
+    max_header_bytes: int = 64 * 1024
+    max_headers: int = 128
+    num_of: Counter[str] = field(default_factory=Counter)
+
 
 class ChunkWritingProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with the extension."""
+    """uvicorn's protocol with the bounds and the extension."""
+
+    def __init__(self, *args: Any, bounds: ConnectionBounds, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._bounds = bounds
+        self._address = ""
+        self._is_refused = False
+        self._phase = Phase.IDLE
+        self._num_fed = 0  # bytes of a head that is not complete
+        self._head_bytes = 0  # of its complete lines
+        self._deadline: asyncio.TimerHandle | None = None
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count a connection; refuse one too many with 503."""
+        super().connection_made(transport)
+        bounds = self._bounds
+        self._address = self.client[0] if self.client else ""
+        bounds.num_of[self._address] += 1
+        if len(self.connections) > bounds.max_connections or bounds.num_of[self._address] > bounds.max_per_address:
+            self._refuse(503, "The server has as many connections as it takes; please try again.")
+        else:
+            self._await(bounds.header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget a connection."""
+        self._stop_waiting()
+        num_of = self._bounds.num_of
+        num_of[self._address] -= 1
+        if not num_of[self._address]:
+            del num_of[self._address]
+        super().connection_lost(exc)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse data; refuse headers that are too large, and begin to wait for a request that is not complete."""
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._phase is Phase.HEAD:
+            self._num_fed += len(data)
+            if self._num_fed > self._bounds.max_header_bytes:
+                self._refuse_headers()
+            elif self._deadline is None:
+                self._await(self._bounds.header_timeout_s)
+        elif self._phase is Phase.BODY:
+            if self._deadline is None:
+                self._await(self._bounds.body_timeout_s)
+        elif self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+            self._await(self._bounds.header_timeout_s)  # empty lines ended the wait of uvicorn's keep-alive
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer data that is no HTTP, unless it was refused for another reason while it was parsed."""
+        if not self._is_refused:
+            self._is_refused = True
+            self._stop_waiting()
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        super().on_message_begin()
+        self._phase, self._num_fed, self._head_bytes = Phase.HEAD, 0, 0
+
+    def on_url(self, url: bytes) -> None:
+        """Count a part of the request's line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header."""
+        self._count(len(name) + len(value) + 4)
+        if len(self.headers) >= self._bounds.max_headers:
+            self._refuse_headers()
+            raise ValueError("too many headers")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Add the extension to the scope; the application's task was just created and has not run."""
         super().on_headers_complete()
+        self._phase = Phase.BODY
+        self._stop_waiting()
         if self.cycle is not None and self.cycle.scope is self.scope:  # false after a protocol upgrade
             write = functools.partial(_write_chunk, self.cycle)
             self.scope["extensions"] = {EXTENSION: {"write": write, "break": self.transport.abort}}
+
+    def on_message_complete(self) -> None:
+        """End a request: the next begins with its first byte."""
+        super().on_message_complete()
+        self._phase = Phase.IDLE
+        self._stop_waiting()
+
+    # -- refusals ----------------------------------------------------------------------------------------------------
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > self._bounds.max_header_bytes:
+            self._refuse_headers()
+            raise ValueError("the headers are too large")  # ends the parser, which calls ``send_400_response``
+
+    def _refuse_headers(self) -> None:
+        bounds = self._bounds
+        self._refuse(431, f"Expected at most {bounds.max_headers} headers of {bounds.max_header_bytes} bytes in all")
+
+    def _await(self, timeout_s: float) -> None:
+        self._deadline = self.loop.call_later(timeout_s, self._time_out)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _time_out(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        if is_answering and (cycle.response_started or self._phase is Phase.HEAD):
+            self.transport.close()  # the answer to this request, or to the one before it, is under way
+        else:
+            self._refuse(408, "The request did not arrive in time")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer in place of the application, and close."""
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
+        self._stop_waiting()
+        body = msgspec.json.encode(error_body(HttpError(status, message)))
+        head = (
+            STATUS_LINE[status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + (b"retry-after: 1\r\n" if status == 503 else b"")
+            + b"content-length: %d\r\n\r\n" % len(body)
+        )
+        self.transport.write(head + body)
+        self.transport.close()
+        logger.info("connection_refused status=%d address=%s", status, self._address)
 
 
 def chunk_writer(scope: Scope) -> WriteChunk:

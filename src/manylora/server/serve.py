@@ -12,10 +12,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +45,7 @@ from manylora.scaling import ScalingPolicy
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
-from manylora.server.http_protocol import ChunkWritingProtocol
+from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
 from manylora.server.listening import HttpServer, bind, new_event_loop, url_of
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
@@ -55,6 +57,12 @@ __all__ = ["Server", "run"]
 EXIT_FORCED = 130
 LAST_WRITES_S = 2.0
 """Time that clients have to read the last bytes of failed answers, in seconds."""
+
+FILES_BESIDE_CONNECTIONS = 64
+"""Files that the server opens at once, beside connections and engines."""
+
+FILES_PER_ENGINE = 32
+"""Files that an engine takes here: its sockets, its pipe, and those of the next while it is replaced."""
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +119,7 @@ class Server:
             drain_timeout_s=server.drain_timeout_s,
             # A thread cannot be killed, and a debugger's breakpoint is not a hang.
             hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
+            start_timeout_s=None if server.in_process else server.start_timeout_s or None,
         )
         self._socket = bind(server.host, server.port)
         self.url = url_of(self._socket)
@@ -217,18 +226,38 @@ class Server:
         return HttpServer(
             uvicorn.Config(
                 make_app(context),
-                http=ChunkWritingProtocol,
+                http=functools.partial(ChunkWritingProtocol, bounds=_connection_bounds(self._config)),  # type: ignore[arg-type]
                 log_config=None,
                 log_level=logging.WARNING,
                 access_log=False,
                 lifespan="off",
                 proxy_headers=False,  # a forwarded request is not local; see auth
                 server_header=False,
-                timeout_keep_alive=75,
+                timeout_keep_alive=self._config.keep_alive_s,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=max(1, int(LAST_WRITES_S)),
             ),
             on_listening,
         )
+
+
+def _connection_bounds(config: ServerConfig) -> ConnectionBounds:
+    """Return the bounds of connections, fewer than the files that this process may open."""
+    num_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files < most:
+        with contextlib.suppress(ValueError, OSError):  # some systems refuse their own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            num_files = most
+    room = max(1, num_files - FILES_BESIDE_CONNECTIONS - FILES_PER_ENGINE * config.fleet.replicas)
+    if num_files == resource.RLIM_INFINITY:
+        room = config.max_connections
+    if room < config.max_connections:
+        logger.warning("fewer_connections max_connections=%d open_files=%d", room, num_files)
+    return ConnectionBounds(
+        max_connections=min(room, config.max_connections),
+        max_per_address=config.max_connections_per_address,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+    )
 
 
 def _make_router(engine: EngineConfig, fleet: FleetConfig, served_name: str, ranks: Mapping[str, int]) -> Router:
