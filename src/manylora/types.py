@@ -29,6 +29,11 @@ __all__ = [
     "Tier",
 ]
 
+MAX_STOPS = 16
+MAX_STOP_CHARS = 4096
+MAX_SHOWN_CHARS = 300
+"""Characters of a wrong value in a message."""
+
 AdapterKey = NewType("AdapterKey", str)
 """Identifies a version: the content hash of an adapter's weights and effective configuration, or a provisional key.
 
@@ -147,7 +152,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, expected: str) -> None:
             if not ok:
-                raise RequestError(f"Got {name} = {getattr(self, name)!r}, expected {expected}", param=name)
+                got = f"{getattr(self, name)!r:.{MAX_SHOWN_CHARS}}"
+                raise RequestError(f"Got {name} = {got}, expected {expected}", param=name)
 
         check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
         check(self.min_tokens >= 0, "min_tokens", "at least 0")
@@ -161,7 +167,9 @@ class SamplingParams:
         check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "a number above 0, at most 100")
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         check(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "a number from 0 to 20")
-        check(len(self.stop) <= 16 and all(self.stop), "stop", "at most 16 strings, none of them empty")
+        check(len(self.stop) <= MAX_STOPS and all(self.stop), "stop", "at most 16 strings, none of them empty")
+        longest = max(map(len, self.stop), default=0)
+        check(longest <= MAX_STOP_CHARS, "stop", f"strings of at most {MAX_STOP_CHARS} characters")
         check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
         check(
             len(self.logit_bias) <= 1024 and all(t >= 0 and -100.0 <= b <= 100.0 for t, b in self.logit_bias),

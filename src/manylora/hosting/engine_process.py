@@ -19,6 +19,7 @@ import zmq
 
 from manylora.clock import WallClock
 from manylora.hosting.gc_freeze import freeze_start_up_heap
+from manylora.hosting.logs import configure_logging
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.hosting.service import EngineService
 
@@ -63,9 +64,7 @@ def _receive(context: zmq.Context[zmq.Socket[bytes]], address: str, service: Eng
 def main() -> int:
     """Run one engine until the parent ends or the engine fails; return the exit code."""
     setup = _read_setup()
-    logging.basicConfig(
-        level=setup.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s engine %(name)s %(message)s"
-    )
+    configure_logging(setup.log_level, "engine")
     if setup.engine.num_threads is not None:  # before the libraries that read it are imported
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.engine.num_threads))
     # Ctrl-C is handled by the API process, which drains and then closes our standard input.

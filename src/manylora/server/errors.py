@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ from starlette.responses import Response
 
 from manylora.errors import AdapterExists, CapacityError, ManyloraError, RequestError
 
-__all__ = ["HttpError", "error_body", "error_response", "on_error", "on_http_exception"]
+__all__ = ["HttpError", "error_body", "error_response", "hide_paths", "on_error", "on_http_exception"]
+
+_PATH = re.compile(r"(?<![\w./:])/(?:[^\s/'\"]+/)+([^\s/'\"]*)")
 
 TYPES = {
     400: "BadRequestError",
@@ -58,6 +61,11 @@ class HttpError(ManyloraError):
         self.param = param
         self.kind = kind
         self.headers = headers or {}
+
+
+def hide_paths(text: str) -> str:
+    """Return a message for an inference client: of a path on this machine only the last part is left."""
+    return _PATH.sub(lambda match: match.group(1), text)
 
 
 def error_body(error: ManyloraError) -> dict[str, Any]:

@@ -16,6 +16,39 @@ class StopMatch:
     before: str
 
 
+class _Progress:
+    """The longest beginning of one stop string that the text so far ends with.
+
+    Knuth, Morris and Pratt's automaton: a character costs a constant number of steps on average, however long the
+    string. Its table of fallbacks grows as far as the text has matched, so that a long string costs nothing at first.
+    """
+
+    __slots__ = ("_fallbacks", "length", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        self._fallbacks = [0]  # of each beginning, by its last character: its longest end that begins the string
+
+    def add(self, char: str) -> bool:
+        """Add a character of the text; return whether the string is complete."""
+        self.length = self._extend(self.length, char)
+        return self.length == len(self.stop)
+
+    def _extend(self, length: int, char: str) -> int:
+        stop = self.stop
+        while length and stop[length] != char:
+            length = self._fallback(length)
+        return length + (stop[length] == char)
+
+    def _fallback(self, length: int) -> int:
+        """Return the length of the longest proper end of ``stop[:length]`` that begins the string."""
+        fallbacks = self._fallbacks
+        while len(fallbacks) < length:
+            fallbacks.append(self._extend(fallbacks[-1], self.stop[len(fallbacks)]))
+        return fallbacks[length - 1]
+
+
 class StopStrings:
     """Find the stop string that completes first (of those that complete together, the longest).
 
@@ -29,21 +62,25 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
+        self._all = [_Progress(stop) for stop in stops]
+        self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def feed(self, text: str) -> str | StopMatch:
         """Add the next piece; return the text to release, or the match that ends it."""
-        if not self._stops:
+        if not self._held and self._firsts.isdisjoint(text):  # the usual case
             return text
+        begin = len(self._held)
         text = self._held + text
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
-            _, at, stop = min(ends)
-            self._held = ""
-            return StopMatch(stop=stop, before=text[:at])
-        keep = self._length_to_hold(text)
+        for at in range(begin, len(text)):
+            char, found = text[at], ""
+            for progress in self._all:
+                if progress.add(char) and len(progress.stop) > len(found):
+                    found = progress.stop
+            if found:
+                self._held = ""
+                return StopMatch(stop=found, before=text[: at + 1 - len(found)])
+        keep = max((progress.length for progress in self._all), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -51,10 +88,3 @@ class StopStrings:
         """Release the held text: no piece follows."""
         held, self._held = self._held, ""
         return held
-
-    def _length_to_hold(self, text: str) -> int:
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0

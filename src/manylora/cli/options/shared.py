@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.errors import ConfigError
+from manylora.hosting.logs import configure_logging
 
 __all__ = ["DEMO", "LogLevel", "LoraDirs", "LoraModules", "ModelArgument", "log_to_stderr", "panel", "resolve_model"]
 
@@ -52,7 +52,7 @@ def log_to_stderr(level: str, process: str) -> None:
     """Log messages of a level and above, as those of a process."""
     if level not in LOG_LEVELS:
         raise typer.BadParameter(f"Got {level!r}, expected one of {', '.join(LOG_LEVELS)}", param_hint="--log-level")
-    logging.basicConfig(level=level.upper(), format=f"%(asctime)s %(levelname)s {process} %(name)s %(message)s")
+    configure_logging(level.upper(), process)
 
 
 def resolve_model(

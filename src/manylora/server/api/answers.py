@@ -19,6 +19,7 @@ from starlette.types import Receive
 from manylora.errors import EngineDead, ManyloraError
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.output_stream import Flush, OutputStream
+from manylora.server.errors import hide_paths
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
 
@@ -167,7 +168,7 @@ class Answers:
         if answer.is_finished:
             return None
         if output.finish is FinishReason.ERROR:
-            raise ManyloraError(output.error or "The engine aborted this request without a reason.")
+            raise ManyloraError(hide_paths(output.error or "The engine aborted this request without a reason."))
         if output.finish is FinishReason.CANCELLED:
             raise EngineDead("The engine cancelled this request.")
         self.adapter = output.adapter
