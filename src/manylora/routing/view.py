@@ -21,7 +21,7 @@ from manylora.costs.rank_fit import model_of
 from manylora.costs.step_model import PRIOR, StepModel
 from manylora.engine.status import EngineStats
 
-__all__ = ["MEAN_ANSWER_TOKENS", "ReplicaReport", "ReplicaView", "Sent"]
+__all__ = ["MEAN_ANSWER_TOKENS", "ReplicaReport", "ReplicaView", "Sent", "StepTimes"]
 
 MEAN_ANSWER_TOKENS = 200.0
 """Length of an answer before any answer has ended."""
