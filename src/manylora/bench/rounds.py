@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 
 __all__ = ["LEAST_ROUNDS", "MOST_BUSY", "Others", "Ratio", "in_turns", "ratio_by_round", "reason_to_refuse"]
 
@@ -94,11 +93,15 @@ class Others:
 
 
 def _busy_s() -> float:
+    import psutil  # an extra: only results worth keeping need it
+
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def _own_s() -> float:
+    import psutil
+
     process = psutil.Process()
     total = sum(process.cpu_times()[:4])  # with those of children that ended
     for child in process.children(recursive=True):
