@@ -116,6 +116,13 @@ def test_the_page_of_options_is_that_of_the_fields() -> None:
     assert (ROOT / "docs" / "options.md").read_text() == options_page(), "run `make docs`"
 
 
+def test_no_two_test_files_share_a_name() -> None:
+    """Outside packages pytest imports test files by their bare names, so the second of two would not be collected."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+
+    assert sorted(names) == sorted(set(names))
+
+
 def test_one_version() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert version("manylora") == declared

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from manylora.adapters.tensors import open_regular
 from manylora.errors import AdapterError
 
-__all__ = ["CONFIG_FILE", "parse_config", "read_config", "read_config_file"]
+__all__ = ["CONFIG_FILE", "parse_config", "read_config", "read_config_file", "unique_pairs"]
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
@@ -40,17 +40,23 @@ def parse_config(name: str, content: bytes) -> dict[str, Any]:
     def constant(word: str) -> NoReturn:
         raise ValueError(f"{word} is no number")
 
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        unique = dict(items)
-        if len(unique) != len(items):
-            raise ValueError("a key appears twice")
-        return unique
-
     try:
-        value = json.loads(content, parse_constant=constant, object_pairs_hook=pairs)
+        value = json.loads(content, parse_constant=constant, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise AdapterError(name, f"{CONFIG_FILE} is not valid JSON: {reason}") from error
     if not isinstance(value, dict):
         raise AdapterError(name, f"{CONFIG_FILE} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def unique_pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's members, for ``json.loads``; of two with one name a reader could take either.
+
+    Raises:
+        ValueError: A name appears twice.
+    """
+    unique = dict(items)
+    if len(unique) != len(items):
+        raise ValueError("a key appears twice")
+    return unique

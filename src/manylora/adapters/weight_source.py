@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from manylora.adapters.config import unique_pairs
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.tensors import MAX_HEADER_BYTES, StoredTensor, open_regular
 from manylora.errors import AdapterError
@@ -114,15 +115,8 @@ def parse_header(name: str, header: bytes, num_bytes: int) -> dict[str, StoredTe
     Raises:
         AdapterError: It is no header of a safetensors file of that size.
     """
-
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        unique = dict(items)
-        if len(unique) != len(items):
-            raise ValueError("a key appears twice")
-        return unique
-
     try:
-        entries = json.loads(header, object_pairs_hook=pairs)
+        entries = json.loads(header, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError) as error:
         raise _damaged(name, f"its header is not valid JSON: {type(error).__name__}") from error
     if not isinstance(entries, dict) or not header.startswith(b"{"):

@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable
 from random import Random
@@ -31,11 +29,9 @@ from manylora.proxy.metrics import ProxyMetrics
 from manylora.proxy.relay.relay import Relay
 from manylora.routing import RouterContext, make_router
 from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
-from manylora.server.listening import HttpServer, bind, new_event_loop, url_of
+from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 
 __all__ = ["Proxy", "run"]
-
-EXIT_FORCED = 130
 
 BOUNDS = ConnectionBounds(max_connections=2**16, max_per_address=2**16, header_timeout_s=10.0, body_timeout_s=60.0)
 """Connections are bounded by open files alone: a proxy has many, often from one address."""
@@ -139,24 +135,8 @@ def run(config: ProxyConfig) -> int:
         ManyloraError: The router could not start.
     """
 
-    async def serve() -> None:
-        proxy = Proxy(config)
+    def say_ready(proxy: Proxy) -> None:
+        backends = proxy.backends
+        print(f"manylora routes to {backends.num_up} of {len(backends)} backends at {proxy.url}", flush=True)
 
-        def stop() -> None:
-            if proxy.is_stopping:
-                os._exit(EXIT_FORCED)
-            logger.warning("draining timeout_s=%.1f (again to exit at once)", config.drain_timeout_s)
-            proxy.drain()
-
-        def say_ready() -> None:
-            backends = proxy.backends
-            print(f"manylora routes to {backends.num_up} of {len(backends)} backends at {proxy.url}", flush=True)
-
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
-        await proxy.serve(say_ready)
-
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(serve())
-    return 0
+    return run_until_stopped(lambda: Proxy(config), say_ready, drain_timeout_s=config.drain_timeout_s)

@@ -19,11 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
-from manylora.options import check_options, option
 from manylora.routing.rank_aware import added_time
 from manylora.routing.rendezvous import Rendezvous
+from manylora.routing.slo import SloOptions
 from manylora.routing.view import ReplicaView
 from manylora.types import Request
 
@@ -66,14 +65,7 @@ class AutoRouter:
         tbt_s: SLO of the time between tokens, in seconds; ``None`` for none.
     """
 
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class Options:
-        """The SLO."""
-
-        tbt_s: float | None = option(None, unit="s", above=0, help="SLO of the time between tokens.")
-
-        def __post_init__(self) -> None:
-            check_options(self)
+    Options = SloOptions
 
     def __init__(self, ranks: Mapping[str, int], *, max_num_seqs: int, tbt_s: float | None = None) -> None:
         self._ranks = ranks

@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 import uvicorn
 
 from manylora.errors import ConfigError
 
-__all__ = ["HttpServer", "bind", "new_event_loop", "url_of"]
+__all__ = ["HttpServer", "Stoppable", "bind", "new_event_loop", "run_until_stopped", "url_of"]
+
+EXIT_FORCED = 130
+
+logger = logging.getLogger(__name__)
+
+
+ServerT = TypeVar("ServerT", bound="Stoppable")
 
 
 class HttpServer(uvicorn.Server):
@@ -31,6 +42,58 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the command."""
         yield
+
+
+class Stoppable(Protocol):
+    """A server, as ``run_until_stopped`` drives it."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was asked to stop."""
+        ...
+
+    def drain(self) -> None:
+        """Begin to stop: requests under way may finish."""
+        ...
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve until drained; call ``on_ready`` once it does."""
+        ...
+
+
+def run_until_stopped(
+    make: Callable[[], ServerT], on_ready: Callable[[ServerT], None], *, drain_timeout_s: float
+) -> int:
+    """Serve until SIGTERM or SIGINT, on an event loop of its own; call it from the main thread.
+
+    The first signal drains, the second exits at once; processes that serve this one end with their standard input.
+
+    Args:
+        make: Makes the server, on the loop.
+        on_ready: Called with it once it serves.
+        drain_timeout_s: Time for requests under way, for the message.
+
+    Returns:
+        The exit code: 0 after a graceful stop.
+    """
+
+    async def serve() -> None:
+        server = make()
+
+        def stop() -> None:
+            if server.is_stopping:
+                os._exit(EXIT_FORCED)
+            logger.warning("draining timeout_s=%.1f (again to exit at once)", drain_timeout_s)
+            server.drain()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        await server.serve(lambda: on_ready(server))
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(serve())
+    return 0
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -16,9 +16,7 @@ import contextlib
 import functools
 import hashlib
 import logging
-import os
 import resource
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +44,7 @@ from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.auth import Gate
 from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
-from manylora.server.listening import HttpServer, bind, new_event_loop, url_of
+from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
 from manylora.text import Tokenizer
@@ -54,7 +52,6 @@ from manylora.text.generation_file import load_generation_defaults
 
 __all__ = ["Server", "run"]
 
-EXIT_FORCED = 130
 LAST_WRITES_S = 2.0
 """Time that clients have to read the last bytes of failed answers, in seconds."""
 
@@ -247,7 +244,7 @@ def _connection_bounds(config: ServerConfig) -> ConnectionBounds:
         with contextlib.suppress(ValueError, OSError):  # some systems refuse their own limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             num_files = most
-    room = max(1, num_files - FILES_BESIDE_CONNECTIONS - FILES_PER_ENGINE * config.fleet.replicas)
+    room = max(1, num_files - FILES_BESIDE_CONNECTIONS - FILES_PER_ENGINE * config.fleet.num_places)
     if num_files == resource.RLIM_INFINITY:
         room = config.max_connections
     if room < config.max_connections:
@@ -301,25 +298,12 @@ def run(
         ManyloraError: The server could not start, or the engine died too often.
     """
 
-    async def serve() -> None:
-        one = Server(engine, server, lora_modules, builder=builder or builder_for(engine), restarts=RestartPolicy())
+    def make() -> Server:
+        return Server(engine, server, lora_modules, builder=builder or builder_for(engine), restarts=RestartPolicy())
 
-        def stop() -> None:
-            if one.is_stopping:
-                os._exit(EXIT_FORCED)  # the engine process ends with its standard input
-            logger.warning("draining timeout_s=%.1f (again to exit at once)", server.drain_timeout_s)
-            one.drain()
+    def say_ready(one: Server) -> None:
+        adapters = len(one.fleet.adapters.loaded)
+        freeze_start_up_heap()
+        print(f"manylora serves {one.fleet.served_name} with {adapters} adapters at {one.url}", flush=True)
 
-        def say_ready() -> None:
-            adapters = len(one.fleet.adapters.loaded)
-            freeze_start_up_heap()
-            print(f"manylora serves {one.fleet.served_name} with {adapters} adapters at {one.url}", flush=True)
-
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
-        await one.serve(say_ready)
-
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(serve())
-    return 0
+    return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)

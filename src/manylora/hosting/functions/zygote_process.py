@@ -36,6 +36,7 @@ from manylora.hosting.functions.messages import (
     Warm,
     ZygoteSetup,
 )
+from manylora.hosting.logs import configure_logging
 from manylora.hosting.service import BuildParts, load_builder
 from manylora.isolation import Cgroup, Measure
 
@@ -171,9 +172,7 @@ def main() -> int:
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.close(nowhere)
-    logging.basicConfig(
-        level=setup.log_level, stream=sys.stderr, format="%(asctime)s %(levelname)s function %(name)s %(message)s"
-    )
+    configure_logging(setup.log_level, "function")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warm(setup)
     gc.collect()
