@@ -33,6 +33,7 @@ from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.answers import Answers
 from manylora.engine.integrity import check_integrity
 from manylora.engine.limits import RequestLimits
+from manylora.engine.prompt_logprobs import PromptReports
 from manylora.engine.snapshot import take_snapshot
 from manylora.engine.status import Counters, EngineStats
 from manylora.engine.steps.in_flight import Step, StepsInFlight
@@ -180,8 +181,10 @@ class EngineCore:
         )
         self._steps = StepsInFlight(self._costs, plans_ahead=bool(scheduler.plan_ahead))
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
+        self._reports = PromptReports()
         self._answers = Answers(
             sequences=self._sequences,
+            reports=self._reports,
             running=self._running,
             policy=self._policy,
             cache=self._cache,
@@ -284,6 +287,7 @@ class EngineCore:
         )
         self._next_seq_id += 1
         self._sequences[request.request_id] = sequence
+        self._reports.add(sequence)
         if named:
             self._registry.note_request(named)
             self._counters.adapter_requests += 1
@@ -356,6 +360,8 @@ class EngineCore:
         self._counters.generated_tokens += len(served)
         if self._cold_starts.is_awaiting:
             self._cold_starts.took_token(served, now)
+        if self._reports:
+            self._answers.report_prompts(result, served)
         if served and self._sinks:
             self._emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in served])))
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
@@ -395,6 +401,7 @@ class EngineCore:
         num_tokens = sum([num_tokens for _, num_tokens in draft.parts])
         plan = StepPlan(
             step_id=self._counters.steps + num_ahead,
+            prompt_rows=self._reports.plan(draft.parts) if self._reports else (),  # before the launches below
             sequences=tuple([sequence.launched(num_tokens) for sequence, num_tokens in draft.parts]),
             released=self._answers.take_released(),
         )

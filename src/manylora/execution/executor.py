@@ -193,7 +193,7 @@ class TorchExecutor:
         failed = {part.seq_id: gone[part.adapter] for part in plan.sequences if part.adapter in gone} if gone else {}
         if failed:
             kept = tuple([part for part in plan.sequences if part.seq_id not in failed])
-            plan = StepPlan(step_id=plan.step_id, sequences=kept, released=plan.released)
+            plan = replace(plan, sequences=kept)
         result = self._runner.run(plan, in_host, arriving)
         if failed:
             result = replace(result, failed=failed | result.failed)

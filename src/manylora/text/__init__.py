@@ -5,6 +5,7 @@ The engine knows only token ids; the server and the offline API use this package
 
 from manylora.text.detokenizer import Detokenizer, TextDelta, TokenLogprob
 from manylora.text.message_reader import MessageReader
+from manylora.text.prompt_logprobs import describe_prompt
 from manylora.text.reasoning import ReasoningSplitter
 from manylora.text.stop_strings import StopMatch, StopStrings
 from manylora.text.tokenizer import Tokenizer
@@ -18,4 +19,5 @@ __all__ = [
     "TextDelta",
     "TokenLogprob",
     "Tokenizer",
+    "describe_prompt",
 ]

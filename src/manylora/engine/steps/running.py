@@ -306,7 +306,9 @@ class RunningSet:
                 if isinstance(cold, Outcome):
                     return cold
                 placement = cold
-        shared = sequence.table.match(sequence.tokens, self._page_cache.prefix) if self._memory.prefix_caching else []
+        shared: list[int] = []
+        if self._memory.prefix_caching:
+            shared = sequence.table.match(sequence.tokens, self._page_cache.prefix, sequence.num_reusable)
         num_missing = num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) - len(shared)
         pages = self._page_cache.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=shared)
         if pages is None:
