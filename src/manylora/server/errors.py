@@ -27,10 +27,12 @@ TYPES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
+    431: "HeadersTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
