@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -87,4 +88,14 @@ def test_a_hostile_request_is_refused_and_stops_nobody(target: Target, hostile: 
             assert answer.error["param"] == hostile.param
         if hostile.kind is not None:
             assert answer.error["type"] == hostile.kind
+    seen.check()
+
+
+def test_hostile_requests_at_once_stop_nobody(target: Target) -> None:
+    """Texts that must be tokenized to be refused, all together: they take turns, and short requests need none."""
+    dense = next(one for one in HOSTILE if one.slug.startswith("dense"))
+    with Watch(target) as seen, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda _: target.ask("POST", dense.path, dense.body), range(32 * NUM_TIMES)))
+    print(seen.summary())
+    assert {answer.status for answer in answers} == {400}
     seen.check()
