@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 from attack_target import MODEL, NUM_TIMES, Target, Watch
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SIZE = 900_000
 """Bytes of a hostile field: below the largest body that any server takes."""
 
@@ -34,6 +34,18 @@ def chat(slug: str, fields: bytes, messages: bytes = b'[{"role":"user","content"
     return Hostile(slug, CHAT, body, **more)  # type: ignore[arg-type]
 
 
+def response(slug: str, fields: bytes, **more: object) -> Hostile:
+    return Hostile(slug, RESPONSES, b'{"model":"%b","max_output_tokens":3,%b}' % (MODEL.encode(), fields), **more)  # type: ignore[arg-type]
+
+
+def call(arguments: bytes) -> bytes:
+    return b'{"id":"c","type":"function","function":{"name":"f","arguments":%b}}' % arguments
+
+
+def tool(parameters: bytes) -> bytes:
+    return b'{"type":"function","function":{"name":"f","parameters":%b}}' % parameters
+
+
 def repeated(item: bytes) -> bytes:
     return b"[" + b",".join([item] * (SIZE // (len(item) + 1))) + b"]"
 
@@ -42,6 +54,8 @@ TOO_LONG = {"kind": "context_length_exceeded"}
 TEXT = b'"' + b"the quick fox " * (SIZE // 14) + b'"'
 FLOAT = b"1.2345678901234567e-300"
 BIAS = b"{" + b",".join(b'"%d":%b' % (i, FLOAT) for i in range(SIZE // 30)) + b"}"
+DEEP = b'{"a":' * 2_000 + b"1" + b"}" * 2_000
+ASSISTANT = b'[{"role":"assistant","content":"","tool_calls":%b},{"role":"user","content":"hi"}]'
 HOSTILE = [
     completion("a long prompt", b'"prompt":' + TEXT, param="prompt", **TOO_LONG),
     completion("dense text within the bound of characters", b'"prompt":"' + b"Zq#" * 17_000 + b'"', param="prompt"),
@@ -69,6 +83,16 @@ HOSTILE = [
         chat(f"a variable {name}", b'"chat_template_kwargs":{"%b":[]}' % name.encode(), param="chat_template_kwargs")
         for name in ("messages", "self", "add_generation_prompt", "conversation")
     ),
+    chat("tools without number", b'"tools":' + repeated(tool(b"null")), param="tools"),
+    chat("the parameters of a tool", b'"tools":[' + tool(b'{"x":' + TEXT + b"}") + b"]", param="tools"),
+    chat("deep parameters", b'"tool_choice":"required","tools":[' + tool(DEEP) + b"]"),
+    chat("calls without number", b"", ASSISTANT % repeated(call(b'"{}"')), param="messages"),
+    chat("the arguments of a call", b"", ASSISTANT % (b"[" + call(b'{"x":' + TEXT + b"}") + b"]"), param="messages"),
+    chat("a large schema", b'"guided_json":{"x":' + TEXT + b"}", param="guided_json"),
+    chat("allowed tokens", b'"allowed_token_ids":' + repeated(b"5"), param="allowed_token_ids"),
+    response("items without number", b'"input":' + repeated(b"{}"), param="input"),
+    response("a long input", b'"input":' + TEXT, param="input"),
+    response("a large option", b'"input":"a","reasoning":{"x":' + TEXT + b"}", param="reasoning"),
     Hostile(
         "text to tokenize", "/tokenize", b'{"prompt":' + TEXT + b"}", param="prompt", kind="context_length_exceeded"
     ),
