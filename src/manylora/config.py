@@ -369,6 +369,11 @@ class ServerConfig:
         help="Render chats with the chat template in an adapter's folder, if it has one. A template is a program that "
         "runs in the server: only for adapters of authors that you trust.",
     )
+    trust_request_chat_template: bool = _http(
+        False,
+        help="Render chats with the chat template in a request, if it has one. A template is a program that runs in "
+        "the server: only for callers that you trust.",
+    )
     drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="Time that SIGTERM waits for requests in flight.")
     hang_timeout_s: float = _http(
         300.0,

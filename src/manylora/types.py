@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 MAX_LOGPROBS = 20
-MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
 MAX_SHOWN_CHARS = 300
@@ -134,7 +134,7 @@ class SamplingParams:
         constraint: The form that the answer must have.
         logit_bias: Pairs of token id and additive bias in [-100, 100].
         allowed_token_ids: The only tokens that may be generated; empty for all.
-        bad_words_token_ids: Runs of tokens that are not generated (``Tokenizer.bad_words`` makes them of words).
+        bad_words_token_ids: Runs of tokens that are not generated (``text.bad_words_token_ids`` makes them of words).
     """
 
     max_tokens: int | None = None

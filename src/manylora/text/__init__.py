@@ -3,6 +3,7 @@
 The engine knows only token ids; the server and the offline API use this package.
 """
 
+from manylora.text.bad_words import bad_words_token_ids
 from manylora.text.detokenizer import Detokenizer, TextDelta, TokenLogprob
 from manylora.text.message_reader import MessageReader
 from manylora.text.prompt_logprobs import describe_prompt
@@ -19,5 +20,6 @@ __all__ = [
     "TextDelta",
     "TokenLogprob",
     "Tokenizer",
+    "bad_words_token_ids",
     "describe_prompt",
 ]
