@@ -128,7 +128,7 @@ LOADS = st.builds(
 
 @given(st.lists(LOADS, min_size=1, max_size=4), st.integers(400, 60_000), st.integers(1, 100), st.floats(0.1, 100.0))
 def test_a_queue_lacks_tokens_only_when_all_smaller_ones_have_theirs(loads, total, least, slo_s):
-    """The promise of a fast lane, at any load."""
+    """The guarantee of a fast lane, at any load."""
     shares = share_out(total, loads, slo_s, least=least)
     assert sum(shares) == total and min(shares) >= least
     if sum(minimum_quota(one, slo_s) for one in loads) <= total or sum(one.busy_tokens for one in loads) <= total:

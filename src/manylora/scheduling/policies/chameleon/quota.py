@@ -7,7 +7,7 @@ remaining tokens go to the queues in proportion to these minima.
 The paper does not treat minima that exceed the total. They often do, because ``S`` is the *largest* demand, many times
 the mean in every queue. Then we share in proportion to the tokens that each queue holds at busy times: queues keep up
 with their arrivals equally well, and a queue of few large requests, which varies most, is not cut short. Where these do
-not fit either, the smaller queue takes first: the promise of a fast lane holds at any load, and the largest requests
+not fit either, the smaller queue takes first: the fast lane is guaranteed at any load, and the largest requests
 wait. (In proportion, all queues would fall behind alike, and the one with most requests would wait longest.)
 
 Source: Chameleon, section 4.3.5.
