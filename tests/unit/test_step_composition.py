@@ -40,6 +40,21 @@ def test_so_many_steps_run_between_two_admissions():
     rig.drain()
 
 
+def test_prefetches_at_the_steps_of_s_lora_are_all_at_once():
+    rig = make_rig(step_composition="s-lora-prefetch", num_pages=64)
+    for name in "xyz":
+        rig.register(name)
+    rig.add(request("runs", max_tokens=30))
+    rig.step()
+    rig.add(*[request(name, model=name) for name in "xyz"])
+    loads = []
+    for _ in range(9):
+        loads.append(len(rig.executor.loads))
+        rig.step()
+    assert loads == [0, 0, 0, 0, 0, 3, 0, 0, 0], "none before the fifth decode step, then all"
+    rig.drain()
+
+
 def test_nobody_waits_for_an_admission_when_nothing_runs():
     rig = make_rig(step_composition="s-lora")
     for name in "abc":

@@ -51,6 +51,7 @@ from manylora.scheduling import (
     SequenceStatus,
     make_policy,
     make_predictor,
+    make_step_composition,
 )
 from manylora.types import FinishReason, Output, Request
 
@@ -160,10 +161,12 @@ class EngineCore:
             max_step_tokens=scheduler.max_num_batched_tokens,
             emit=self._emit,
         )
+        composition = make_step_composition(scheduler.step_composition)
         self._running = RunningSet(
             page_cache=self.page_cache,
             cache=self._cache,
             policy=self._policy,
+            composition=composition,
             scheduler=scheduler,
             memory=memory,
             costs=costs,
@@ -176,6 +179,7 @@ class EngineCore:
             cache=self._cache,
             page_cache=self.page_cache,
             policy=self._policy,
+            composition=composition,
             config=adapters,
             block_size=memory.block_size,
         )

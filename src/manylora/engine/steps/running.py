@@ -30,7 +30,7 @@ from manylora.engine.steps.budget import StepBudget, target_s
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
 from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, Placement
-from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, make_step_composition
+from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, StepComposition
 from manylora.types import AdapterKey, AdapterVersion, ColdStart
 
 __all__ = ["RunningSet", "StepDraft"]
@@ -89,6 +89,7 @@ class RunningSet:
         page_cache: PageCache,
         cache: AdapterCache,
         policy: Policy,
+        composition: StepComposition,
         scheduler: SchedulerConfig,
         memory: MemoryConfig,
         costs: OnlineCosts,
@@ -105,7 +106,7 @@ class RunningSet:
         self._costs = costs
         self._cold_starts = cold_starts
         self._counters = counters
-        self._composition = make_step_composition(scheduler.step_composition)
+        self._composition = composition
         self._on_hit = on_hit
         self._emit = emit
         # A running sequence needs at least one token of every step's budget.
