@@ -16,7 +16,7 @@ from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, resolve_model
 from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
-from manylora.cli.options.vllm_flags import spread_lists, take_out
+from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
 from manylora.cli.views.terminal import note
 from manylora.config import (
     AdapterConfig,
@@ -32,6 +32,7 @@ from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import options_for, options_of
 from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
+from manylora.web_config import WebConfig
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -41,7 +42,7 @@ _FLAGS = flags_of(
     *options_of(PREDICTORS).values(),
     *options_of(EVICTION_POLICIES).values(),
     *options_of(ROUTERS).values(),
-    *(EngineConfig, FleetConfig, ServerConfig),
+    *(EngineConfig, FleetConfig, ServerConfig, WebConfig),
 )
 _PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Debugging", "Simulation")
 
@@ -54,7 +55,13 @@ class ServeCommand(TyperCommand):
         ours, remarks = take_out(args)
         for remark in remarks:
             note(remark)
-        return super().parse_args(ctx, spread_lists(ours))
+        try:
+            return super().parse_args(ctx, spread_lists(ours))
+        except Exception as error:
+            if hasattr(error, "possibilities"):  # click's error of an unknown option; typer brings a copy of click
+                names = [name for param in self.params for name in param.opts if name.startswith("--")]
+                error.possibilities = near_names(getattr(error, "option_name", ""), names)
+            raise
 
 
 @with_flags(_FLAGS, panels=_PANELS)
@@ -79,7 +86,7 @@ def serve(
 
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
-    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig))
+    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig), web=chosen.make(WebConfig))
     server = replace(
         server,
         lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),

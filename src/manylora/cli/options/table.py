@@ -23,6 +23,7 @@ from manylora.plugins import options_of
 from manylora.proxy.config import ProxyConfig
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
+from manylora.web_config import WebConfig
 
 __all__ = ["options_page"]
 
@@ -42,6 +43,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Engine", EngineConfig, ""),
     ("Replicas", FleetConfig, ""),
     ("Server", ServerConfig, ""),
+    ("Server: address, TLS, browsers, names, log", WebConfig, ""),
     ("Route", ProxyConfig, "Of `manylora route`, which takes a file by `--config` as well."),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("CPU workers of a simulation", CpuWorkers, "In scenarios and experiments: `[setup.workers]`."),
