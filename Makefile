@@ -13,6 +13,7 @@ SHELL := bash
 PYTHON ?= python3
 ARGS ?=
 TRACES ?=
+ATTACK_S ?= 1800
 VENV := .venv
 BIN := $(VENV)/bin
 FOR_RUN := $(VENV)/.installed-for-run
@@ -32,6 +33,11 @@ test: $(FOR_TEST) ## all checks and all tests; the tests run even when a check f
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS); \
 	[ $$checks -eq 0 ] || echo 'The tests passed, but `make check` did not: see above.' >&2; \
 	exit $$checks
+
+.PHONY: attack
+attack: $(FOR_TEST) ## the attack suite for half an hour, on a quiet machine: every neighbour within 50 ms
+	@end=$$((SECONDS + ATTACK_S)); while [ $$SECONDS -lt $$end ]; do \
+	  ATTACK_TIMES=20 ATTACK_LATE_S=0.05 $(BIN)/python -m pytest -rP tests/attack $(ARGS); done
 
 .PHONY: check
 check: $(FOR_TEST) ## lint, format, types and the layering of imports

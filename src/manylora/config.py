@@ -379,7 +379,16 @@ class ServerConfig:
         help="Time without a step or a turn after which the engine is killed and restarted; 0 is never. Must exceed "
         "the longest step. Not with --in-process.",
     )
-    max_body_bytes: int = option(32 * MIB, unit="bytes", at_least=1024, help="Largest request body.")
+    max_body_bytes: int | None = option(
+        None,
+        unit="bytes",
+        at_least=1024,
+        help="Largest request body; by default 16 bytes per token of the context, at least 1 MiB.",
+    )
+    shared_prefixes: bool = _http(
+        False,
+        help="Share cached prefixes between API keys. Response times can then reveal the prompts of another key.",
+    )
     start_timeout_s: float = _http(
         1800.0,
         unit="s",

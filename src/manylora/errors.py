@@ -3,6 +3,7 @@
 ManyloraError
 ├── ConfigError              wrong configuration; raised before anything starts
 ├── RequestError     4xx     wrong request; other requests are untouched
+│   ├── ContextExceeded 400  the prompt does not fit into the model's context
 │   └── ModelNotFound  404   the request names a model that is not served
 ├── AdapterError     4xx     wrong adapter; names the adapter and the reason
 │   ├── AdapterNotFound  404 no such adapter, or no such path
@@ -25,6 +26,7 @@ __all__ = [
     "AdapterReplaced",
     "CapacityError",
     "ConfigError",
+    "ContextExceeded",
     "EngineDead",
     "ManyloraError",
     "ModelNotFound",
@@ -54,6 +56,10 @@ class RequestError(ManyloraError):
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextExceeded(RequestError):
+    """The prompt does not fit into the model's context."""
 
 
 class ModelNotFound(RequestError):

@@ -168,8 +168,8 @@ class SamplingParams:
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         check(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "a number from 0 to 20")
         check(len(self.stop) <= MAX_STOPS and all(self.stop), "stop", "at most 16 strings, none of them empty")
-        longest = max(map(len, self.stop), default=0)
-        check(longest <= MAX_STOP_CHARS, "stop", f"strings of at most {MAX_STOP_CHARS} characters")
+        for stop in self.stop:
+            check(len(stop) <= MAX_STOP_CHARS, "stop", f"strings of at most {MAX_STOP_CHARS} characters")
         check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
         check(
             len(self.logit_bias) <= 1024 and all(t >= 0 and -100.0 <= b <= 100.0 for t, b in self.logit_bias),

@@ -92,6 +92,27 @@ def test_the_openai_client_says_what_is_wrong(keyed: httpx.Client) -> None:
             client.post("/load_lora_adapter", body={}, cast_to=object)
 
 
+def test_keys_share_no_cached_prefix_and_see_no_path(keyed: httpx.Client) -> None:
+    """The time of an answer would show a key that another has asked the same."""
+
+    def cached(key: str) -> int:
+        body = {"model": "base", "prompt": "a prompt of more than one block of tokens", "max_tokens": 1}
+        usage = keyed.post("/v1/completions", json=body, headers=bearer(key)).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("tenant-1"), cached("tenant-1") > 0, cached("tenant-2"), cached("tenant-2") > 0] == [
+        0,
+        True,
+        0,
+        True,
+    ]
+    roots = [
+        [card["root"] for card in keyed.get("/v1/models", headers=bearer(key)).json()["data"]]
+        for key in ("tenant-1", "root")
+    ]
+    assert not any("/" in root for root in roots[0]) and all("/" in root for root in roots[1])
+
+
 def test_without_an_admin_key_the_api_keys_do(tokenizer: Path) -> None:
     with serving(tokenizer, api_keys=("tenant-1",)) as http:
         assert http.get("/adapters", headers=bearer("tenant-1")).status_code == 200

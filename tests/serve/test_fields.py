@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.errors import RequestError
-from manylora.server.api.request import REFUSED, parse
+from manylora.server.api.json_body import REFUSED, parse
 from manylora.server.api.responses import ResponsesBody
 from manylora.server.api.schemas import ChatBody, CompletionBody, SamplingFields, sampling_params
 from manylora.types import Constraint, SamplingParams

@@ -12,6 +12,7 @@ import openai
 import pytest
 from bad_adapters import tiny_base, write_good_adapter
 from live_model import VOCAB_SIZE, write_model
+from safetensors.torch import load_file, save_file
 
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.server import BackgroundServer, LoraModule
@@ -25,6 +26,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackgroundServer]
     for seed in range(2):
         path = write_good_adapter(root / str(seed), tiny_base(vocab=VOCAB_SIZE), seed=seed)
         modules.append(LoraModule(f"lora-{seed}", str(path)))
+    path = write_good_adapter(root / "loud", tiny_base(vocab=VOCAB_SIZE))
+    weights = load_file(path / "adapter_model.safetensors")
+    save_file({name: weight * 1e30 for name, weight in weights.items()}, path / "adapter_model.safetensors")
+    modules.append(LoraModule("overflows", str(path)))
     engine = EngineConfig(
         model=ModelConfig(model=str(root / "base"), served_model_name="base", device="cpu"),
         memory=MemoryConfig(num_pages=128),
@@ -166,6 +171,22 @@ def test_logprobs_are_of_the_model(client: openai.OpenAI) -> None:
     assert logprobs.token_logprobs is not None
     for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert chosen == max(top.values()) < 0
+
+
+def test_weights_that_overflow_end_with_a_named_error_beside_sound_answers(live: BackgroundServer) -> None:
+    with httpx.Client(base_url=live.url, timeout=60) as http:
+
+        def ask(model: str, *, stream: bool) -> httpx.Response:
+            body = {"model": model, "prompt": "hello", "max_tokens": 5, "temperature": 0, "stream": stream}
+            return http.post("/v1/completions", json=body)
+
+        sound = ask("lora-0", stream=False).json()["choices"]
+        for stream in (False, True):
+            answer = ask("overflows", stream=stream)
+            assert answer.status_code == (200 if stream else 500)
+            assert "adapter 'overflows': the logits of the next token are not finite" in answer.text
+            assert ask("lora-0", stream=False).json()["choices"] == sound
+        assert http.delete("/adapters/overflows").status_code == 200
 
 
 def test_unloading_really_frees(live: BackgroundServer, client: openai.OpenAI) -> None:

@@ -140,3 +140,15 @@ def test_a_cancellation_by_a_stop_string_is_a_stop(was_stopped: bool, reason: Fi
     observer(arrived(3.0, "r"))
     observer(finished(4.0, "r", FinishReason.CANCELLED))
     assert [one.reason for one in observer.take().finished] == ["cancelled"]
+
+
+def test_the_prompt_of_many_answers_is_sent_once() -> None:
+    prompt = tuple(range(1000))
+    requests = [Request(request_id=str(i), prompt=prompt) for i in range(100)]
+    requests.append(Request(request_id="other", prompt=(1, 2)))
+    data = encode(AddRequests(7, requests, True))
+    assert len(data) < 100 * 1000, "a hundred prompts have a thousand tokens each"
+    command = decode_command(data)
+    assert command == AddRequests(7, requests, True)
+    assert isinstance(command, AddRequests)
+    assert len({id(one.prompt) for one in command.requests}) == 2

@@ -43,9 +43,9 @@ class Engine:
         return SimpleNamespace(num_steps=seen[0], num_running=seen[1]), ()
 
 
-def watch(look: Look, *, for_s: float = 7200.0) -> tuple[str | None, float]:
+def watch(look: Look, *, for_s: float = 7200.0, selector: JumpingSelector | None = None) -> tuple[str | None, float]:
     """Return what the watchdog says, and when, in seconds; ``None`` if it says nothing in so long."""
-    selector = JumpingSelector()
+    selector = selector or JumpingSelector()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now_s  # type: ignore[method-assign]
     engine = cast(EngineClient, Engine(look, selector))
@@ -72,6 +72,17 @@ def watch(look: Look, *, for_s: float = 7200.0) -> tuple[str | None, float]:
 )
 def test_what_moves_or_has_nothing_to_do_does_not_hang(look: Look) -> None:
     assert watch(look) == (None, 7200.0)
+
+
+def test_time_in_which_the_watchdog_could_not_listen_is_not_counted() -> None:
+    """Its own loop is blocked for an hour, again and again, while a step of a minute runs: that is no hang."""
+
+    def look(now: float) -> tuple[int, int]:
+        selector.now_s += 3600.0  # asked at ``now``; the answer is seen an hour later
+        return int(now / 7300), 1
+
+    selector = JumpingSelector()
+    assert watch(look, for_s=100_000.0, selector=selector)[0] is None
 
 
 def test_a_loop_that_does_not_answer_hangs() -> None:

@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from text_tokenizers import CORPUS, MAKERS, make_huggingface, make_tokenizer
 
-from manylora.errors import ConfigError, RequestError
+from manylora.errors import ConfigError, ContextExceeded, RequestError
 from manylora.text import Tokenizer
 
 KINDS = list(MAKERS)
@@ -67,18 +69,18 @@ def test_what_a_template_refuses_is_the_request_at_fault() -> None:
         with pytest.raises(RequestError, match=part) as caught:
             tokenizer.chat(messages)
         assert caught.value.param == "messages"
-    for taken in ("tokenize", "chat_template", "return_tensors", "conversation"):
+    for taken in ("tokenize", "chat_template", "return_tensors", "conversation", "messages", "self"):
         with pytest.raises(RequestError, match=taken):
-            tokenizer.chat(CHAT, **{taken: "x"})
+            tokenizer.chat(CHAT, {taken: "x"})
     bare = Tokenizer(make_huggingface("byte_level", template=None), "bare")
     assert not bare.has_chat_template
-    with pytest.raises(RequestError, match="'bare' has no chat template"):
+    with pytest.raises(RequestError, match="has no chat template"):
         bare.chat(CHAT)
 
 
 def test_template_variables_reach_the_template() -> None:
     tokenizer = Tokenizer(make_huggingface("byte_level", template="{{ mood }} {{ messages[0].content }}"), "moody")
-    assert tokenizer.render_chat(CHAT, mood="glad") == "glad hello"
+    assert tokenizer.render_chat(CHAT, {"mood": "glad"}) == "glad hello"
 
 
 def test_text_and_ids_that_are_none() -> None:
@@ -120,3 +122,35 @@ def test_threads_share_one_tokenizer() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(round_trip, texts * 4))
+
+
+@given(st.sampled_from(KINDS), st.text(max_size=60), st.integers(1, 60), st.booleans())
+def test_text_within_a_limit_has_the_same_tokens_and_other_text_is_refused(
+    kind: str, text: str, limit: int, special: bool
+) -> None:
+    """The batched call, the slices and the bound of characters change no token and refuse no text that fits."""
+    tokenizer = make_tokenizer(kind)
+    try:
+        ids = tokenizer._fast.encode(text, add_special_tokens=special).ids
+    except TypeError:
+        return  # a lone surrogate
+    assert tokenizer.encode(text, add_special_tokens=special) == ids
+    if len(ids) < limit:
+        assert tokenizer.encode_within(text, limit, add_special_tokens=special) == ids
+    else:
+        with pytest.raises(ContextExceeded):
+            tokenizer.encode_within(text, limit, add_special_tokens=special)
+
+
+def test_a_text_that_is_too_long_costs_by_the_limit_and_not_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer("byte_level")
+    seen: list[int] = []
+    encode = tokenizer._encoding
+    monkeypatch.setattr(tokenizer, "_encoding", lambda text, special: seen.append(len(text)) or encode(text, special))
+    tokenizer._longest_token = 1000
+    with pytest.raises(ContextExceeded, match="characters"):
+        tokenizer.encode_within("q" * 100_001, 100)
+    assert not seen, "the number of characters says enough"
+    with pytest.raises(ContextExceeded, match="tokens"):
+        tokenizer.encode_within("zq#" * 30_000, 100)
+    assert max(seen) <= 800 and len(seen) < 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manylora.adapters.shape import BaseShape
-from manylora.errors import RequestError
+from manylora.errors import ContextExceeded, RequestError
 from manylora.memory import num_blocks
 from manylora.scheduling import Sequence
 from manylora.types import AdapterVersion, Request
@@ -46,12 +46,12 @@ class RequestLimits:
         num_prompt, asked = len(request.prompt), request.sampling.max_tokens
         limit = self._base.max_model_len
         if num_prompt >= limit:
-            raise RequestError(
+            raise ContextExceeded(
                 f"The prompt has {num_prompt} tokens; this model's context is {limit}, one of them at least to answer",
                 param="prompt",
             )
         if asked is not None and num_prompt + asked > limit:
-            raise RequestError(
+            raise ContextExceeded(
                 f"The prompt has {num_prompt} tokens and max_tokens is {asked}, "
                 f"together more than this model's context of {limit}",
                 param="max_tokens",

@@ -165,7 +165,9 @@ class Engine:
         """
         is_one = bool(conversations) and isinstance(conversations[0], Mapping)
         given: Sequence[Any] = [conversations] if is_one else conversations
-        return self._generate(given, partial(self._render, **template_kwargs), adapter, sampling, progress)
+        return self._generate(
+            given, partial(self._render, template_kwargs=template_kwargs), adapter, sampling, progress
+        )
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> AdapterStatus:
         """Load a PEFT adapter from a directory; generation goes on meanwhile.
@@ -246,8 +248,8 @@ class Engine:
     def _encode(self, prompt: str | tuple[int, ...]) -> tuple[str | tuple[int, ...], tuple[int, ...]]:
         return prompt, tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
-    def _render(self, messages: Sequence[Message], **template_kwargs: Any) -> tuple[str, tuple[int, ...]]:
-        text = self._tokenizer.render_chat(messages, **template_kwargs)
+    def _render(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+        text = self._tokenizer.render_chat(messages, template_kwargs)
         return text, tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _generate(

@@ -67,6 +67,14 @@ class Gate:
         else:
             self._check_local(request)
 
+    def is_admin(self, request: Request) -> bool:
+        """Return whether a request may use the admin routes, and so see paths of the server."""
+        try:
+            self.check_admin(request)
+        except HttpError:
+            return False
+        return True
+
     def _check_local(self, request: Request) -> None:
         peer = request.client.host if request.client is not None else ""
         is_direct = not any(header in request.headers for header in FORWARDED)

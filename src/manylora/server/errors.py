@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manylora.errors import AdapterExists, CapacityError, ManyloraError, RequestError
+from manylora.errors import AdapterExists, CapacityError, ContextExceeded, ManyloraError, RequestError
 
 __all__ = ["HttpError", "error_body", "error_response", "hide_paths", "on_error", "on_http_exception"]
 
@@ -27,10 +27,12 @@ TYPES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
+    431: "HeadersTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
@@ -75,6 +77,8 @@ def error_body(error: ManyloraError) -> dict[str, Any]:
         kind = error.kind
     elif isinstance(error, AdapterExists):
         kind = "InvalidUserInput"
+    elif isinstance(error, ContextExceeded):
+        kind = "context_length_exceeded"
     param = error.param if isinstance(error, RequestError | HttpError) else None
     return {"error": {"message": str(error), "type": kind, "param": param, "code": error.status}}
 

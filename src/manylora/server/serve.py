@@ -47,6 +47,7 @@ from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
 from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
+from manylora.server.text_work import TextWork
 from manylora.text import Tokenizer
 from manylora.text.generation_file import load_generation_defaults
 
@@ -205,6 +206,7 @@ class Server:
             config=self._config,
             fleet=self.fleet,
             tokenizer=tokenizer,
+            text_work=TextWork(),
             gate=Gate(self._config.api_keys, self._config.admin_key),
             settings=ModelSettings(
                 defaults,

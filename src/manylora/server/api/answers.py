@@ -20,16 +20,11 @@ from manylora.errors import EngineDead, ManyloraError
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.output_stream import Flush, OutputStream
 from manylora.server.errors import hide_paths
+from manylora.server.text_work import ClientGone
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
 
-__all__ = ["Answers", "ClientGone", "Piece"]
-
-
-class ClientGone(ManyloraError):
-    """The client disconnected."""
-
-    status = 499
+__all__ = ["Answers", "Piece"]
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):

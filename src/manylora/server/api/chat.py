@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +12,28 @@ from starlette.routing import Route
 
 from manylora.errors import RequestError
 from manylora.server.api.answers import Piece
+from manylora.server.api.free_form import free_form, is_null
 from manylora.server.api.message_format import MessageFormat, chat_choice, message_readers
 from manylora.server.api.request import Context, context_of, read_body
-from manylora.server.api.respond import LONG_TEXT, NOTHING_ELSE, AnswerFormat, respond
-from manylora.server.api.schemas import ChatBody, Message, sampling_params, template_arguments
+from manylora.server.api.respond import NOTHING_ELSE, AnswerFormat, respond
+from manylora.server.api.schemas import ChatBody, ContentPart, Message, sampling_params, template_arguments
 from manylora.server.api.tools import called, tool_use
+from manylora.server.bounds import (
+    INLINE_CHARS,
+    MAX_MESSAGES,
+    MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATE_DEPTH,
+    MAX_TEMPLATE_NUMBER,
+)
 from manylora.server.model_settings import Settings
 
-__all__ = ["chat_prompt", "chat_routes", "flatten"]
+__all__ = ["chat_routes", "chat_tokens"]
+
+CHARS_PER_MESSAGE = 50
+"""Characters of text that take as long as the template's work on a message."""
+
+MAX_EMPTY_BYTES = 8
+EMPTY = (b"null", b"[]", b"{}", b'""', b"false", b"0")
 
 
 class ChatFormat:
@@ -53,16 +66,24 @@ class ChatFormat:
         return chat_choice(pieces, "message", message, has_logprobs=self._has_logprobs)
 
 
-def flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages for a chat template: a role, one text, and calls with their arguments as objects.
 
     Raises:
-        RequestError: A part is not text, or the arguments of a call are not an object.
+        RequestError: There are too many, a part is not text, or the arguments of a call are not an object.
     """
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    num_calls = sum(len(message.tool_calls) for message in messages if message.tool_calls)
+    if max(len(messages), num_parts, num_calls) > MAX_MESSAGES:
+        raise RequestError(
+            f"Got {len(messages)} messages with {num_parts} parts and {num_calls} calls, "
+            f"expected at most {MAX_MESSAGES} of each",
+            param="messages",
+        )
     flat: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         at = f"messages[{index}]"
-        if message.function_call:
+        if not _is_empty(message.function_call):
             raise RequestError(f"{at}.function_call is not supported; use tool_calls", param="messages")
         content = message.content or ""
         if message.content is None and not message.tool_calls:
@@ -81,17 +102,22 @@ def flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return flat
 
 
-def _join(parts: list[dict[str, Any]], at: str) -> str:
+def _is_empty(raw: msgspec.Raw) -> bool:
+    return is_null(raw) or bytes(memoryview(raw)[:MAX_EMPTY_BYTES]) in EMPTY
+
+
+def _join(parts: Sequence[ContentPart], at: str) -> str:
     texts: list[str] = []
     for part in parts:
-        kind, text = part.get("type"), part.get("text")
-        if kind != "text":
+        if part.type != "text":
             raise RequestError(
-                f"{at}.content has a part of type {str(kind)[:50]!r}: this server takes text only", param="messages"
+                f"{at}.content has a part of type {str(part.type)[:50]!r}: this server takes text only",
+                param="messages",
             )
-        if not isinstance(text, str):
-            raise RequestError(f"{at}.content has a text part whose text is no string", param="messages")
-        texts.append(text)
+        try:
+            texts.append(msgspec.json.decode(part.text, type=str))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise RequestError(f"{at}.content has a text part whose text is no string", param="messages") from None
     return "\n".join(texts)
 
 
@@ -103,16 +129,78 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-async def chat_prompt(
-    context: Context, settings: Settings, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+async def chat_tokens(
+    request: Request,
+    context: Context,
+    settings: Settings,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    *,
+    limit: int,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> tuple[int, ...]:
-    """Return the token ids of a chat, rendered with more ``variables`` for the template."""
+    """Return the token ids of a chat, which must be fewer than ``limit``.
+
+    Args:
+        request: Its client may leave meanwhile.
+        context: The server's parts.
+        settings: Of its model, for the template.
+        messages: The chat.
+        variables: More variables for the template.
+        limit: Tokens.
+        add_generation_prompt: End with the tokens that open the model's turn.
+        continue_final_message: End inside the last message.
+
+    Raises:
+        RequestError: The chat is out of bounds, or the template refuses it.
+        ManyloraError: As of ``TextWork.run``.
+    """
+    tokenizer = context.tokenizer
+    chat = _flatten(messages)
+    num_chars = sum(len(message["content"]) + len(message["role"]) for message in chat)
+    tokenizer.check_chars(num_chars, limit, "messages")
 
     def render() -> tuple[int, ...]:
-        return tuple(context.tokenizer.chat(messages, settings.chat_template, **variables))
+        tokens = tokenizer.chat(
+            chat,
+            variables,
+            template=settings.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            limit=limit,
+        )
+        return tuple(tokens)
 
-    is_long = sum(len(message["content"]) for message in messages) > LONG_TEXT or settings.chat_template is not None
-    return await asyncio.to_thread(render) if is_long else render()
+    is_plain = not variables and settings.chat_template is None and not any(one.tool_calls for one in messages)
+    if is_plain and num_chars + CHARS_PER_MESSAGE * len(chat) <= INLINE_CHARS:
+        return render()
+    return await context.text_work.run(request, render)
+
+
+def _template_kwargs(raw: msgspec.Raw) -> dict[str, Any]:
+    """Read the template's variables.
+
+    Raises:
+        RequestError: They are too large, too deep, or a number is too large.
+    """
+    if is_null(raw):
+        return {}
+    param = "chat_template_kwargs"
+    kwargs = free_form(raw, dict[str, Any], MAX_TEMPLATE_BYTES, param)
+    level: list[Any] = [kwargs]
+    for _ in range(MAX_TEMPLATE_DEPTH):
+        if any(isinstance(value, int | float) and abs(value) > MAX_TEMPLATE_NUMBER for value in level):
+            raise RequestError(f"{param} has a number above {MAX_TEMPLATE_NUMBER}", param=param)
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return kwargs
+    raise RequestError(f"{param} is nested deeper than {MAX_TEMPLATE_DEPTH}", param=param)
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -132,8 +220,15 @@ async def create_chat_completion(request: Request) -> Response:
     )
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, parser=context.config.tool_call_parser)
     sampling = use.constrain(sampling)
-    variables = {**template_arguments(body), **(body.chat_template_kwargs or {}), **use.template_variables}
-    prompt = await chat_prompt(context, settings, flatten(body.messages), variables)
+    prompt = await chat_tokens(
+        request,
+        context,
+        settings,
+        body.messages,
+        {**_template_kwargs(body.chat_template_kwargs), **use.template_variables},
+        limit=context.fleet.info.max_model_len,
+        **template_arguments(body),
+    )
     form: AnswerFormat = ChatFormat(has_logprobs=sampling.logprobs is not None)
     if make_reader := message_readers(context, use, prompt, is_constrained=sampling.constraint is not None):
         form = MessageFormat(make_reader, use, has_logprobs=sampling.logprobs is not None)

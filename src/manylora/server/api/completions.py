@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -12,9 +11,17 @@ from starlette.routing import Route
 
 from manylora.errors import RequestError
 from manylora.server.api.answers import Piece
+from manylora.server.api.json_body import decode_prompts
 from manylora.server.api.request import Context, context_of, read_body
-from manylora.server.api.respond import LEAST_LOGPROB, LONG_TEXT, NOTHING_ELSE, respond
+from manylora.server.api.respond import (
+    LEAST_LOGPROB,
+    NOTHING_ELSE,
+    check_lengths,
+    check_num_answers,
+    respond,
+)
 from manylora.server.api.schemas import CompletionBody, check_token_ids, sampling_params
+from manylora.server.bounds import INLINE_CHARS
 from manylora.text import TokenLogprob
 
 __all__ = ["completion_routes"]
@@ -89,45 +96,51 @@ def _logprobs(tokens: tuple[TokenLogprob, ...]) -> dict[str, Any]:
     }
 
 
-async def _prompts(context: Context, body: CompletionBody) -> list[tuple[int, ...]]:
+async def _tokens(request: Request, context: Context, given: list[str] | list[list[int]]) -> list[tuple[int, ...]]:
     """Return the token ids of every prompt.
 
     Raises:
-        RequestError: There is no prompt, prompts are of different kinds, or a token id is out of range.
+        RequestError: A prompt does not fit, or a token id is out of range.
+        ManyloraError: As of ``TextWork.run``.
     """
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    if not prompt:
-        raise RequestError("Got an empty list, expected at least one prompt", param="prompt")
-    tokens: list[tuple[int, ...]] = []
-    if all(isinstance(item, int) for item in prompt):
-        tokens = [tuple(item for item in prompt if isinstance(item, int))]
-    elif all(isinstance(item, list) for item in prompt):
-        tokens = [tuple(item) for item in prompt if isinstance(item, list)]
-    if tokens:
-        for one in tokens:
-            check_token_ids(one, context.fleet.info.vocab_size, "prompt")
-        return tokens
-    texts = [item for item in prompt if isinstance(item, str)]
-    if len(texts) != len(prompt):
-        raise RequestError(
-            "Got a list of different kinds, expected texts, token ids, or lists of token ids", param="prompt"
-        )
-    tokenize = context.tokenizer.encode
-    if sum(map(len, texts)) > LONG_TEXT:
-        return await asyncio.to_thread(lambda: [tuple(tokenize(text)) for text in texts])
-    return [tuple(tokenize(text)) for text in texts]
+    info, tokenizer = context.fleet.info, context.tokenizer
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    if not texts:
+        prompts = [tuple(prompt) for prompt in given if not isinstance(prompt, str)]
+        check_lengths(context, prompts)
+        for prompt in prompts:
+            check_token_ids(prompt, info.vocab_size, "prompt")
+        return prompts
+    for text in texts:
+        tokenizer.check_chars(len(text), info.max_model_len)
+
+    def tokenize() -> list[tuple[int, ...]]:
+        return [tuple(tokenizer.encode_within(text, info.max_model_len)) for text in texts]
+
+    if sum(map(len, texts)) <= INLINE_CHARS:
+        return tokenize()
+    return await context.text_work.run(request, tokenize)
 
 
-def _echoes(context: Context, body: CompletionBody, prompts: list[tuple[int, ...]]) -> list[str]:
+async def _echoes(
+    request: Request,
+    context: Context,
+    body: CompletionBody,
+    given: list[str] | list[list[int]],
+    prompts: list[tuple[int, ...]],
+) -> list[str]:
     num_answers = body.n or 1
     if not body.echo:
         return [""] * (len(prompts) * num_answers)
     if body.logprobs is not None:
         raise RequestError("echo with logprobs is not supported: prompts have no log-probabilities here", param="echo")
-    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    texts = [item for item in given if isinstance(item, str)] or [context.tokenizer.decode(ids) for ids in prompts]
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    if not texts:
+        decode = context.tokenizer.decode
+        if sum(map(len, prompts)) <= INLINE_CHARS:
+            texts = [decode(prompt) for prompt in prompts]
+        else:
+            texts = await context.text_work.run(request, lambda: [decode(prompt) for prompt in prompts])
     return [text for text in texts for _ in range(num_answers)]
 
 
@@ -144,8 +157,12 @@ async def create_completion(request: Request) -> Response:
         vocab_size=context.fleet.info.vocab_size,
         defaults=settings.defaults,
     )
-    prompts = await _prompts(context, body)
-    form = CompletionFormat(_echoes(context, body, prompts), has_logprobs=body.logprobs is not None)
+    most = context.engine_config.scheduler.max_waiting
+    given = decode_prompts(body.prompt, most, context.fleet.info.max_model_len)
+    check_num_answers(context, len(given), body.n or 1)
+    prompts = await _tokens(request, context, given)
+    echoes = await _echoes(request, context, body, given, prompts)
+    form = CompletionFormat(echoes, has_logprobs=body.logprobs is not None)
     return await respond(context, body, prompts, sampling, form, settings=settings, tenant=tenant, id_prefix="cmpl-")
 
 

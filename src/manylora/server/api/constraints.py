@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from manylora.errors import RequestError
+from manylora.server.api.free_form import NULL, free_form, is_null
+from manylora.server.bounds import MAX_SCHEMA_BYTES
 from manylora.types import Constraint
 
 __all__ = ["ConstraintFields", "JsonSchema", "ResponseFormat", "constraint_field", "constraint_of"]
@@ -17,7 +19,7 @@ JSON_OBJECT = '{"type":"object"}'
 class JsonSchema(msgspec.Struct, kw_only=True):
     """``response_format.json_schema``."""
 
-    schema: dict[str, Any] | bool
+    schema: msgspec.Raw
     name: str | None = None
 
 
@@ -26,14 +28,14 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
     type: str
     json_schema: JsonSchema | None = None
-    structures: list[dict[str, Any]] | None = None
+    structures: msgspec.Raw = NULL
     triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's ``structured_outputs``: one of the first six."""
 
-    json: str | dict[str, Any] | bool | None = None
+    json: msgspec.Raw = NULL
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -50,7 +52,7 @@ class ConstraintFields(msgspec.Struct, kw_only=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | bool | None = None
+    guided_json: msgspec.Raw = NULL
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -88,11 +90,19 @@ def _found(body: ConstraintFields) -> list[tuple[str, Constraint]]:
 def _by_kind(values: msgspec.Struct, prefix: str) -> list[tuple[str, Constraint]]:
     """Return the constraints of the kinds that have a field of the older names too."""
     found = []
-    for kind in ("json", "regex", "choice", "grammar"):
+    schema = getattr(values, f"{prefix}json")
+    if not is_null(schema):
+        value = _read(schema, str | dict[str, Any] | bool, f"{prefix}json")
+        found.append(("json", Constraint("json", value if isinstance(value, str) else _text(value))))
+    for kind in ("regex", "choice", "grammar"):
         value = getattr(values, prefix + kind)
         if value is not None:
             found.append((kind, Constraint(kind, value if isinstance(value, str) else _text(value))))
     return found
+
+
+def _read(raw: msgspec.Raw, kind: Any, param: str) -> Any:
+    return free_form(raw, kind, MAX_SCHEMA_BYTES, param)
 
 
 def _of_structured_outputs_alone(given: StructuredOutputs) -> list[Constraint]:
@@ -111,7 +121,8 @@ def _of_response_format(form: ResponseFormat) -> Constraint:
     if form.type == "json_object":
         return Constraint("json", JSON_OBJECT)
     if form.type == "structural_tag":
-        return Constraint("structural_tag", _text({"structures": form.structures, "triggers": form.triggers}))
+        structures = _read(form.structures, list[dict[str, Any]] | None, "response_format")
+        return Constraint("structural_tag", _text({"structures": structures, "triggers": form.triggers}))
     if form.type != "json_schema":
         raise RequestError(
             f"Got response_format.type = {form.type[:50]!r}, expected one of text, json_object, json_schema, "
@@ -120,7 +131,7 @@ def _of_response_format(form: ResponseFormat) -> Constraint:
         )
     if form.json_schema is None:
         raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
-    return Constraint("json", _text(form.json_schema.schema))
+    return Constraint("json", _text(_read(form.json_schema.schema, dict[str, Any] | bool, "response_format")))
 
 
 def _text(value: Any) -> str:

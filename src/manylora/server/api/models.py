@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -14,9 +14,10 @@ from starlette.routing import Route
 
 from manylora.errors import ManyloraError, ModelNotFound, RequestError
 from manylora.hosting.adapter_book import LoadedAdapter
-from manylora.server.api.chat import flatten
+from manylora.server.api.chat import chat_tokens
 from manylora.server.api.request import Context, context_of, read_body
-from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, template_arguments
+from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, check_token_ids, template_arguments
+from manylora.server.bounds import INLINE_CHARS, TOKENIZE_CONTEXTS
 
 __all__ = ["json_response", "model_routes"]
 
@@ -26,14 +27,15 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def _card(context: Context, name: str, adapter: LoadedAdapter | None = None) -> dict[str, Any]:
+def _card(context: Context, name: str, adapter: LoadedAdapter | None = None, *, shows_paths: bool) -> dict[str, Any]:
     """Return the entry of an adapter, or of the base, in the list of models."""
+    root = context.engine_config.model.model if adapter is None else adapter.path
     return {
         "id": name,
         "object": "model",
         "created": context.started_at if adapter is None else adapter.loaded_at,
         "owned_by": "manylora",
-        "root": context.engine_config.model.model if adapter is None else adapter.path,
+        "root": root if shows_paths else name,
         "parent": None if adapter is None else context.fleet.served_name,
         "max_model_len": context.fleet.info.max_model_len,
     }
@@ -44,15 +46,16 @@ async def list_models(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_inference(request)
     context.fleet.check_serving()
-    adapters = context.fleet.adapters
-    content = context.model_list.get(adapters.num_changes)
+    adapters, shows_paths = context.fleet.adapters, context.gate.is_admin(request)
+    content = context.model_list.get((adapters.num_changes, shows_paths))
     if content is None:
         loaded = adapters.loaded
-        cards = [_card(context, context.fleet.served_name)]
-        cards += [_card(context, name, loaded[name]) for name in loaded]
+        cards = [_card(context, context.fleet.served_name, shows_paths=shows_paths)]
+        cards += [_card(context, name, loaded[name], shows_paths=shows_paths) for name in loaded]
         content = msgspec.json.encode({"object": "list", "data": cards})
-        context.model_list.clear()
-        context.model_list[adapters.num_changes] = content
+        if (adapters.num_changes, not shows_paths) not in context.model_list:
+            context.model_list.clear()
+        context.model_list[adapters.num_changes, shows_paths] = content
     return Response(content, media_type="application/json")
 
 
@@ -62,11 +65,12 @@ async def get_model(request: Request) -> Response:
     context.gate.check_inference(request)
     context.fleet.check_serving()
     name, served_name, loaded = request.path_params["name"], context.fleet.served_name, context.fleet.adapters.loaded
+    shows_paths = context.gate.is_admin(request)
     if name == served_name:
-        return json_response(_card(context, name))
+        return json_response(_card(context, name, shows_paths=shows_paths))
     for known in (name, name.removeprefix(f"{served_name}:")):
         if known in loaded:
-            return json_response(_card(context, known, loaded[known]))
+            return json_response(_card(context, known, loaded[known], shows_paths=shows_paths))
     raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
 
@@ -77,14 +81,17 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Expected exactly one of prompt and messages", param="prompt")
-    tokenizer = context.tokenizer
-    if body.prompt is not None:
-        tokens = tokenizer.encode(body.prompt)
+    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.fleet.info.max_model_len
+    tokens: Sequence[int]
+    if (text := body.prompt) is not None:
+        tokenizer.check_chars(len(text), limit)
+        if len(text) <= INLINE_CHARS:
+            tokens = tokenizer.encode_within(text, limit)
+        else:
+            tokens = await context.text_work.run(request, lambda: tokenizer.encode_within(text, limit))
     else:
-        template = (await context.settings.of(body.model or "")).chat_template
-        tokens = await asyncio.to_thread(
-            tokenizer.chat, flatten(body.messages or []), template, **template_arguments(body)
-        )
+        settings, messages = await context.settings.of(body.model or ""), body.messages or []
+        tokens = await chat_tokens(request, context, settings, messages, {}, limit=limit, **template_arguments(body))
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": context.fleet.info.max_model_len,
@@ -99,11 +106,14 @@ async def detokenize(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_inference(request)
     body = await read_body(request, DetokenizeBody)
-    vocab_size = context.tokenizer.vocab_size
-    for token in body.tokens:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"Got the token id {token}, expected 0 to {vocab_size - 1}", param="tokens")
-    return json_response({"prompt": context.tokenizer.decode(body.tokens)})
+    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.fleet.info.max_model_len
+    if len(body.tokens) > limit:
+        raise RequestError(f"Got {len(body.tokens)} tokens, expected at most {limit}", param="tokens")
+    check_token_ids(body.tokens, tokenizer.vocab_size, "tokens")
+    if len(body.tokens) <= INLINE_CHARS:
+        return json_response({"prompt": tokenizer.decode(body.tokens)})
+    text = await context.text_work.run(request, lambda: tokenizer.decode(body.tokens))
+    return json_response({"prompt": text})
 
 
 async def health(request: Request) -> Response:

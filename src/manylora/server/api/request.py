@@ -2,63 +2,30 @@
 
 Only ``application/json`` is accepted: clients send it, and a web page of another site cannot send it without a
 preflight request.
-
-Fields that a body's type does not have are of three kinds. Fields that change nothing in the answer (``metadata``,
-``store``) are accepted. Fields that would change the answer and are not supported are refused by name, because a wrong
-answer is worse than none. All others are ignored and logged once, as vLLM does.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from manylora.config import EngineConfig, ServerConfig
-from manylora.errors import RequestError
 from manylora.hosting.fleet import Fleet
-from manylora.server.api.schemas import SamplingFields
+from manylora.server.api.json_body import parse
 from manylora.server.auth import Gate
+from manylora.server.bounds import default_body_bytes
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
+from manylora.server.text_work import TextWork
 from manylora.text import Tokenizer
 
-__all__ = ["REFUSED", "Context", "context_of", "parse", "read_body"]
-
-logger = logging.getLogger(__name__)
-
-_HARMLESS = """
-    add_special_tokens metadata prediction prompt_cache_key prompt_cache_retention
-    request_id safety_identifier service_tier spaces_between_special_tokens store stream_interval
-"""
-HARMLESS = frozenset(_HARMLESS.split())
-"""Fields that change nothing in the answer."""
-
-_REFUSED = """
-    audio bad_words chat_template documents functions kv_transfer_params
-    logits_processors lora_path lora_request mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort
-    return_token_ids return_tokens_as_token_ids suffix thinking_token_budget truncate_prompt_tokens
-    typical_p use_beam_search verbosity vllm_xargs web_search_options
-"""
-REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
-    "function_call": (None, "none", "auto"),
-    "include_reasoning": (None, True),
-    "length_penalty": (None, 1.0),
-    "modalities": (None, ["text"]),
-    "prompt_logprobs": (None,),  # 0 asks for those of the prompt's own tokens
-}
-"""Fields that would change the answer, with the values under which they would not."""
-
-_PATH = re.compile(r" - at `\$\.?([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
-_reported: set[str] = set()
+__all__ = ["Context", "context_of", "read_body"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +37,7 @@ class Context:
         config: Configuration of the server.
         fleet: The engines.
         tokenizer: The base model's tokenizer.
+        text_work: Takes long texts off the event loop.
         gate: Checks API keys.
         settings: Sampling defaults and chat templates, by model.
         metrics: Shown by ``/metrics`` and ``/status``.
@@ -78,14 +46,15 @@ class Context:
         started_at: Start of the server, in seconds since the epoch.
         epoch_s: Returns the time in seconds since the epoch.
         monotonic_s: Returns a time in seconds that never steps back.
-        model_list: The answer of ``/v1/models``, under the number of changes of the adapters at the time; routers ask
-            for it every few seconds.
+        model_list: The answers of ``/v1/models``, under the number of changes of the adapters at the time and whether
+            they show paths; routers ask for them every few seconds.
     """
 
     engine_config: EngineConfig
     config: ServerConfig
     fleet: Fleet
     tokenizer: Tokenizer
+    text_work: TextWork
     gate: Gate
     settings: ModelSettings
     metrics: Metrics
@@ -94,7 +63,7 @@ class Context:
     started_at: int
     epoch_s: Callable[[], float]
     monotonic_s: Callable[[], float]
-    model_list: dict[int, bytes] = field(default_factory=dict)
+    model_list: dict[tuple[int, bool], bytes] = field(default_factory=dict)
 
 
 def context_of(request: Request) -> Context:
@@ -114,7 +83,8 @@ async def read_body(request: Request, body: type[Body]) -> Body:
         HttpError: 415 for another media type; 413 above ``max_body_bytes``; 400 if the client disconnected.
         RequestError: As ``parse``.
     """
-    max_bytes = context_of(request).config.max_body_bytes
+    context = context_of(request)
+    max_bytes = context.config.max_body_bytes or default_body_bytes(context.fleet.info.max_model_len)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HttpError(415, f"Got the media type {media_type[:100]!r}, expected application/json")
@@ -134,47 +104,3 @@ async def read_body(request: Request, body: type[Body]) -> Body:
     if num_bytes > max_bytes:
         raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
     return parse(b"".join(parts), body)
-
-
-def parse(data: bytes, body: type[Body]) -> Body:
-    """Read a JSON request body.
-
-    Raises:
-        RequestError: Not JSON, not an object, a wrong type or value, or a field that is not supported; names the field.
-    """
-    try:
-        values = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise RequestError("The body is nested too deeply") from None
-    if not isinstance(values, dict):
-        raise RequestError(f"Got a {type(values).__name__} as the body, expected a JSON object")
-    if issubclass(body, SamplingFields):
-        _check_fields(values, body)
-    try:
-        return msgspec.convert(values, body)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        missing = _MISSING.search(message)
-        at = _PATH.search(message)
-        path = at.group(1) if at else ""
-        param = f"{path}.{missing.group(1)}".lstrip(".") if missing else path
-        raise RequestError(
-            f"Got a wrong value for {param}: {_PATH.sub('', message)}" if param else message, param=param or None
-        ) from None
-    except RecursionError:
-        raise RequestError("The body is nested too deeply") from None
-
-
-def _check_fields(values: dict[str, Any], body: type[msgspec.Struct]) -> None:
-    known = body.__struct_fields__
-    for name, value in values.items():
-        if name in known or name in HARMLESS:
-            continue
-        if name in REFUSED:
-            if value not in REFUSED[name]:
-                raise RequestError(f"{name} is not supported by this server", param=name)
-        elif name not in _reported and len(_reported) < 100:
-            _reported.add(name)
-            logger.warning("unknown_field_ignored name=%.100r", name)

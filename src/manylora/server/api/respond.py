@@ -17,22 +17,30 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from manylora.errors import ManyloraError, ModelNotFound, RequestError
+from manylora.errors import ContextExceeded, ManyloraError, ModelNotFound, RequestError
 from manylora.execution.sampling.grammar import check_constraint
 from manylora.hosting.output_stream import Flush
-from manylora.server.api.answers import Answers, ClientGone, Piece
+from manylora.server.api.answers import Answers, Piece
 from manylora.server.api.constraints import constraint_field
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
+from manylora.server.text_work import ClientGone
 from manylora.types import Constraint, Request, SamplingParams
 
-__all__ = ["HEADERS", "LEAST_LOGPROB", "LONG_TEXT", "NOTHING_ELSE", "AnswerFormat", "respond", "send_body", "submit"]
-
-LONG_TEXT = 20_000
-"""Characters beyond which text is tokenized on a thread: it takes a millisecond or more."""
+__all__ = [
+    "HEADERS",
+    "LEAST_LOGPROB",
+    "NOTHING_ELSE",
+    "AnswerFormat",
+    "check_lengths",
+    "check_num_answers",
+    "respond",
+    "send_body",
+    "submit",
+]
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -121,12 +129,8 @@ async def submit(
         CapacityError: The queue is full, or no engine serves.
     """
     num_answers = body.n or 1
-    most = context.engine_config.scheduler.max_waiting
-    if len(prompts) * num_answers > most:
-        raise RequestError(
-            f"Got {len(prompts)} prompts with n = {num_answers}, expected at most {most} answers in one request",
-            param="prompt" if len(prompts) > 1 else "n",
-        )
+    check_num_answers(context, len(prompts), num_answers)
+    check_lengths(context, prompts)
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
     if sampling.constraint is not None:
@@ -139,7 +143,7 @@ async def submit(
             sampling=_of_choice(sampling, choice),
             model=body.model,
             tenant=tenant,
-            cache_salt=body.cache_salt or "",
+            cache_salt=_salt(context, tenant, body.cache_salt),
             priority=body.priority or 0,
             default_max_tokens=settings.defaults.max_new_tokens,
         )
@@ -151,11 +155,37 @@ async def submit(
     return answers, {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
 
 
+def check_num_answers(context: Context, num_prompts: int, num_answers: int) -> None:
+    """Raise ``RequestError`` unless a request's answers fit into the queue."""
+    most = context.engine_config.scheduler.max_waiting
+    if num_prompts * num_answers > most:
+        raise RequestError(
+            f"Got {num_prompts} prompts with n = {num_answers}, expected at most {most} answers in one request",
+            param="prompt" if num_prompts > 1 else "n",
+        )
+
+
+def check_lengths(context: Context, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise ``ContextExceeded`` for a prompt without room for an answer, before it is copied for each of ``n``."""
+    limit = context.fleet.info.max_model_len
+    longest = max(map(len, prompts))
+    if longest >= limit:
+        raise ContextExceeded(
+            f"The prompt has {longest} tokens; this model's context is {limit}, one of them at least to answer",
+            param="prompt",
+        )
+
+
 async def _check(constraint: Constraint, param: str | None) -> None:
     try:
         await asyncio.to_thread(check_constraint, constraint)  # some take milliseconds
     except RequestError as error:
         raise RequestError(str(error), param=param) from None
+
+
+def _salt(context: Context, tenant: str, given: str | None) -> str:
+    """Return the salt of cached prefixes: callers with different API keys share none, or timing would show theirs."""
+    return given or "" if context.config.shared_prefixes or not tenant else f"{tenant} {given or ''}"
 
 
 def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:

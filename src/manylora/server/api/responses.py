@@ -15,17 +15,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import RequestError
-from manylora.server.api.chat import chat_prompt, flatten
+from manylora.server.api.chat import chat_tokens
 from manylora.server.api.constraints import JsonSchema, ResponseFormat
+from manylora.server.api.free_form import NULL, free_form, is_null
 from manylora.server.api.message_format import message_readers
 from manylora.server.api.request import context_of, read_body
 from manylora.server.api.respond import submit
 from manylora.server.api.responses_output import ResponsesStream, WholeResponse
-from manylora.server.api.schemas import Message, SamplingFields, sampling_params
+from manylora.server.api.schemas import ContentPart, Message, SamplingFields, sampling_params
 from manylora.server.api.tools import CalledFunction, Function, FunctionName, Tool, ToolCall, ToolChoice, tool_use
+from manylora.server.bounds import MAX_MESSAGES
 from manylora.text import MessageReader
 
 __all__ = ["ResponsesBody", "response_routes"]
+
+MAX_OPTIONS_BYTES = 4096
+"""JSON of ``reasoning``."""
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -33,7 +38,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
     type: str
     name: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: msgspec.Raw = NULL
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -42,10 +47,26 @@ class TextOptions(msgspec.Struct, kw_only=True):
     format: TextFormat | None = None
 
 
-class FlatTool(Function, kw_only=True):
+class FlatTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A tool, whose function's fields are its own."""
 
-    type: str
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    parameters: msgspec.Raw = NULL
+    strict: bool | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True, gc=False):
+    """An item of the input: a message, reasoning, a call or its output."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
 
 
 class FlatToolChoice(msgspec.Struct, kw_only=True):
@@ -58,22 +79,22 @@ class FlatToolChoice(msgspec.Struct, kw_only=True):
 class ResponsesBody(SamplingFields, kw_only=True):
     """``POST /v1/responses``."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[FlatTool] | None = None
     tool_choice: str | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
+    conversation: msgspec.Raw = NULL
     background: bool | None = None
-    prompt: Any = None
+    prompt: msgspec.Raw = NULL
     truncation: str | None = None
     include: list[str] | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: msgspec.Raw = NULL
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
 
@@ -96,11 +117,13 @@ _REFUSED = {
 
 def _check(body: ResponsesBody) -> None:
     for name, (why, neutral) in _REFUSED.items():
-        if getattr(body, name) not in neutral:
+        value = getattr(body, name)
+        if (None if isinstance(value, msgspec.Raw) and is_null(value) else value) not in neutral:
             raise RequestError(f"{name} is not supported: {why}", param=name)
     if wanted := [one for one in body.include or () if one != "reasoning.encrypted_content"]:
         raise RequestError(f"include has {wanted[0][:100]!r}, which this server cannot give", param="include")
-    for name, value in (body.reasoning or {}).items():
+    kind: Any = dict[str, Any] | None
+    for name, value in (free_form(body.reasoning, kind, MAX_OPTIONS_BYTES, "reasoning") or {}).items():
         if value is not None and name not in ("summary", "generate_summary"):
             raise RequestError(
                 f"reasoning.{name[:50]} is not supported: a model reasons as its template says", param="reasoning"
@@ -111,24 +134,21 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     if text is None or text.format is None:
         return None
     form = text.format
-    schema = None if form.schema is None else JsonSchema(schema=form.schema, name=form.name)
+    schema = None if is_null(form.schema) else JsonSchema(schema=form.schema, name=form.name)
     return ResponseFormat(type=form.type, json_schema=schema)
 
 
-def _tools(tools: Sequence[dict[str, Any]] | None) -> list[Tool]:
+def _tools(tools: Sequence[FlatTool] | None) -> list[Tool]:
     made = []
     for index, tool in enumerate(tools or ()):
-        if tool.get("type") != "function":
+        if tool.type != "function":
             raise RequestError(
-                f"tools[{index}].type is {str(tool.get('type'))[:50]!r}; this server takes functions only",
-                param="tools",
+                f"tools[{index}].type is {str(tool.type)[:50]!r}; this server takes functions only", param="tools"
             )
-        try:
-            flat = msgspec.convert(tool, FlatTool)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"Got a wrong value for tools[{index}]: {error}", param="tools") from None
+        if not tool.name:
+            raise RequestError(f"tools[{index}].name is missing", param="tools")
         function = Function(
-            name=flat.name, description=flat.description, parameters=flat.parameters, strict=flat.strict
+            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
         )
         made.append(Tool(type="function", function=function))
     return made
@@ -148,63 +168,66 @@ def _messages(body: ResponsesBody) -> list[Message]:
     An assistant's reasoning, text and calls are items of their own here and one message there.
     """
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
+    if not isinstance(body.input, str) and len(body.input) > MAX_MESSAGES:
+        raise RequestError(f"Got {len(body.input)} items, expected at most {MAX_MESSAGES}", param="input")
     if isinstance(body.input, str):
         return [*messages, Message(role="user", content=body.input)]
     for index, item in enumerate(body.input):
-        at, kind = f"input[{index}]", item.get("type", "message")
+        at = f"input[{index}]"
         last = messages[-1] if messages and messages[-1].role == "assistant" else None
-        if kind == "message":
-            role, text = item.get("role"), _text(item.get("content"), f"{at}.content")
-            if not isinstance(role, str):
+        if item.type == "message":
+            if item.role is None:
                 raise RequestError(f"{at}.role is missing", param="input")
-            if role == "assistant" and last is not None and last.content is None and not last.tool_calls:
+            text = _text(item.content, f"{at}.content")
+            if item.role == "assistant" and last is not None and last.content is None and not last.tool_calls:
                 last.content = text
             else:
-                messages.append(Message(role="system" if role == "developer" else role, content=text))
-        elif kind == "function_call":
+                messages.append(Message(role="system" if item.role == "developer" else item.role, content=text))
+        elif item.type == "function_call":
             if last is None:
-                last = Message(role="assistant")
+                last = Message(role="assistant", tool_calls=[])
                 messages.append(last)
-            last.tool_calls = [*(last.tool_calls or ()), _call(item, at)]
-        elif kind == "function_call_output":
-            call_id = str(item.get("call_id"))
-            messages.append(
-                Message(role="tool", content=_text(item.get("output"), f"{at}.output"), tool_call_id=call_id)
-            )
-        elif kind == "reasoning":
-            thought = _text(item.get("content") or [], f"{at}.content")
+            last.tool_calls = last.tool_calls or []
+            last.tool_calls.append(_call(item, at))
+        elif item.type == "function_call_output":
+            text = _text(item.output, f"{at}.output")
+            messages.append(Message(role="tool", content=text, tool_call_id=item.call_id or ""))
+        elif item.type == "reasoning":
+            thought = _text(item.content or "", f"{at}.content")
             messages.append(Message(role="assistant", reasoning_content=thought))
         else:
-            raise RequestError(f"{at}.type is {str(kind)[:50]!r}, which this server does not take", param="input")
+            raise RequestError(f"{at}.type is {item.type[:50]!r}, which this server does not take", param="input")
     for message in messages:
         if message.content is None and not message.tool_calls:
             message.content = ""
     return messages
 
 
-def _text(content: Any, at: str) -> str:
+def _text(content: str | list[ContentPart] | None, at: str) -> str:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if content is None:
         raise RequestError(f"{at} is neither a text nor a list of parts", param="input")
+    if len(content) > MAX_MESSAGES:
+        raise RequestError(f"{at} has {len(content)} parts, expected at most {MAX_MESSAGES}", param="input")
     texts: list[str] = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "reasoning_text", "text"):
+        if part.type not in ("input_text", "output_text", "reasoning_text", "text"):
             raise RequestError(
-                f"{at} has a part of type {str(kind)[:50]!r}: this server takes text only", param="input"
+                f"{at} has a part of type {str(part.type)[:50]!r}: this server takes text only", param="input"
             )
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{at} has a text part whose text is no string", param="input")
-        texts.append(part["text"])
+        try:
+            texts.append(msgspec.json.decode(part.text, type=str))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise RequestError(f"{at} has a text part whose text is no string", param="input") from None
     return "\n".join(texts)
 
 
-def _call(item: dict[str, Any], at: str) -> ToolCall:
-    name, arguments, call_id = item.get("name"), item.get("arguments"), item.get("call_id")
-    if not (isinstance(name, str) and name and isinstance(arguments, str) and isinstance(call_id, str)):
+def _call(item: InputItem, at: str) -> ToolCall:
+    if not item.name or item.arguments is None or item.call_id is None:
         raise RequestError(f"{at} needs a name, arguments and a call_id, each a text", param="input")
-    return ToolCall(id=call_id, type="function", function=CalledFunction(name=name, arguments=arguments))
+    arguments = msgspec.Raw(msgspec.json.encode(item.arguments))
+    return ToolCall(id=item.call_id, type="function", function=CalledFunction(name=item.name, arguments=arguments))
 
 
 async def create_response(request: Request) -> Response:
@@ -228,7 +251,14 @@ async def create_response(request: Request) -> Response:
     )
     sampling = use.constrain(sampling)
     try:
-        prompt = await chat_prompt(context, settings, flatten(_messages(body)), use.template_variables)
+        prompt = await chat_tokens(
+            request,
+            context,
+            settings,
+            _messages(body),
+            use.template_variables,
+            limit=context.fleet.info.max_model_len,
+        )
     except RequestError as error:
         raise RequestError(str(error), param="input") from None
     make_reader = message_readers(context, use, prompt, is_constrained=sampling.constraint is not None)

@@ -13,10 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.errors import ManyloraError
 from manylora.hosting.output_stream import Flush
-from manylora.server.api.answers import Answers, ClientGone, Piece
+from manylora.server.api.answers import Answers, Piece
 from manylora.server.api.respond import HEADERS, send_body
 from manylora.server.errors import error_response
 from manylora.server.http_protocol import chunk_writer
+from manylora.server.text_work import ClientGone
 from manylora.text import MessageReader
 from manylora.text.tools import Event, EventKind
 

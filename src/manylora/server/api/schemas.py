@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from manylora.errors import RequestError
 from manylora.generation import NO_DEFAULTS, GenerationDefaults
 from manylora.server.api.constraints import ConstraintFields, constraint_of
+from manylora.server.api.free_form import NULL, free_form
 from manylora.server.api.tools import Tool, ToolCall, ToolChoice
+from manylora.server.bounds import MAX_BIAS_BYTES, MAX_CHOICES, MAX_STOP_TOKEN_IDS
 from manylora.types import SamplingParams
 
 __all__ = [
     "ChatBody",
     "CompletionBody",
+    "ContentPart",
     "DetokenizeBody",
     "Message",
     "SamplingFields",
@@ -24,8 +28,6 @@ __all__ = [
     "sampling_params",
     "template_arguments",
 ]
-
-MAX_CHOICES = 128
 
 Value = TypeVar("Value")
 
@@ -56,7 +58,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: msgspec.Raw = NULL
     allowed_token_ids: list[int] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
@@ -70,19 +72,26 @@ class SamplingFields(ConstraintFields, kw_only=True):
 class CompletionBody(SamplingFields, kw_only=True):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: msgspec.Raw
     logprobs: int | None = None
     echo: bool | None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
+class ContentPart(msgspec.Struct, kw_only=True, gc=False):
+    """A part of a message; only text is supported."""
+
+    type: str | None = None
+    text: msgspec.Raw = NULL
+
+
+class Message(msgspec.Struct, kw_only=True, gc=False):
     """One chat message."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    function_call: Any = None
+    function_call: msgspec.Raw = NULL
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -96,7 +105,7 @@ class ChatBody(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: msgspec.Raw = NULL
     echo: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
@@ -121,7 +130,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-def template_arguments(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+def template_arguments(body: ChatBody | TokenizeBody) -> dict[str, bool]:
     """Return the arguments of a chat template: the end is the model's turn, to begin or to go on with.
 
     Raises:
@@ -167,9 +176,15 @@ def sampling_params(
         raise RequestError("stream_options needs stream = true", param="stream_options")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     stop_token_ids = tuple(body.stop_token_ids or ())
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"Got {len(stop_token_ids)} stop_token_ids, expected at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
+        )
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     if body.allowed_token_ids == []:
         raise RequestError("Got no allowed_token_ids, expected at least one", param="allowed_token_ids")
+    if len(body.allowed_token_ids or ()) > vocab_size:
+        raise RequestError("Got more allowed_token_ids than the vocabulary has", param="allowed_token_ids")
     allowed_token_ids = tuple(dict.fromkeys(body.allowed_token_ids or ()))
     check_token_ids(allowed_token_ids, vocab_size, "allowed_token_ids")
     return SamplingParams(
@@ -190,7 +205,7 @@ def sampling_params(
         logprobs=logprobs,
         skip_special_tokens=_or(body.skip_special_tokens, True),
         constraint=constraint_of(body),
-        logit_bias=_logit_bias(body.logit_bias, vocab_size),
+        logit_bias=() if body.logit_bias is NULL else _logit_bias(body.logit_bias, vocab_size),
         allowed_token_ids=allowed_token_ids,
     )
 
@@ -199,18 +214,19 @@ def _or(value: Value | None, default: Value) -> Value:
     return default if value is None else value
 
 
-def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, param: str) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise ``RequestError``, which names the field, for a token id outside the vocabulary."""
-    for token_id in token_ids:
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"Got the token id {token_id} in {param}, expected 0 to {vocab_size - 1}", param=param)
 
 
-def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+def _logit_bias(raw: msgspec.Raw, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    bias: dict[str, float] | None = free_form(raw, dict[str, float] | None, MAX_BIAS_BYTES, "logit_bias")  # type: ignore[arg-type]
     pairs = []
     for token, value in (bias or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise RequestError(f"Got the key {token[:50]!r} in logit_bias, expected token ids", param="logit_bias")
         pairs.append((int(token), value))
-    check_token_ids(tuple(token for token, _ in pairs), vocab_size, "logit_bias")
+    check_token_ids([token for token, _ in pairs], vocab_size, "logit_bias")
     return tuple(pairs)

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import msgspec
 
 from manylora.errors import RequestError
+from manylora.server.api.free_form import NULL, free_form, is_null, num_bytes
+from manylora.server.bounds import MAX_ARGUMENTS_BYTES, MAX_SCHEMA_BYTES, MAX_TOOLS
 from manylora.text.tools import TOOL_PARSERS, NamedCall, RequiredCalls, ToolParser
 from manylora.types import Constraint, SamplingParams
 
@@ -28,8 +30,6 @@ __all__ = [
     "tool_use",
 ]
 
-MAX_TOOLS = 128
-
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -38,7 +38,7 @@ class Function(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: msgspec.Raw = NULL
     strict: bool | None = None
 
 
@@ -66,7 +66,7 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     """The function of a call in the history."""
 
     name: Name
-    arguments: str | dict[str, Any] | None = None
+    arguments: msgspec.Raw = NULL
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -128,8 +128,9 @@ def tool_use(
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return ToolUse(template_variables={})
-    schemas = _schemas(tools)
-    variables = {"tools": [msgspec.to_builtins(tool) for tool in tools]}
+    given = _parameters(tools)
+    schemas = {name: {"type": "object", **(parameters or {})} for name, parameters in given.items()}
+    variables = {"tools": [_for_template(tool.function, given[tool.function.name]) for tool in tools]}
     if choice == "none":
         return ToolUse(template_variables=variables)
     max_calls = 1 if parallel is False else None
@@ -171,22 +172,33 @@ def tool_use(
     )
 
 
-def _schemas(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
-    """Return the schema of each function's parameters, which are an object."""
+def _parameters(tools: Sequence[Tool]) -> dict[str, dict[str, Any] | None]:
+    """Return the parameters of each function, which are the schema of an object."""
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"Got {len(tools)} tools, expected at most {MAX_TOOLS}", param="tools")
-    schemas: dict[str, dict[str, Any]] = {}
+    most_bytes = MAX_SCHEMA_BYTES
+    given: dict[str, dict[str, Any] | None] = {}
     for index, tool in enumerate(tools):
-        name, at = tool.function.name, f"tools[{index}]"
+        function, at = tool.function, f"tools[{index}]"
         if tool.type != "function":
             raise RequestError(f"{at}.type is {tool.type[:50]!r}; this server takes functions only", param="tools")
-        if name in schemas:
-            raise RequestError(f"{at}.function.name is {name!r}, which another tool has too", param="tools")
-        schema = {"type": "object", **(tool.function.parameters or {})}
-        if schema["type"] != "object":
+        if function.name in given:
+            raise RequestError(f"{at}.function.name is {function.name!r}, which another tool has too", param="tools")
+        if num_bytes(function.parameters) > most_bytes:
+            raise RequestError(f"The parameters of tools have more than {MAX_SCHEMA_BYTES} bytes", param="tools")
+        most_bytes -= num_bytes(function.parameters)
+        kind: Any = dict[str, Any] | None
+        parameters = free_form(function.parameters, kind, MAX_SCHEMA_BYTES, "tools")
+        if (parameters or {}).get("type", "object") != "object":
             raise RequestError(f"{at}.function.parameters is not the schema of an object", param="tools")
-        schemas[name] = schema
-    return schemas
+        given[function.name] = parameters
+    return given
+
+
+def _for_template(function: Function, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    fields = {"description": function.description, "parameters": parameters, "strict": function.strict}
+    known = {name: value for name, value in fields.items() if value is not None}
+    return {"type": "function", "function": {"name": function.name, **known}}
 
 
 def _list_schema(schemas: dict[str, dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
@@ -232,20 +244,29 @@ def called(calls: Sequence[ToolCall], at: str) -> list[dict[str, Any]]:
     """Return calls of the history for a chat template, with the arguments as an object.
 
     Raises:
-        RequestError: Arguments are not a JSON object.
+        RequestError: Arguments are not a JSON object, or too long.
     """
     entries = []
     for index, call in enumerate(calls):
-        arguments = call.function.arguments or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
-            except (msgspec.DecodeError, UnicodeError, RecursionError):
-                raise RequestError(
-                    f"{at}.tool_calls[{index}].function.arguments is not a JSON object", param="messages"
-                ) from None
+        arguments = _arguments(call.function.arguments, f"{at}.tool_calls[{index}].function.arguments")
         entry: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
         if call.id is not None:
             entry["id"] = call.id
         entries.append(entry)
     return entries
+
+
+def _arguments(raw: msgspec.Raw, at: str) -> dict[str, Any]:
+    if is_null(raw):
+        return {}
+    if num_bytes(raw) > MAX_ARGUMENTS_BYTES:
+        raise RequestError(
+            f"{at} has {num_bytes(raw)} bytes of JSON, expected at most {MAX_ARGUMENTS_BYTES}", param="messages"
+        )
+    try:
+        if bytes(memoryview(raw)[:1]) == b'"':
+            text = msgspec.json.decode(raw, type=str)
+            return msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        raise RequestError(f"{at} is not a JSON object", param="messages") from None

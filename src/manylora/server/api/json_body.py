@@ -1,0 +1,196 @@
+"""JSON bodies, read and checked strictly, at a cost that is bounded by their size.
+
+Fields that a body's type does not have are skipped by the decoder. They are of three kinds. Fields that change nothing
+in the answer (``metadata``, ``store``) are accepted. Fields that would change the answer and are not supported are
+refused by name, because a wrong answer is worse than none. All others are ignored and logged once, as vLLM does.
+
+A field of any shape stays JSON (``msgspec.Raw``) until its size is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from manylora.errors import ContextExceeded, RequestError
+from manylora.server.api.free_form import NULL
+from manylora.server.api.schemas import SamplingFields
+
+__all__ = ["REFUSED", "decode", "decode_prompts", "parse"]
+
+logger = logging.getLogger(__name__)
+
+_HARMLESS = """
+    add_special_tokens metadata prediction prompt_cache_key prompt_cache_retention
+    request_id safety_identifier service_tier spaces_between_special_tokens store stream_interval
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Fields that change nothing in the answer."""
+
+_REFUSED = """
+    audio bad_words chat_template documents functions kv_transfer_params
+    logits_processors lora_path lora_request mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort
+    return_token_ids return_tokens_as_token_ids suffix thinking_token_budget truncate_prompt_tokens
+    typical_p use_beam_search verbosity vllm_xargs web_search_options
+"""
+REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
+    "function_call": (None, "none", "auto"),
+    "include_reasoning": (None, True),
+    "length_penalty": (None, 1.0),
+    "modalities": (None, ["text"]),
+    "prompt_logprobs": (None,),  # 0 asks for those of the prompt's own tokens
+}
+"""Fields that would change the answer, with the values under which they would not."""
+
+MAX_NEUTRAL_BYTES = 64
+"""JSON of a value in ``REFUSED`` is shorter."""
+
+SMALL_BODY_BYTES = 64 * 1024
+"""A larger body may have any number of fields; of those only the ones in ``REFUSED`` are looked at."""
+
+_Refusable = msgspec.defstruct("_Refusable", [(name, msgspec.Raw, NULL) for name in REFUSED])
+
+MAX_REASON_CHARS = 300
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+_FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
+_KINDS = {"[": "list", '"': "str", "n": "NoneType", "t": "bool", "f": "bool"}
+_reported: set[str] = set()
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+T = TypeVar("T")
+
+
+def parse(data: bytes, body: type[Body]) -> Body:
+    """Read a JSON request body.
+
+    Raises:
+        RequestError: Not JSON, not an object, a wrong type or value, or a field that is not supported; names the field.
+    """
+    is_small = len(data) <= SMALL_BODY_BYTES
+    try:
+        fields: dict[str, msgspec.Raw] = (
+            msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+            if is_small
+            else msgspec.structs.asdict(msgspec.json.decode(data, type=_Refusable))
+        )
+    except msgspec.ValidationError:
+        first = data.lstrip()[:1].decode("ascii", "replace")
+        raise RequestError(f"Got a {_KINDS.get(first, 'number')} as the body, expected a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("The body is nested too deeply") from None
+    if issubclass(body, SamplingFields):
+        _check_fields(fields, body)
+    made = decode(data, body)
+    for index, value in enumerate(msgspec.structs.astuple(made)):
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            name = body.__struct_fields__[index]
+            raise RequestError(f"Got a number beyond 64 bits for {name}", param=name)
+    return made
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[T], at: str = "") -> T:
+    """Read JSON of a known type.
+
+    Args:
+        data: The JSON.
+        kind: Its type.
+        at: The field in which it is, for messages; empty for the whole body.
+
+    Raises:
+        RequestError: Not JSON, or of another type; names the field.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        missing = _MISSING.search(message)
+        found = _PATH.search(message)
+        path = at + (found.group(1) if found else "")
+        param = (f"{path}.{missing.group(1)}".lstrip(".") if missing else path)[:MAX_REASON_CHARS]
+        reason = _PATH.sub("", message)[:MAX_REASON_CHARS]
+        raise RequestError(
+            f"Got a wrong value for {param}: {reason}" if param else reason, param=param or None
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("The body is nested too deeply") from None
+
+
+def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] | list[list[int]]:
+    """Read the ``prompt`` of a completion: a text, token ids, or a list of either.
+
+    The first item decides the type of the others, so that a list of anything else ends at its first wrong item. Lists
+    of numbers are counted before they are decoded.
+
+    Args:
+        raw: The prompt.
+        most: Most prompts.
+        limit: A prompt has fewer tokens.
+
+    Raises:
+        ContextExceeded: A prompt has more token ids.
+        RequestError: It is none of them, empty, of different kinds, or has too many items.
+    """
+    data = bytes(memoryview(raw))
+    if not data.startswith(b"["):
+        return [decode(data, str, "prompt")]
+    item = _FIRST_ITEM.match(data)
+    first = item.group(1) if item else b"]"
+    if first == b"]":
+        raise RequestError("Got an empty list, expected at least one prompt", param="prompt")
+    if first == b"[":
+        _check_num_prompts(data.count(b"[") - 1, most)
+        lists = decode(data, list[msgspec.Raw], "prompt")
+        return [_token_ids(bytes(memoryview(one)), limit, f"prompt[{index}]") for index, one in enumerate(lists)]
+    if first in b"-0123456789":
+        return [_token_ids(data, limit, "prompt")]
+    if first != b'"':
+        raise RequestError("Expected a text, texts, token ids, or lists of token ids", param="prompt")
+    try:
+        texts = msgspec.json.decode(data, type=list[str])
+    except msgspec.ValidationError:
+        raise RequestError(
+            "Got a list of different kinds, expected texts, token ids, or lists of token ids", param="prompt"
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}") from None
+    _check_num_prompts(len(texts), most)
+    return texts
+
+
+def _token_ids(data: bytes, limit: int, at: str) -> list[int]:
+    num_tokens = data.count(b",") + 1
+    if num_tokens > limit:
+        raise ContextExceeded(
+            f"The prompt has {num_tokens} tokens; this model's context is {limit}, one of them at least to answer",
+            param="prompt",
+        )
+    return decode(data, list[int], at)
+
+
+def _check_num_prompts(num_prompts: int, most: int) -> None:
+    if num_prompts > most:
+        raise RequestError(f"Got {num_prompts} prompts, expected at most {most} in one request", param="prompt")
+
+
+def _check_fields(values: Mapping[str, msgspec.Raw], body: type[msgspec.Struct]) -> None:
+    known = body.__struct_fields__
+    for name, raw in values.items():
+        if name in known or name in HARMLESS:
+            continue
+        if name in REFUSED:
+            value = memoryview(raw)
+            if len(value) > MAX_NEUTRAL_BYTES or decode(raw, object, name) not in REFUSED[name]:
+                raise RequestError(f"{name} is not supported by this server", param=name)
+        elif name not in _reported and len(_reported) < 100:
+            _reported.add(name[:100])
+            logger.warning("unknown_field_ignored name=%.100r", name)

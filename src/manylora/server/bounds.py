@@ -1,0 +1,72 @@
+"""The bounds of a request, before any of it costs more than reading it.
+
+A JSON decoder, a tokenizer's conversions and a chat template hold Python's lock, so a thread does not take their cost
+off the event loop. Each is therefore bounded by the size of its input. docs/limits.md lists all bounds.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "INLINE_CHARS",
+    "MAX_ARGUMENTS_BYTES",
+    "MAX_BIAS_BYTES",
+    "MAX_CHOICES",
+    "MAX_MESSAGES",
+    "MAX_SCHEMA_BYTES",
+    "MAX_STOP_TOKEN_IDS",
+    "MAX_TEMPLATE_BYTES",
+    "MAX_TEMPLATE_DEPTH",
+    "MAX_TEMPLATE_NUMBER",
+    "MAX_TEXT_WAITING",
+    "MAX_TOOLS",
+    "TOKENIZE_CONTEXTS",
+    "default_body_bytes",
+]
+
+MAX_CHOICES = 128
+"""Answers per prompt, ``n``."""
+
+MAX_MESSAGES = 2048
+"""Messages in a chat, and text parts in all of them."""
+
+MAX_STOP_TOKEN_IDS = 1024
+"""Entries of ``stop_token_ids``."""
+
+MAX_BIAS_BYTES = 64 * 1024
+"""JSON of ``logit_bias``, which has at most 1024 entries: some floats take microseconds to decode."""
+
+MAX_SCHEMA_BYTES = 128 * 1024
+"""JSON of a response's schema, or of the parameters of all tools."""
+
+MAX_TOOLS = 128
+"""Tools of a request."""
+
+MAX_ARGUMENTS_BYTES = 64 * 1024
+"""JSON of the arguments of one call in the history."""
+
+MAX_TEMPLATE_BYTES = 16 * 1024
+"""JSON of ``chat_template_kwargs``."""
+
+MAX_TEMPLATE_DEPTH = 16
+"""Nesting of ``chat_template_kwargs``."""
+
+MAX_TEMPLATE_NUMBER = 1_000_000
+"""Largest number in ``chat_template_kwargs``: a template can repeat or indent by it."""
+
+INLINE_CHARS = 4_000
+"""Characters up to which text is tokenized on the event loop, in a millisecond or two; more go to a thread."""
+
+MAX_TEXT_WAITING = 256
+"""Long texts that wait for their turn to be tokenized; more get a 429."""
+
+TOKENIZE_CONTEXTS = 4
+"""``/tokenize`` and ``/detokenize`` take so many contexts, so that a caller sees how far a text is too long."""
+
+LEAST_BODY_BYTES = 1 << 20
+BODY_BYTES_PER_TOKEN = 16
+"""A token is about four bytes of text, eight as an id, and six or twelve as an escape in JSON."""
+
+
+def default_body_bytes(max_model_len: int) -> int:
+    """Return the largest body by default: room for a full context in any notation, and for batches of short prompts."""
+    return max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_model_len)

@@ -1,0 +1,41 @@
+"""Names and reasons that tenants write: they forge no line of the log and show no path of the server."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from manylora.hosting.logs import LineFormatter
+from manylora.server.errors import hide_paths
+
+
+def test_a_logged_value_begins_no_line() -> None:
+    record = logging.LogRecord(
+        "x", logging.INFO, "", 0, "name=%s", ("a\n2026 INFO api forged\u2028\x1b[2J\ud800",), None
+    )
+    line = LineFormatter("%(levelname)s %(message)s").format(record)
+    assert line == "INFO name=a\\n2026 INFO api forged\\u2028\\x1b[2J\\ud800"
+
+
+def test_a_traceback_keeps_its_lines() -> None:
+    try:
+        raise ValueError("x")
+    except ValueError as error:
+        record = logging.LogRecord("x", logging.ERROR, "", 0, "broke", (), (type(error), error, error.__traceback__))
+    assert len(LineFormatter("%(message)s").format(record).splitlines()) > 2
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "[Errno 2] No such file: '/srv/lora/x/adapter_model.safetensors'",
+            "[Errno 2] No such file: 'adapter_model.safetensors'",
+        ),
+        ("adapter 'a/b': 3/4 of /tmp/one/two is missing", "adapter 'a/b': 3/4 of two is missing"),
+        ("see https://host/a/b and/or try again", "see https://host/a/b and/or try again"),
+    ],
+)
+def test_paths_are_hidden(text: str, shown: str) -> None:
+    assert hide_paths(text) == shown
