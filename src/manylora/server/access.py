@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,17 +28,20 @@ class AccessLayer:
 
     Args:
         app: The application within.
-        routes: Paths of routes, by the function that answers: the label of counts.
+        paths: Paths of all routes: the label of counts.
+        routes: Those with names in them, by the function that answers.
         count: Called with method, route and status of each response.
         monotonic_s: Returns a time in seconds that never steps back.
         names_all: Send an id to clients that sent none, as vLLM's ``--enable-request-id-headers``.
-        logs_all: Log every request when its response is complete; otherwise those that failed by the server's fault.
+        logs_all: Log every request when its response is complete; otherwise those that
+            failed by a fault of the server.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
+        paths: Collection[str],
         routes: Mapping[Any, str],
         count: Callable[[str, str, int], None],
         monotonic_s: Callable[[], float],
@@ -46,6 +49,7 @@ class AccessLayer:
         logs_all: bool = False,
     ) -> None:
         self._app = app
+        self._paths = frozenset(paths)
         self._routes = routes
         self._count = count
         self._monotonic_s = monotonic_s
@@ -76,13 +80,14 @@ class AccessLayer:
             await self._app(scope, receive, send_named)
         finally:
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            route = self._routes.get(scope.get("endpoint"), "none")
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            route = path if path in self._paths else self._routes.get(scope.get("endpoint"), "none")
             if status:
                 self._count(method, route, status)
-            if self._logs_all or status >= 500:
+            if self._logs_all or status == 500:
                 took_s = self._monotonic_s() - began_at
                 logger.log(
-                    logging.WARNING if status >= 500 else logging.INFO,
+                    logging.WARNING if status == 500 else logging.INFO,
                     "request method=%s route=%s status=%d took_s=%.4f request_id=%s",
                     *(method, route, status, took_s, scope["manylora.request_id"]),
                 )

@@ -13,8 +13,8 @@ from typer.core import TyperCommand
 
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, resolve_model
-from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
+from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, panel, resolve_model
+from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir, read_template
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
 from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
 from manylora.cli.views.terminal import note
@@ -76,6 +76,10 @@ def serve(
     ] = None,
     lora_modules: LoraModules = None,
     log_level: LogLevel = "info",
+    download_dir: Annotated[
+        str | None,
+        panel("Model", "Folder for models from the hub; by default that of Hugging Face's library.", metavar="DIR"),
+    ] = None,
     builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, with OpenAI's API.
@@ -87,8 +91,11 @@ def serve(
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
     server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig), web=chosen.make(WebConfig))
+    if download_dir is not None:  # before that library is imported, here and in the engines
+        os.environ["HF_HUB_CACHE"] = str(Path(download_dir).expanduser())
     server = replace(
         server,
+        web=replace(server.web, chat_template=read_template(server.web.chat_template)),
         lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),
         allowed_lora_paths=tuple(str(Path(folder).expanduser()) for folder in server.allowed_lora_paths),
     )

@@ -62,9 +62,19 @@ class Answers:
         tokenizer: The base model's tokenizer.
         requests: Prompts in order, ``num_answers`` requests for each.
         num_answers: Answers per prompt.
+        count: Called with the numbers of tokens of the answers of each prompt, once all have finished.
     """
 
-    def __init__(self, fleet: Fleet, tokenizer: Tokenizer, requests: Sequence[Request], *, num_answers: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        *,
+        num_answers: int,
+        count: Callable[[Sequence[int]], None] = lambda num_tokens: None,
+    ) -> None:
+        self._count = count
         self._fleet = fleet
         self._requests = requests
         self._num_answers = num_answers
@@ -127,6 +137,10 @@ class Answers:
             finally:
                 watcher.cancel()
                 self._cancel_unfinished()
+                if not self._num_unfinished:
+                    num_tokens = [answer.num_tokens for answer in self._answers.values()]
+                    for first in range(0, len(num_tokens), self._num_answers):
+                        self._count(num_tokens[first : first + self._num_answers])
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once."""
