@@ -40,7 +40,7 @@ OF_COMMANDS = {
     "backbone": "model socket dtype log_level",
     **dict.fromkeys(("adapters", "experiment", "predictor", "bench"), ""),
     "": "_debug _version",
-    "serve": "model config lora_modules log_level builder",
+    "serve": "download_dir model config lora_modules log_level builder",
     "generate": "model prompts adapter lora_modules lora_dir chat system max_tokens temperature top_p top_k stop "
     "json_schema as_json",
     "adapters inspect": "path model as_json",

@@ -26,7 +26,7 @@ from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.hosting.engine_specs import engine_specs
 from manylora.hosting.fleet import Fleet
-from manylora.hosting.gc_freeze import freeze_start_up_heap
+from manylora.hosting.gc_freeze import collector_paused, freeze_start_up_heap
 from manylora.hosting.link import LINKS
 from manylora.hosting.resumption import ResumePolicy
 from manylora.hosting.service import builder_for
@@ -160,7 +160,8 @@ class Server:
 
     def _make_http_server(self, on_listening: Callable[[], None]) -> HttpServer:
         """Import and load the text side, which takes seconds; on a thread."""
-        from manylora.server.http_server import make_http_server
+        with collector_paused():
+            from manylora.server.http_server import make_http_server
 
         named = (module.path for module in self._modules if module.is_required)
         return make_http_server(

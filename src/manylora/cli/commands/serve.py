@@ -126,13 +126,17 @@ def serve(
     sys.exit(run(engine, server, modules, builder=builder))
 
 
+serve.command_class = ServeCommand  # type: ignore[attr-defined]
+
+
 def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:
     """Raise errors of the configuration before a model is loaded, which may take minutes."""
-    from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
-
     # A simulated engine reads the tokenizer alone.
     simulated = engine.model.tokenizer if engine.simulate is not None else None
-    check_checkpoint(simulated or engine.model.model, engine.model.revision)
+    if not Path(checkpoint := simulated or engine.model.model).is_dir():
+        from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
+
+        check_checkpoint(checkpoint, engine.model.revision)
     options_for("policy", engine.scheduler.policy, POLICIES, engine.scheduler.policy_options)
     options_for("eviction", engine.adapters.eviction, EVICTION_POLICIES, engine.adapters.eviction_options)
     make_predictor(engine.scheduler, engine.seed)
