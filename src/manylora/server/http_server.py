@@ -19,6 +19,7 @@ from pathlib import Path
 
 import uvicorn
 
+from manylora.adapters.base_name import names_of_base
 from manylora.config import EngineConfig, ServerConfig
 from manylora.errors import ConfigError
 from manylora.hosting.fleet import Fleet
@@ -90,6 +91,7 @@ def make_http_server(
             adapters=fleet.adapters.loaded,
             tokenizer=tokenizer,
             trusts_templates=server.trust_adapter_templates,
+            base_names=names_of_base(model.model, fleet.served_name, *web.aliases),
         ),
         metrics=metrics,
         lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
