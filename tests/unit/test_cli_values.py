@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
+from manylora.cli.app import make_app
 from manylora.cli.options.config_file import read_config_file
 from manylora.cli.options.values import adapters_below, collect_adapters, parse_adapter, parse_size
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
-from manylora.cli.options.vllm_flag_table import VLLM_FLAGS
+from manylora.cli.options.vllm_flag_table import SAME_NAMES, TRANSLATED, VLLM_FLAGS
 from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
+from manylora.cli.options.vllm_page import vllm_section
 from manylora.config import ServerConfig
 from manylora.errors import ConfigError
 
@@ -121,6 +124,31 @@ def test_every_other_flag_of_vllm_is_refused_with_its_reason() -> None:
                 take_out([name, "some value"])
         else:
             assert take_out([name, *(["some value"] if flag.has_value else [])])[0] == []
+
+
+def test_the_page_s_rows_are_as_the_command_line_does() -> None:
+    serve = typer.main.get_command(make_app(["serve"])).commands["serve"]  # type: ignore[attr-defined]
+    known = {name for param in serve.params for name in (*param.opts, *param.secondary_opts)}
+    rows = [line.split("|")[1:4] for line in vllm_section().splitlines() if line.startswith("| `")]
+    assert len(rows) == len({row[0] for row in rows}) > 200
+    for flag, here, _ in ((one.strip().strip("`") for one in row) for row in rows):
+        if flag in SAME_NAMES:
+            assert flag in known
+        elif here == "refused":
+            with pytest.raises(ConfigError, match="not supported"):
+                take_out([flag, "x"])
+        elif here.endswith(" only"):
+            for value in here.removesuffix(" only").split(" or "):
+                assert take_out([flag, value])[0] == []
+            with pytest.raises(ConfigError, match="not supported"):
+                take_out([flag, "something else"])
+        elif here == "ignored":
+            assert take_out([f"{flag}=1"])[0] == []
+        else:
+            assert here == "works"
+            for value in TRANSLATED.get(flag, ("a model",)):
+                (ours,) = take_out([flag, *([value] if value else [])])[0]
+                assert flag == "--model" or ours.partition("=")[0] in known
 
 
 def test_several_names_and_keys_follow_one_flag_after_the_model() -> None:

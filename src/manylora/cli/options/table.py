@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
+from manylora.cli.options.vllm_page import vllm_section
 from manylora.config import (
     AdapterConfig,
     EngineConfig,
@@ -71,7 +72,7 @@ def options_page() -> str:
             owners.setdefault(owner, []).append(f"`{name}`")
         for owner, names in owners.items():
             parts += [f"### {kind.capitalize()} {', '.join(names)}\n", f"{_PLUGIN_PLACES[kind]}\n", _table(owner)]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(part for part in (*parts, vllm_section()) if part)
 
 
 def _table(owner: type) -> str:
