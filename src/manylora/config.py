@@ -13,6 +13,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.options import check_options, option
+from manylora.web_config import WebConfig
 
 __all__ = [
     "DEFAULT_HOST_BYTES",
@@ -328,6 +329,7 @@ class ServerConfig:
     """The HTTP server, and its fleet of engines."""
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    web: WebConfig = field(default_factory=WebConfig)
     host: str = _http("127.0.0.1", help="Address to listen on.")
     port: int = _http(8000, at_least=0, at_most=65535, help="Port; 0 picks a free one.")
     api_keys: tuple[str, ...] = _http(

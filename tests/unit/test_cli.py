@@ -308,6 +308,9 @@ def test_inspect_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytes
     assert (result.exit_code, report["fits"], report["rank"]) == (0, True, 4)
     assert report["version"]["num_modules"] == len(report["modules"]) == 2 * base.num_layers
 
+    result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "tiny"])
+    assert ("not the name of this model" in result.stdout) == (base.name != "tiny-llama")
+
     other = tiny_base(hidden=64, fingerprint="other")
     monkeypatch.setattr("manylora.cli.commands.adapters._describe", lambda model: other)
     result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "other"])

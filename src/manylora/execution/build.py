@@ -43,6 +43,7 @@ from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner, TokenSampler
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
+from manylora.execution.stages import Stages
 from manylora.execution.storage.host_memory import HOST_SHARE, available_bytes
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.link import Link
@@ -108,12 +109,14 @@ def _build(
     is_checked: bool,
 ) -> EngineParts:
     """Build the parts, with readers that may be starting; the stages of the picture, in order."""
+    stages = Stages()
     if weights is None:
         loaded, weights = load_weights(config.model, load)
     elif weights.manifest.model != config.model.model:
         raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {config.model.model!r}")
     else:
         loaded = load_skeleton(config.model)
+    stages.done("weights", then="modules and memory")
     device, model = loaded.device, loaded.model
     base = describe_model(
         loaded,
@@ -156,10 +159,13 @@ def _build(
     resident: dict[AdapterKey, ResidentAdapter] = {}
     assistant = open_assistant(device, base)
     runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs, assistant)
+    stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
     if not is_checked:
         check_sequences_are_separate(runner, base, num_pages)
     if graphs is not None and device.type == "cuda":
+        stages.done("check", then="graphs of decode steps")
         graphs.warm()
+    stages.done("graphs" if graphs is not None else "check", then="adapters")
 
     host = HostTier(is_pinned=device.type == "cuda", directory=directory)
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)

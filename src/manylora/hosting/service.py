@@ -24,6 +24,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, ConfigError, ManyloraError, RequestError
 from manylora.events import AdapterLoaded
+from manylora.hosting.gc_freeze import collector_paused
 from manylora.hosting.observer import Observer
 from manylora.hosting.protocol import (
     AdapterIdentity,
@@ -130,7 +131,14 @@ class EngineService:
         """
         try:
             given = {} if self._base is None else {"shared": self._base}
-            parts = self._parts = load_builder(self._engine.builder)(self._config, self._clock, **given)
+            logger.info("engine_start next=%r", "imports")
+            began_at = self._clock.now()
+            with collector_paused():
+                build = load_builder(self._engine.builder)
+            logger.info(
+                "engine_start stage=imports took_s=%.2f next=%r", self._clock.now() - began_at, "build the engine"
+            )
+            parts = self._parts = build(self._config, self._clock, **given)
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
             return False

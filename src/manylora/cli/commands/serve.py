@@ -13,10 +13,10 @@ from typer.core import TyperCommand
 
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, resolve_model
-from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
+from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, panel, resolve_model
+from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir, read_template
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
-from manylora.cli.options.vllm_flags import spread_lists, take_out
+from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
 from manylora.cli.views.terminal import note
 from manylora.config import (
     AdapterConfig,
@@ -32,6 +32,7 @@ from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import options_for, options_of
 from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
+from manylora.web_config import WebConfig
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -41,7 +42,7 @@ _FLAGS = flags_of(
     *options_of(PREDICTORS).values(),
     *options_of(EVICTION_POLICIES).values(),
     *options_of(ROUTERS).values(),
-    *(EngineConfig, FleetConfig, ServerConfig),
+    *(EngineConfig, FleetConfig, ServerConfig, WebConfig),
 )
 _PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Debugging", "Simulation")
 
@@ -54,7 +55,13 @@ class ServeCommand(TyperCommand):
         ours, remarks = take_out(args)
         for remark in remarks:
             note(remark)
-        return super().parse_args(ctx, spread_lists(ours))
+        try:
+            return super().parse_args(ctx, spread_lists(ours))
+        except Exception as error:
+            if hasattr(error, "possibilities"):  # click's error of an unknown option; typer brings a copy of click
+                names = [name for param in self.params for name in param.opts if name.startswith("--")]
+                error.possibilities = near_names(getattr(error, "option_name", ""), names)
+            raise
 
 
 @with_flags(_FLAGS, panels=_PANELS)
@@ -69,6 +76,10 @@ def serve(
     ] = None,
     lora_modules: LoraModules = None,
     log_level: LogLevel = "info",
+    download_dir: Annotated[
+        str | None,
+        panel("Model", "Folder for models from the hub; by default that of Hugging Face's library.", metavar="DIR"),
+    ] = None,
     builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, with OpenAI's API.
@@ -79,9 +90,12 @@ def serve(
 
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
-    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig))
+    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig), web=chosen.make(WebConfig))
+    if download_dir is not None:  # before that library is imported, here and in the engines
+        os.environ["HF_HUB_CACHE"] = str(Path(download_dir).expanduser())
     server = replace(
         server,
+        web=replace(server.web, chat_template=read_template(server.web.chat_template)),
         lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),
         allowed_lora_paths=tuple(str(Path(folder).expanduser()) for folder in server.allowed_lora_paths),
     )
@@ -112,13 +126,17 @@ def serve(
     sys.exit(run(engine, server, modules, builder=builder))
 
 
+serve.command_class = ServeCommand  # type: ignore[attr-defined]
+
+
 def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:
     """Raise errors of the configuration before a model is loaded, which may take minutes."""
-    from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
-
     # A simulated engine reads the tokenizer alone.
     simulated = engine.model.tokenizer if engine.simulate is not None else None
-    check_checkpoint(simulated or engine.model.model, engine.model.revision)
+    if not Path(checkpoint := simulated or engine.model.model).is_dir():
+        from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
+
+        check_checkpoint(checkpoint, engine.model.revision)
     options_for("policy", engine.scheduler.policy, POLICIES, engine.scheduler.policy_options)
     options_for("eviction", engine.adapters.eviction, EVICTION_POLICIES, engine.adapters.eviction_options)
     make_predictor(engine.scheduler, engine.seed)

@@ -22,6 +22,7 @@ __all__ = [
     "parse_cache_dir",
     "parse_setting",
     "parse_size",
+    "read_template",
     "repeat_option",
 ]
 
@@ -132,6 +133,17 @@ def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str
         if other != path and Path(other).resolve() != Path(path).resolve():
             raise ConfigError(f"Got two adapters named {name!r}: {other} and {path}")
     return adapters
+
+
+def read_template(text: str | None) -> str | None:
+    """Return the chat template of ``--chat-template``, which is a file or the template; ``ConfigError`` if neither."""
+    if text is None or "{%" in text or "{{" in text:
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"Got --chat-template {text[:200]!r}, a file that cannot be read: {reason}") from None
 
 
 def parse_cache_dir(text: str | None) -> str | None:
