@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from manylora.adapters.config import CONFIG_FILE
+from manylora.adapters.folder import CONFIG_FILE
 from manylora.errors import AdapterError
 
 __all__ = ["MAX_RANK", "LoraSettings", "parse_settings"]
