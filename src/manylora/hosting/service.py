@@ -368,7 +368,8 @@ class EngineService:
             try:
                 if isinstance(one, AdapterError):
                     raise one
-                if known is not None and known.stamp == one.stamp != "" and known.key != one.key:
+                if known is not None and known.key != one.key:
+                    # Under its first key a file that changed since is refused where it is read, as without a restart.
                     one = replace(one, key=known.key, layer_digests=b"")
                 core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
                 registered[name] = AdapterIdentity(one.rank, one.key, one.stamp)
