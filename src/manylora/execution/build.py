@@ -32,6 +32,7 @@ from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import describe_machine, make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.step import fuse_launches
+from manylora.execution.kernels.linear import bound_caches
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.base_weights import BaseWeights, check_complete, share_weights
@@ -91,6 +92,7 @@ def build_parts(
     Raises:
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
     """
+    bound_caches()
     readers = readers or open_processes()
     try:
         return _build(config, clock, readers, make_sampler, load, weights, open_assistant, is_checked)
