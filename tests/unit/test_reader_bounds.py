@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import struct
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -226,6 +228,38 @@ def test_links_out_of_the_roots_are_not_followed(helper: ReaderProcess, tmp_path
     good.symlink_to(outside)
     with pytest.raises(AdapterForbidden, match="leads outside"):
         helper.read_layers(version, lambda packed: None, lambda num: None)
+
+
+def test_a_folder_of_adapters_may_be_made_anew(helper: ReaderProcess, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    version = helper.read("mine", str(write_good_adapter(root / "a", BASE))).version
+    root.rename(tmp_path / "before")
+    assert isinstance(helper.check([("mine", str(root / "a"))])[0], AdapterError)
+    write_good_adapter(root / "a", BASE)
+    assert helper.read("mine", str(root / "a")).version == version
+
+
+@LINUX
+def test_lack_of_descriptors_costs_one_load(helper: ReaderProcess, tmp_path: Path) -> None:
+    folder = str(write_good_adapter(tmp_path / "root" / "a", BASE))
+    version = helper.read("mine", folder).version
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for spare in (0, 1):
+        held: list[int] = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        try:
+            with suppress(OSError):
+                while True:
+                    held.append(os.open("/dev/null", os.O_RDONLY))
+            for _ in range(spare):
+                os.close(held.pop())
+            with pytest.raises(AdapterError, match="could not be taken over"):
+                helper.read("mine", folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in held:
+                os.close(fd)
+        assert helper.read("mine", folder).version == version
 
 
 def test_an_adapter_that_the_operator_names_may_consist_of_links(tmp_path: Path) -> None:

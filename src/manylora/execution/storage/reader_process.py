@@ -64,6 +64,7 @@ class ReaderProcess:
     def __init__(self) -> None:
         self._settings: ReaderSettings | None = None
         self._is_configured = False  # the running process
+        self._roots: list[tuple[int, int] | None] = []  # identities of the folders that it may read
         self._lock = threading.Lock()
         self._pipe: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -174,8 +175,13 @@ class ReaderProcess:
                 if self._process is not None and self._process.poll() is not None:
                     logger.warning("reader_process_restarted exit_code=%d", self._process.returncode)
                     self._stop()
+                roots = [_identity(root) for root in self._settings.roots or ()]
+                if self._is_configured and roots != self._roots:
+                    logger.info("reader_process_restarted reason='a folder of adapters was replaced'")
+                    self._stop()
                 pipe = self._pipe or self._start()
                 if not self._is_configured:
+                    self._roots = roots
                     pipe.send(self._settings)
                     self._is_configured = True
                 return pipe
@@ -223,7 +229,6 @@ class ReaderProcess:
         finally:
             there.close()
         self._pipe = here
-        self._is_configured = False
         return here
 
     def _stop(self) -> None:
@@ -234,6 +239,7 @@ class ReaderProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+        self._is_configured = False
 
     def _receive_image(self, pipe: Connection, packed: Packed) -> PackedAdapter:
         assert self._settings is not None
@@ -252,6 +258,15 @@ class ReaderProcess:
         """Repeat the process's layout, a pure function; adapters of one shape share the result."""
         assert self._settings is not None
         return lay_out(dict(ranks), self._settings.base, dtype, column_scaled)
+
+
+def _identity(folder: str) -> tuple[int, int] | None:
+    """Return the identity of a folder: a confined process may read the one it was started for, and no successor."""
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _versions(checked: Checked, adapters: Sequence[tuple[str, str]]) -> Iterable[AdapterVersion | AdapterError]:
@@ -293,5 +308,7 @@ def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
             f"/dev/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8
         ).numpy()
         return bits
+    except RuntimeError as error:  # of torch: no descriptor is left, or no memory
+        raise OSError(str(error).partition("\n")[0]) from error
     finally:
         os.close(descriptor)
