@@ -45,6 +45,7 @@ from publishing import arguments, publish, table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from manylora.adapters.folder import open_folder
 from manylora.adapters.header import HeaderReader
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import stamp_files
@@ -207,7 +208,7 @@ def parts_us(base: BaseShape, folder: Path, count: int) -> dict[str, float]:
     listing = per_adapter(collect)
     headers = HeaderReader(base, max_bytes=1 << 34, dtype="auto")
     checking = per_adapter(lambda: [headers.read(name, path) for name, path in found.items()])
-    stamping = per_adapter(lambda: [stamp_files(name, Path(path), base, "auto") for name, path in found.items()])
+    stamping = per_adapter(lambda: [stamp_files(open_folder(name, path), base, "auto") for name, path in found.items()])
     return {"listing folders": listing, "configuration and header": checking, "of which the stamp": stamping}
 
 

@@ -182,6 +182,12 @@ class AdapterConfig:
     )
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
+    read_timeout_s: float = option(
+        120.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
+    )
+    real_roots: tuple[str, ...] | None = option(
+        None, help="Real paths of the folders in which all files of adapters must lie; by default anywhere."
+    )
     adapter_dtype: str = _adapters(
         "auto",
         choices=_DTYPES,
