@@ -117,11 +117,14 @@ class StepResult:
         failed: Reason by ``seq_id`` of the sequences whose adapter's weights could not be brought up or applied in the
             step, or whose logits were not finite. They have no token, and their KV is not valid; the other sequences of
             the step are not affected.
+        cpu_share: Share of the layers, over the assisted sequences, that the CPU computed; the device took over the
+            others.
     """
 
     tokens: dict[int, SampledToken] = field(default_factory=dict)
     device_s: float | None = None
     failed: dict[int, str] = field(default_factory=dict)
+    cpu_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

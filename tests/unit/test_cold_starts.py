@@ -373,7 +373,7 @@ def test_a_handoff_is_learnt_beside_steps_that_become_longer():
             costs.step.observe(8, took_s)
         else:
             plan = StepPlan(step_id=number, sequences=(part,))
-            assert not cold_starts.learn_step(plan, 8, took_s + 2 * layers * handoff_s)
+            assert not cold_starts.learn_step(plan, 8, took_s + 2 * layers * handoff_s, 1.0)
     assert cold_starts._assist.delay_s(16, 0.020, layers) == pytest.approx(2 * layers * handoff_s, rel=0.15)
 
 

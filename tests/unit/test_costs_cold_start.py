@@ -23,6 +23,7 @@ from manylora.costs.cold_start import (
     choose,
     expect,
 )
+from manylora.costs.take_over import count_on_cpu, remaining_s
 from manylora.types import ColdStart
 
 WAIT, ASSIST, LAYERS = ColdStart
@@ -89,6 +90,38 @@ def test_the_stall_is_the_longest_that_any_layer_is_waited_for(
     assert asked.stall_s(step_s, num_layers) == pytest.approx(stall_s, abs=1e-9)
 
 
+def layers_on_cpu(begins_s: float, layer_s: float, delay_s: float, copied_s: float, copy_s: float) -> int:
+    """Return the layers that have not arrived when a step of 32 comes to them, one by one."""
+    at, count = begins_s, 0
+    for layer in range(LAYERS_OF_7B):
+        is_there = copied_s - (LAYERS_OF_7B - 1 - layer) * (copy_s / LAYERS_OF_7B) <= at
+        count += not is_there
+        at += layer_s if is_there else layer_s + delay_s
+    return count
+
+
+@given(
+    begins_s=st.floats(0.0, 0.3),
+    layer_s=st.floats(0.0001, 0.01),
+    delay_s=st.floats(0.0, 0.01),
+    copied_s=st.floats(0.0, 0.5),
+    copy_s=st.floats(0.0, 0.3),
+)
+def test_the_device_takes_over_the_layers_that_have_arrived_when_the_step_comes_to_them(
+    begins_s, layer_s, delay_s, copied_s, copy_s
+):
+    counted = count_on_cpu(begins_s, layer_s, delay_s, copied_s, copy_s / LAYERS_OF_7B, LAYERS_OF_7B)
+    # A layer that arrives in the very moment may be counted on either side.
+    nearby = [layers_on_cpu(begins_s + shift, layer_s, delay_s, copied_s, copy_s) for shift in (-1e-9, 0.0, 1e-9)]
+    assert min(nearby) <= counted <= max(nearby)
+
+
+def test_a_rate_is_extrapolated_from_those_that_are_done():
+    assert remaining_s(4, 4, 1.0) == 0.0
+    assert remaining_s(2, 5, 1.0) == pytest.approx(1.5)
+    assert remaining_s(0, 1, 1.0) == math.inf
+
+
 @given(
     copy_s=st.floats(0.0, 0.3),
     num_tokens=st.integers(1, 2000),
@@ -98,9 +131,10 @@ def test_the_stall_is_the_longest_that_any_layer_is_waited_for(
 def test_the_gain_of_assisting_is_that_of_the_formula(copy_s, num_tokens, rank, step_s):
     row_rank = num_tokens * rank
     found = predict(question(route=route(copy_s=copy_s), step_s=step_s, prompt_s=step_s, row_rank=row_rank))
-    layers = LAYERS_OF_7B
-    exposed_s = max(0.0, BESIDE_ROW_RANK_S * row_rank - step_s / layers)
-    gain_s = copy_s - layers * exposed_s - 2 * layers * BESIDE_HANDOFF_S
+    layer_s = step_s / LAYERS_OF_7B
+    layer_delay_s = max(0.0, BESIDE_ROW_RANK_S * row_rank - layer_s) + 2 * BESIDE_HANDOFF_S
+    num_layers = count_on_cpu(0.0, layer_s, layer_delay_s, copy_s, copy_s / LAYERS_OF_7B, LAYERS_OF_7B)
+    gain_s = copy_s - num_layers * layer_delay_s
     assert found[WAIT].first_token_s - found[ASSIST].first_token_s == pytest.approx(gain_s, abs=1e-9)
     best = choose(found, (WAIT, ASSIST), 1)
     assert best is (ASSIST if gain_s > 0 else WAIT) or gain_s == pytest.approx(0, abs=1e-9)
@@ -173,11 +207,13 @@ def test_an_assisted_prompt_is_refused_where_the_batch_would_pay_for_it():
 
 
 def test_chunks_of_a_prompt_are_assisted_until_the_copy_has_arrived():
-    """A chunk takes 32 ms and 37.7 ms of the CPU's, of four; the copy takes 100 ms, so two chunks are assisted."""
-    asked = question(route=route(copy_s=0.100), prompt_s=4 * 0.032)
+    """A chunk takes 32 ms and 38 ms of the CPU's, of four; in the second, the copy has a lead of 17 layers."""
+    asked = question(route=route(copy_s=0.130), prompt_s=4 * 0.032)
     delay_s = AssistCosts(is_beside=True).delay_s(asked.row_rank, asked.step_s, asked.num_layers)
     assert delay_s == pytest.approx(32 * (BESIDE_ROW_RANK_S * 64 * 64 - 0.001 + 2 * BESIDE_HANDOFF_S))
-    assert predict(asked)[ASSIST].first_token_s == pytest.approx(4 * 0.032 + 2 * delay_s)
+    num_in_second = layers_on_cpu(0.032 + delay_s, 0.001, delay_s / 32, 0.130, 0.130)
+    assert 0 < num_in_second < 32 - 17
+    assert predict(asked)[ASSIST].first_token_s == pytest.approx(4 * 0.032 + (1 + num_in_second / 32) * delay_s)
 
 
 def test_a_correction_approaches_the_error_in_closed_form_and_fades():
@@ -198,9 +234,12 @@ def test_a_correction_approaches_the_error_in_closed_form_and_fades():
 
 
 def test_a_model_that_believes_in_a_link_four_times_too_fast_finds_the_right_choice():
-    """Waiting is believed to take ``W`` and takes ``4 W``; assisting takes a time between the two, as predicted."""
+    """Waiting is believed to take ``W`` and takes ``4 W``; assisting takes a time between the two, as predicted.
+
+    The prompt is so long that one layer on the CPU, until the next ones have arrived, takes longer than ``W``.
+    """
     assist, corrections = AssistCosts(is_beside=True), Corrections()
-    asked = question(route=route(copy_s=0.020), row_rank=64 * 64)
+    asked = question(route=route(copy_s=0.020), row_rank=64 * 1500)
     at_first = expect(asked, assist, corrections)
     resident_s, wait_s = asked.prompt_s, 0.020
     assist_s = at_first[ASSIST].first_token_s - resident_s

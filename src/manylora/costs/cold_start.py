@@ -13,8 +13,8 @@ the others, and all predictions counted from now:
 
 * *Assisting* computes the adapter's product of a layer on the CPU while the device computes the layer: each of ``G``
   layers takes ``max(0, t_cpu - t_gpu)`` longer, and two handoffs. The gain over waiting is
-  ``W - sum over G layers of max(0, t_cpu - t_gpu) - 2 G handoff``. A step keeps its placement to its end, so ``G`` is
-  the number of layers, once for each step until the copy has arrived.
+  ``W - sum over G layers of max(0, t_cpu - t_gpu) - 2 G handoff``. ``G`` counts the layers that have not arrived when a
+  step comes to them: the device takes over the others within the step (``take_over``).
 * *Layers* stall a step by ``S = max over layers of (arrival - compute)``. Until ``S`` is over, the request may as well
   wait without a step: it starts no later for it, and others lose nothing. So it begins ``S`` from now if it is alone.
   Beside others it can begin only between steps. Beginning at the last step before ``S`` is over saves it
@@ -33,6 +33,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from manylora.costs.take_over import count_on_cpu
 from manylora.types import ColdStart
 
 __all__ = ["AssistCosts", "Corrections", "Expected", "Question", "Route", "choose", "expect"]
@@ -176,13 +177,15 @@ class AssistCosts:
         exposed_s = max(0.0, self._row_rank_s * row_rank - step_s / num_layers)
         return num_layers * (exposed_s + 2 * self._handoff_s)
 
-    def observe(self, row_rank: int, step_s: float, num_layers: int, took_s: float) -> None:
+    def observe(self, row_rank: int, step_s: float, num_layers: int, took_s: float, cpu_share: float = 1.0) -> None:
         """Learn that such a step took ``took_s``, and ``step_s`` without the rows.
+
+        ``cpu_share``, above 0, is the share of the layers in which the CPU computed them, and not the device.
 
         A step that should have hidden the CPU's part teaches the handoff. Any other teaches the rate; so does a delay
         that no handoff explains.
         """
-        layer_s, excess_s = step_s / num_layers, (took_s - step_s) / num_layers
+        layer_s, excess_s = step_s / num_layers, (took_s - step_s) / (num_layers * cpu_share)
         handoff_s = self._handoff_s
         if is_hidden := self._row_rank_s * row_rank <= layer_s:
             # Noise counts in both directions, and the estimate alone is bounded by zero: else noise would raise it.
@@ -286,10 +289,15 @@ def _assist(question: Question, assist: AssistCosts) -> Expected:
     num_layers = question.num_layers
     begins_s = _next_step_s(question.route.host_s, question)
     copied_s = question.route.device_s(num_layers)
-    step_delay_s = assist.delay_s(question.row_rank, question.step_s, num_layers)
-    num_chunks = round(question.prompt_s / question.step_s)
-    num_assisted = math.ceil((copied_s - begins_s) / (question.step_s + step_delay_s))
-    delay_s = step_delay_s * min(max(1, num_assisted), num_chunks)
+    layer_s, copy_layer_s = question.step_s / num_layers, question.route.copy_s / num_layers
+    layer_delay_s = assist.delay_s(question.row_rank, question.step_s, num_layers) / num_layers
+    delay_s, step_begins_s = 0.0, begins_s
+    for _ in range(round(question.prompt_s / question.step_s)):
+        num_on_cpu = count_on_cpu(step_begins_s, layer_s, layer_delay_s, copied_s, copy_layer_s, num_layers)
+        if not num_on_cpu:
+            break
+        delay_s += num_on_cpu * layer_delay_s
+        step_begins_s += question.step_s + num_on_cpu * layer_delay_s
     first_token_s = begins_s + question.prompt_s + delay_s
     decode_delay_s = assist.delay_s(question.rank, question.beat_s, num_layers)
     num_decodes = math.ceil(max(0.0, copied_s - first_token_s) / max(1e-9, question.beat_s + decode_delay_s))

@@ -115,6 +115,12 @@ class DeviceLoad:
             raise Gone(self._arrival.error)
         return ArrivingAdapter(weights, groups, self._arrival)
 
+    def if_begun(self) -> ArrivingAdapter | None:
+        """Return the adapter as a step sees it, ``None`` before its copy begins and after a failure. Never blocks."""
+        if not self._views.done() or self._arrival.error is not None:
+            return None
+        return ArrivingAdapter(*self._views.result(), self._arrival)
+
     def _submit(self, work: Callable[[], None]) -> None:
         try:
             self._copies.thread.submit(work)
@@ -160,8 +166,9 @@ class DeviceLoad:
             return
         logger.warning("load_failed adapter=%s tier=device error=%s", self.key, error)
         with self._copies.on_stream():
-            # The owner before left numbers of another kind here, which may read as NaN.
-            self._copies.pages.clear(self._load.pages[self._num_copied :])
+            # The owner before left numbers of another kind here, which may read as NaN. A step may be reading the pages
+            # that have arrived.
+            self._copies.pages.clear(self._load.pages[self._arrival.num_arrived :])
             if (event := self._copies.event()) is not None:
                 event.synchronize()
         self.abandon(error)

@@ -96,12 +96,13 @@ class SimulatedExecutor:
         # A sequence is cold only while its adapter is on its way to the device.
         is_copying = now < self._link_free_at[Tier.DEVICE]
         if is_copying and (cold := cold_sequences(plan)):
-            ready_at = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
+            ready_at, cpu_share = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
         else:
-            ready_at = begins_at + self._cost.step_time_s(plan) * factor
+            ready_at, cpu_share = begins_at + self._cost.step_time_s(plan) * factor, 0.0
         for tier in self._interference:
             ready_at = self._delayed(ready_at, tier, begins_at, self._link_free_at[tier])
-        self._steps = [*self._steps[-1:], SimulatedWork(ready_at, StepResult(tokens=tokens), begins_at)]
+        result = StepResult(tokens=tokens, cpu_share=cpu_share)
+        self._steps = [*self._steps[-1:], SimulatedWork(ready_at, result, begins_at)]
         return self._steps[-1]
 
     def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
