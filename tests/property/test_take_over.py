@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,7 @@ from msgspec import structs
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 pytest.importorskip("numba")
-from faulty_serve import FaultySource
+from staged_link import BROKEN, Stage, StagedLink
 from test_execution_executor import BLOCK, executor_of, finish, folders, sequence
 
 from manylora.adapters.shape import BaseShape
@@ -32,63 +32,12 @@ from manylora.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.build import build_parts
-from manylora.execution.storage.link import Link
-from manylora.execution.storage.page_tensor import PageTensor
 from manylora.plan import IN_HOST, AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.types import AdapterVersion, Tier
 
 __all__ = ["folders"]
 
-BROKEN = "the link broke"
 NUMBERS = count(2)
-
-
-class Stage:
-    """A link and workers that take turns: each exchange lets as many pages through as the draw gives it."""
-
-    def __init__(self) -> None:
-        self.source = FaultySource({}, during=self._during)
-        self.permits = threading.Semaphore(0)
-        self.breaks_at: set[int] = set()  # device pages
-        self.num_let_through: list[int] = []  # by exchange
-        self.handled = threading.Semaphore(0)
-        self.during: Callable[[int], object] = lambda number: None
-
-    def _during(self, number: int) -> None:
-        for _ in range(self.num_let_through[number] if number < len(self.num_let_through) else 0):
-            self.permits.release()
-            self.handled.acquire()
-        self.during(number)
-
-    def let_all_through(self) -> None:
-        self.permits.release(1000)
-
-    def clear(self) -> None:
-        """Forget the turns that no copy took, and all else that was drawn."""
-        for turns in (self.permits, self.handled):
-            while turns.acquire(blocking=False):
-                pass
-        self.num_let_through, self.breaks_at = [], set()
-
-
-class StagedLink(Link):
-    """The link of a stage."""
-
-    def __init__(self, pages: PageTensor, stage: Stage) -> None:
-        super().__init__(pages)
-        self._stage = stage
-
-    def copy(self, pages: Sequence[int], image: torch.Tensor, announce: Callable[[int], None]) -> None:
-        stage = self._stage
-        for index, page in enumerate(pages):
-            stage.permits.acquire()
-            try:
-                if page in stage.breaks_at:
-                    raise OSError(BROKEN)
-                self._pages.write([page], image[index : index + 1])
-                announce(index + 1)
-            finally:
-                stage.handled.release()
 
 
 class Rig:
