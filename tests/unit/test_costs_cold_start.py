@@ -13,6 +13,7 @@ from manylora.costs.cold_start import (
     BESIDE_ROW_RANK_S,
     FORGET,
     LEARN,
+    LEAST_CHUNK,
     MOST_CORRECTION,
     MOST_STALL,
     AssistCosts,
@@ -20,6 +21,7 @@ from manylora.costs.cold_start import (
     Expected,
     Question,
     Route,
+    _assist_chunks,
     choose,
     expect,
 )
@@ -46,6 +48,9 @@ def question(**changes: object) -> Question:
         "num_sharing": 1,
         "row_rank": 64 * 64,
         "rank": 64,
+        "num_tokens": 64,
+        "chunk_tokens": 64,
+        "token_s": 1e-4,
     }
     return Question(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -198,17 +203,60 @@ def test_alone_a_request_begins_when_no_layer_is_waited_for_and_at_once_if_it_mu
     assert timed.first_token_s == pytest.approx(forced.first_token_s) == pytest.approx(stall_s + 0.032)
 
 
-def test_an_assisted_prompt_is_refused_where_the_batch_would_pay_for_it():
-    """The CPU takes 4096 x 0.53 us a layer, beside a millisecond of the device: 38 ms for each of the others."""
-    asked = question(route=route(copy_s=0.060), row_rank=64 * 64)
-    alone, beside = predict(asked), predict(question(route=route(copy_s=0.060), row_rank=64 * 64, num_others=8))
-    assert choose(alone, (WAIT, ASSIST), 1) is ASSIST
-    assert choose(beside, (WAIT, ASSIST), 1) is WAIT
+def test_an_assisted_prompt_is_cut_or_refused_where_the_batch_would_pay_for_it():
+    """The CPU takes 64 x 34 us a layer, beside a millisecond of the device: 38 ms for each of the others.
+
+    In chunks of 25 tokens the device hides it, and a handoff is all that the others pay.
+    """
+    alone, beside, crowd = (
+        predict(question(route=route(copy_s=0.060), num_others=others))[ASSIST] for others in (0, 8, 60)
+    )
+    assert alone.chunk_tokens is None and beside.chunk_tokens == crowd.chunk_tokens == 25
+    for num_tokens, is_hidden in ((25, True), (26, False)):
+        layer_s = (0.032 - (64 - num_tokens) * 1e-4) / LAYERS_OF_7B
+        assert (BESIDE_ROW_RANK_S * 64 * num_tokens <= layer_s) == is_hidden
+    handoffs_s = 2 * LAYERS_OF_7B * BESIDE_HANDOFF_S
+    assert beside.others_s <= 8 * 3 * handoffs_s and beside.first_token_s > alone.first_token_s
+    for others, mode in ((0, ASSIST), (8, ASSIST), (60, WAIT)):
+        found = predict(question(route=route(copy_s=0.060), num_others=others))
+        assert choose(found, (WAIT, ASSIST), 1) is mode
+
+
+@given(
+    copy_s=st.floats(0.001, 0.5),
+    num_tokens=st.integers(1, 512),
+    num_others=st.integers(0, 40),
+    num_sharing=st.integers(1, 8),
+    rank=st.sampled_from([8, 64, 128]),
+)
+def test_a_prompt_is_cut_only_if_the_others_save_more_than_the_request_loses(
+    copy_s, num_tokens, num_others, num_sharing, rank
+):
+    chunk = min(num_tokens, 256)
+    step_s = 0.025 + 1e-4 * chunk
+    asked = question(
+        route=route(copy_s=copy_s),
+        step_s=step_s,
+        prompt_s=step_s * math.ceil(num_tokens / chunk),
+        num_others=num_others,
+        num_sharing=num_sharing,
+        row_rank=chunk * rank,
+        rank=rank,
+        num_tokens=num_tokens,
+        chunk_tokens=chunk,
+    )
+    assist = AssistCosts(is_beside=True)
+    found = expect(asked, assist, Corrections())[ASSIST]
+    whole = _assist_chunks(asked, assist, chunk)
+    later_s = found.first_token_s - whole.first_token_s
+    assert later_s * num_sharing <= whole.others_s - found.others_s + 1e-9
+    assert (found.chunk_tokens is None) == (found == whole)
+    assert found.chunk_tokens is None or LEAST_CHUNK <= found.chunk_tokens < chunk
 
 
 def test_chunks_of_a_prompt_are_assisted_until_the_copy_has_arrived():
     """A chunk takes 32 ms and 38 ms of the CPU's, of four; in the second, the copy has a lead of 17 layers."""
-    asked = question(route=route(copy_s=0.130), prompt_s=4 * 0.032)
+    asked = question(route=route(copy_s=0.130), prompt_s=4 * 0.032, num_tokens=4 * 64)
     delay_s = AssistCosts(is_beside=True).delay_s(asked.row_rank, asked.step_s, asked.num_layers)
     assert delay_s == pytest.approx(32 * (BESIDE_ROW_RANK_S * 64 * 64 - 0.001 + 2 * BESIDE_HANDOFF_S))
     num_in_second = layers_on_cpu(0.032 + delay_s, 0.001, delay_s / 32, 0.130, 0.130)

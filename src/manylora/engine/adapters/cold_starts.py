@@ -139,6 +139,16 @@ class ColdStarts:
         choice = self._choices[sequence.seq_id]
         return choice.chosen_at + choice.expected.begins_s
 
+    def room_for(self, sequence: Sequence, room: int) -> int:
+        """Return how many tokens of a prompt that is assisted run in a step with room for ``room``.
+
+        A request in the mode that was asked for takes the room there is.
+        """
+        choice = self._choices.get(sequence.seq_id)
+        if choice is None or self._forced is not None or choice.expected.chunk_tokens is None:
+            return room
+        return min(room, choice.expected.chunk_tokens)
+
     def held_up(self, sequence: Sequence) -> None:
         """Learn that a sequence waits for memory, or for a limit of the step."""
         if sequence.seq_id in self._choices:
@@ -185,6 +195,9 @@ class ColdStarts:
             num_sharing=residency.num_waiting,
             row_rank=assisted + rank * num_first,
             rank=rank,
+            num_tokens=num_tokens,
+            chunk_tokens=num_first,
+            token_s=step.marginal_s(1),
         )
 
     # -- learning ----------------------------------------------------------------------------------------------------
