@@ -62,7 +62,8 @@ class FutureWork(Generic[ResultT]):
 class TorchExecutor:
     """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``.
 
-    ``reads_host`` says whether the kernels can read an adapter's weights from the host tier.
+    ``reads_host`` says whether the kernels can read an adapter's weights from the host tier. ``prepare`` makes a
+    kernel's data for an adapter in its pages.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class TorchExecutor:
         resident: dict[AdapterKey, ResidentAdapter],
         clock: Clock,
         reads_host: bool = False,
+        prepare: Callable[[ResidentAdapter], None] = lambda adapter: None,
     ) -> None:
         self._runner = runner
         self._host = host
@@ -92,7 +94,7 @@ class TorchExecutor:
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
         self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
-        self._copies = CopyContext(pages, link, self._copy_thread)
+        self._copies = CopyContext(pages, link, self._copy_thread, prepare)
 
     @property
     def logits_hook(self) -> LogitsHook | None:

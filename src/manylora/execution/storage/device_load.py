@@ -45,12 +45,16 @@ class CopyContext:
         pages: The pages.
         link: Fills them.
         thread: Runs the copies, one at a time.
+        prepare: Makes a kernel's data for an adapter, on the copying thread, before any step sees the adapter.
     """
 
-    def __init__(self, pages: PageTensor, link: Link, thread: Executor) -> None:
+    def __init__(
+        self, pages: PageTensor, link: Link, thread: Executor, prepare: Callable[[ResidentAdapter], None]
+    ) -> None:
         self.pages = pages
         self.link = link
         self.thread = thread
+        self.prepare = prepare
         device = pages.flat.device
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -158,6 +162,7 @@ class DeviceLoad:
         if len(self._load.pages) != adapter.image.shape[0]:
             raise ValueError(f"Got {len(self._load.pages)} pages for an adapter of {adapter.image.shape[0]}")
         weights = make_resident(adapter.layout, self._load.pages, self._copies.pages, adapter.template)
+        self._copies.prepare(weights)
         self._arrival.advance(0, self._copies.event())  # a step's stream waits for the table, too
         self._views.set_result((weights, adapter.layout.groups))
 
