@@ -34,6 +34,7 @@ from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.step import fuse_launches
 from manylora.execution.kernels.linear import bound_caches
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
+from manylora.execution.lora.grouped import prepare_grouped
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.base_weights import BaseWeights, check_complete, share_weights
 from manylora.execution.model.describe import describe_model
@@ -196,6 +197,7 @@ def _build(
         clock=clock,
         # Tables hold places in the pool alone: without an assistant, they cannot name an image.
         reads_host=assistant is not None or (device.type == "cpu" and directory is None),
+        prepare=_preparation(kernel, device.type),
     )
 
     def close() -> None:
@@ -236,6 +238,11 @@ def _context(config: ModelConfig, loaded: LoadedModel) -> int:
     if wanted is not None and wanted > limit:
         raise ConfigError(f"Got max_model_len = {wanted}, but the model's context is {limit} tokens")
     return limit if wanted is None else wanted
+
+
+def _preparation(kernel: str, device_type: str) -> Callable[[ResidentAdapter], None]:
+    """Return the kernel's work for each adapter that is brought to the device."""
+    return prepare_grouped if kernel == "grouped" and device_type == "cpu" else lambda adapter: None
 
 
 def _host_bytes() -> int:
