@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 from typing import Any
 
-__all__ = ["MACHINE", "SYSTEM_CALLS", "prctl", "system_call", "unshare"]
+__all__ = ["MACHINE", "SYSTEM_CALLS", "end_with_parent", "prctl", "system_call", "unshare"]
 
 MACHINE = platform.machine() if platform.system() == "Linux" else ""
 
@@ -43,6 +44,8 @@ SYSTEM_CALLS: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 """Numbers of system calls, by machine."""
+
+_SET_PARENT_DEATH_SIGNAL = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -80,3 +83,8 @@ def unshare(flags: int) -> None:
         OSError: The kernel refused it.
     """
     _checked(_libc.unshare(flags))
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, even while this process is stopped."""
+    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
