@@ -104,6 +104,6 @@ class EngineConnection:
     def _note_loss(self, monitor: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
-                event = str(zmq.Event(recv_monitor_message(monitor, zmq.NOBLOCK)["event"]).name)
+                event = zmq.Event(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
                 if not self.lost.done():
-                    self.lost.set_result(event.name.lower())
+                    self.lost.set_result(str(event.name).lower())
