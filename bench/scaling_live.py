@@ -170,7 +170,7 @@ def started(spans: list[ReplicaSpan]) -> list[ReplicaSpan]:
 
 def main() -> None:
     """Serve the stretch live, then simulate it."""
-    parser = arguments(__doc__, quick="one hour, up to two engines")
+    parser = arguments(__doc__, quick="one hour at half the rate, up to two engines")
     parser.add_argument("--trace", type=Path, required=True, help="requests per second of containers, as of GenTD26")
     parser.add_argument("--compression", type=float, default=60.0, help="seconds of the day in one second")
     parser.add_argument("--hours", type=float, nargs=2, default=(6.0, 16.0), help="first and last hour of the stretch")
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="engines on a Ray cluster, a raylet for each")
     options = parser.parse_args()
     if options.quick:
-        options.hours, options.most = (8.0, 9.0), 2
+        options.hours, options.most, options.rate = (8.0, 9.0), 2, 5.0
     workload = stretch(options)
     records, spans = live(workload, options)
     starts = [one.serving_at - one.asked_at for one in started(spans) if math.isfinite(one.serving_at)]

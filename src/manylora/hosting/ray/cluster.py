@@ -218,7 +218,10 @@ class RayPlace:
         if group is not None:
             from ray.util.placement_group import remove_placement_group
 
-            remove_placement_group(group)
+            try:
+                remove_placement_group(group)
+            except Exception as error:  # the cluster is gone, and with it the group
+                logger.warning("ray_place_not_removed error=%r", error)
 
     def _why_nowhere(self) -> str:
         labels = f" on a node with {self._cluster.labels}" if self._cluster.labels else ""
