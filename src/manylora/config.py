@@ -28,6 +28,7 @@ __all__ = [
     "ServerConfig",
 ]
 
+RESERVATIONS = ("none", "whole", "peak")
 MIB = 1024 * 1024
 GIB = 1024 * MIB
 DEFAULT_HOST_BYTES = 4 * GIB
@@ -143,8 +144,11 @@ class SchedulerConfig:
         plugin="step_composition",
         help="Composition of steps from prompts and decodes, and the loads they wait for.",
     )
-    reserve_output: bool = _scheduling(
-        False, help="Reserve pages for the longest answer on admission: no request is pre-empted, and fewer run."
+    reserve_output: str = _scheduling(
+        "none",
+        choices=RESERVATIONS,
+        help="Admit only requests whose longest answers fit, so that none is pre-empted and fewer run: all of them at "
+        "once (whole), or at the peak of all as they end one by one (peak).",
     )
     plan_ahead: bool | None = _scheduling(
         None,
