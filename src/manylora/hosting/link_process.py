@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ import zmq
 
 from manylora.errors import ConfigError, EngineDead
 from manylora.hosting.base_share import BaseShare
+from manylora.hosting.early_start import engine_command, spawn, take_early
 from manylora.hosting.engine_process import pack_setup
 from manylora.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, Ready, decode_message, encode
 
@@ -93,12 +93,10 @@ class ProcessLink:
         self._broken = loop.create_future()
         loop.add_reader(self._messages.fileno(), self._receive, self._messages, self._broken, deliver)
 
-        # -P: do not import files from the working directory.
-        command = [sys.executable, "-P", "-m", "manylora.hosting.engine_process"]
-        files = () if base is None else (base.file,)
-        process = self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=files
-        )
+        process = take_early(self._engine) if base is None else None
+        if process is None:
+            process = spawn(engine_command(), () if base is None else (base.file,))
+        self._process = process
         exit_code = self._exit_code = loop.create_future()
 
         def note_exit(code: int) -> None:
