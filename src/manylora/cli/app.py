@@ -15,6 +15,7 @@ import typer
 
 from manylora.cli.views.terminal import fail
 from manylora.errors import ManyloraError
+from manylora.hosting.early_start import TORCH_BUILDER, start_early
 
 __all__ = ["main", "make_app"]
 
@@ -58,6 +59,13 @@ def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
             app.command(name=name, cls=getattr(found, "command_class", None))(found)
     app.command(name="version")(show_version)
     return app
+
+
+_OTHER_ENGINES = """
+    -h --help --builder --config --device --devices --in-process --max-replicas --replicas --simulate
+"""
+_NO_EARLY_ENGINE = frozenset(_OTHER_ENGINES.split())
+"""Options of `serve` with which the first engine may be another one, or there is none."""
 
 
 def __getattr__(name: str) -> Any:
@@ -106,6 +114,8 @@ def main() -> None:
     Exit codes: 0 success, 1 failure, 2 invalid options, model or adapter, 130 interrupted.
     """
     asked = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
+    if asked == "serve" and not _NO_EARLY_ENGINE.intersection(arg.partition("=")[0] for arg in sys.argv):
+        start_early(TORCH_BUILDER)
     try:
         make_app((asked,) if asked in _COMMANDS else tuple(_COMMANDS))()
     except Exception as error:

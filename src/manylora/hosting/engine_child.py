@@ -6,9 +6,9 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 
+from manylora.hosting.early_start import engine_command, spawn
 from manylora.hosting.protocol import Ending, ProcessSetup, encode
 
 __all__ = ["EngineChild", "ending_of"]
@@ -26,12 +26,13 @@ class EngineChild:
     Args:
         setup: Its set-up, which it reads from the pipe: keys are in no argument, environment or file.
         files: Descriptors that it inherits.
+        process: One that was started early and waits for its set-up; ``None`` to start one.
     """
 
-    def __init__(self, setup: ProcessSetup, files: Sequence[int] = ()) -> None:
-        # -P: do not import files from the working directory.
-        command = [sys.executable, "-P", "-m", "manylora.hosting.engine_process"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=files)
+    def __init__(
+        self, setup: ProcessSetup, files: Sequence[int] = (), *, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self._process = spawn(engine_command(), files) if process is None else process
         assert self._process.stdin is not None
         body = encode(setup)
         with contextlib.suppress(BrokenPipeError):  # the process has died: its exit code says why

@@ -1,8 +1,8 @@
 """The engine process: ``python -m manylora.hosting.engine_process``, started as an ``EngineChild``.
 
-It reads its set-up from standard input, which stays open until its parent ends; then this process ends as well. Its
-parent is the API process, or a Ray actor. Commands arrive on one socket, messages leave on the other (see
-``protocol``).
+With the name of a builder as its argument it imports that first (``early_start``). Then it reads its set-up from standard
+input, which stays open until its parent ends; then this process ends as well. Its parent is the API process, or a Ray
+actor. Commands arrive on one socket, messages leave on the other (see ``protocol``).
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import shutil
 import signal
 import sys
 import threading
+import time
 
 import msgspec
 import zmq
 
 from manylora.clock import WallClock
 from manylora.hosting.engine_sockets import CurveSockets, EngineSockets, UnixSockets, open_sockets
-from manylora.hosting.gc_freeze import freeze_start_up_heap
+from manylora.hosting.gc_freeze import collector_paused, freeze_start_up_heap
 from manylora.hosting.logs import configure_logging
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
-from manylora.hosting.service import EngineService
+from manylora.hosting.service import EngineService, load_builder
 from manylora.isolation.system import end_with_parent
 
 __all__ = ["main"]
@@ -34,8 +35,12 @@ EXIT_ORPHANED = 4
 logger = logging.getLogger(__name__)
 
 
-def _read_setup() -> ProcessSetup:
-    num_bytes = int(sys.stdin.buffer.readline())
+def _read_setup() -> ProcessSetup | None:
+    """Return the set-up; ``None`` if the parent ended before it sent one."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return None
+    num_bytes = int(line)
     return msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=ProcessSetup)
 
 
@@ -57,8 +62,17 @@ def _receive(commands: zmq.Socket[bytes], service: EngineService) -> None:
 
 def main() -> int:
     """Run one engine until the parent ends or the engine fails; return the exit code."""
+    began_at = time.perf_counter()
+    if is_early := len(sys.argv) > 1:
+        with collector_paused():
+            load_builder(sys.argv[1])
+    took_s = time.perf_counter() - began_at
     setup = _read_setup()
+    if setup is None:
+        return EXIT_ORPHANED
     configure_logging(setup.log_level, "engine")
+    if is_early:
+        logger.info("engine_start stage=imports took_s=%.2f next=%r", took_s, "weights")
     if setup.engine.num_threads is not None:  # before the libraries that read it are imported
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.engine.num_threads))
     # Ctrl-C is handled by the API process, which drains and then closes our standard input.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from manylora.engine.loop import EngineLoop
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, CapacityError, ConfigError, ManyloraError, RequestError
 from manylora.events import AdapterLoaded
+from manylora.hosting.early_start import TORCH_BUILDER
 from manylora.hosting.gc_freeze import collector_paused
 from manylora.hosting.observer import Observer
 from manylora.hosting.protocol import (
@@ -60,7 +62,6 @@ BuildParts = Callable[..., EngineParts]
 Builder: TypeAlias = str | BuildParts
 """A function that builds an engine's parts, or its name as ``module:function``, for another process."""
 
-TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
 
 NUM_READERS = 2
@@ -132,13 +133,7 @@ class EngineService:
         """
         try:
             given = {} if self._base is None else {"shared": self._base}
-            logger.info("engine_start next=%r", "imports")
-            began_at = self._clock.now()
-            with collector_paused():
-                build = load_builder(self._engine.builder)
-            logger.info(
-                "engine_start stage=imports took_s=%.2f next=%r", self._clock.now() - began_at, "build the engine"
-            )
+            build = self._import()
             parts = self._parts = build(self._config, self._clock, **given)
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
@@ -169,6 +164,19 @@ class EngineService:
             with contextlib.suppress(OSError):  # of a disk that is full
                 files.close()
         return True
+
+    def _import(self) -> BuildParts:
+        """Return the builder, which may import torch; a process that was started early has imported it."""
+        builder = self._engine.builder
+        is_imported = not isinstance(builder, str) or builder.partition(":")[0] in sys.modules
+        if not is_imported:
+            logger.info("engine_start next=%r", "imports")
+        began_at = self._clock.now()
+        with collector_paused():
+            build = load_builder(builder)
+        if not is_imported:
+            logger.info("engine_start stage=imports took_s=%.2f next=%r", self._clock.now() - began_at, "weights")
+        return build
 
     def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
         """Return the log of finished requests, if configured; ``files`` closes it. ``ConfigError`` if not writable."""
