@@ -33,8 +33,8 @@ COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
 """Commands of manylora by name: in full, and as a smoke test where there is one."""
 
 BY_HAND = ("gpu.py", "proxy_parts.py", "scaling.py", "scaling_live.py", "versions.py")
-"""Not run here: the first needs a GPU, the second is started by `proxy.py`, two read one trace by its name, the last needs
-another checkout."""
+"""Not run here: the first needs a GPU, the second is started by `proxy.py`, two read one trace by its name, the last
+needs another checkout."""
 
 
 @dataclass(frozen=True, slots=True)
