@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,16 @@ ENGINE = EngineConfig(model=ModelConfig(model="demo"), memory=MemoryConfig(num_p
 
 @pytest.fixture(scope="module")
 def cluster(engine_path: None) -> Iterator[Any]:
-    """A head without processors, and three nodes for one engine each."""
+    """A head and two more nodes, each for one engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")
         quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
-        one = cluster_utils.Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": quick},
-        )
-        for _ in range(3):
-            one.add_node(num_cpus=2, resources={"engines": 1}, labels={"zone": "a"})
+        each = {"num_cpus": 2, "resources": {"engines": 1}, "labels": {"zone": "a"}}
+        head = {**each, "include_dashboard": False, "_system_config": quick}
+        one = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(2):
+            one.add_node(wait=False, **each)
+        one.wait_for_nodes()
         yield one
         one.shutdown()
 
@@ -89,9 +90,9 @@ def test_streams_outlive_their_node(cluster: Any) -> None:
 
             async def lose_node(begun: Sequence[asyncio.Event]) -> None:
                 await asyncio.gather(*(one.wait() for one in begun))
-                busiest = max(await asyncio.to_thread(replicas_of, server), key=lambda row: row["num_in_flight"])
-                lost.append(busiest["node"])
-                (node,) = (one for one in cluster.worker_nodes if one.node_id.startswith(busiest["node"].split("/")[1]))
+                rows = await asyncio.to_thread(replicas_of, server)
+                node, row = next(pair for pair in product(cluster.worker_nodes, rows) if is_on(*pair))
+                lost.append(row["node"])
                 await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
 
             assert asyncio.run(answers(server.url, bodies, lose_node)) == calm
@@ -105,6 +106,11 @@ def test_streams_outlive_their_node(cluster: Any) -> None:
             assert http.post("/v1/unload_lora_adapter", json={"lora_name": added}).status_code == 200
         os.kill(again["pid"], signal.SIGSTOP)
     assert is_gone(again["pid"])
+
+
+def is_on(node: Any, row: dict[str, Any]) -> bool:
+    """Whether the engine of a row of ``/status`` runs on a node; the server itself is on the head."""
+    return bool(node.node_id.startswith(row["node"].rpartition("/")[2]))
 
 
 def is_gone(pid: int) -> bool:
@@ -122,6 +128,15 @@ def test_a_fleet_without_a_place_says_what_it_needs(cluster: Any) -> None:
     fleet = FleetConfig(ray=cluster.address, ray_resources={"GPU": 1}, ray_timeout_s=3.0)
     with (
         pytest.raises(NoPlace, match=r"within 3 s. It needs CPU=1, GPU=1; . nodes have .*CPU=2, engines=1"),
+        BackgroundServer(ENGINE, ServerConfig(port=0, fleet=fleet)),
+    ):
+        pytest.fail("it started")
+
+
+def test_amounts_that_ray_refuses_are_an_error(cluster: Any) -> None:
+    fleet = FleetConfig(ray=cluster.address, ray_resources={"GPU": 1.5})
+    with (
+        pytest.raises(ConfigError, match=r"Ray refuses the resources or labels of an engine: .*1\.5"),
         BackgroundServer(ENGINE, ServerConfig(port=0, fleet=fleet)),
     ):
         pytest.fail("it started")

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import zmq
 
-from manylora.config import FleetConfig
-from manylora.errors import ConfigError, EngineDead, ManyloraError, NoPlace
+from manylora.config import GIB, FleetConfig
+from manylora.errors import ConfigError, EngineDead, NoPlace
 from manylora.hosting.ray.actor import Door, EngineActor
 from manylora.hosting.ray.connection import CurveKeys
 
@@ -146,12 +146,16 @@ class RayPlace:
         """Reserve the resources, start the actor there, and return the sockets on which its engine will listen.
 
         Raises:
-            ConfigError: There is no cluster, or the node has another version of this package.
+            ConfigError: There is no cluster, Ray refuses the resources or labels, or the node has another version of
+                this package.
             NoPlace: Ray found no node in time.
             EngineDead: The actor could not start.
         """
         await self._cluster.connect()
-        opening = await self._cluster.call(self._create)
+        try:
+            opening = await self._cluster.call(self._create)
+        except ValueError as error:  # an amount like 1.5 GPUs, or no such form of a label
+            raise ConfigError(f"Ray refuses the resources or labels of an engine: {error}") from error
         try:
             async with asyncio.timeout(self._cluster.timeout_s):
                 door: Door = await self._result(opening)
@@ -191,7 +195,7 @@ class RayPlace:
 
         try:
             return await asyncio.wrap_future(reference.future())
-        except (RayError, ManyloraError) as error:
+        except RayError as error:
             raise EngineDead(" ".join(str(error).split())) from error
 
     def _create(self) -> Any:
@@ -233,5 +237,10 @@ class RayPlace:
 
 def _amounts(resources: dict[str, float]) -> str:
     """Return resources in one order, without those that Ray makes up for its own use."""
-    shown = {name: amount for name, amount in sorted(resources.items()) if ":" not in name and "_group_" not in name}
-    return ", ".join(f"{name}={amount:g}" for name, amount in shown.items()) or "nothing"
+    shown = []
+    for name, amount in sorted(resources.items()):
+        if name == "memory":
+            shown.append(f"memory={amount:.0f} ({amount / GIB:.1f} GiB)")
+        elif name != "object_store_memory" and ":" not in name and "_group_" not in name:
+            shown.append(f"{name}={amount:g}")
+    return ", ".join(shown) or "nothing"
