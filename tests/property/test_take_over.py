@@ -47,7 +47,7 @@ class Rig:
         self.stage = Stage()
 
         def start(device: torch.device, base: BaseShape) -> Assistant:
-            return Assistant(ThreadStream(), base, num_workers=1, serve=self.stage.source)
+            return Assistant(ThreadStream(), base, num_workers=1, serve=self.stage.source, patience_s=600.0)
 
         config = EngineConfig(
             model=ModelConfig(model=str(folders["base"]), device="cpu"),
