@@ -13,6 +13,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.options import check_options, option
+from manylora.web_config import WebConfig
 
 __all__ = [
     "DEFAULT_HOST_BYTES",
@@ -181,6 +182,12 @@ class AdapterConfig:
     )
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
+    read_timeout_s: float = option(
+        120.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
+    )
+    real_roots: tuple[str, ...] | None = option(
+        None, help="Real paths of the folders in which all files of adapters must lie; by default anywhere."
+    )
     adapter_dtype: str = _adapters(
         "auto",
         choices=_DTYPES,
@@ -328,6 +335,7 @@ class ServerConfig:
     """The HTTP server, and its fleet of engines."""
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    web: WebConfig = field(default_factory=WebConfig)
     host: str = _http("127.0.0.1", help="Address to listen on.")
     port: int = _http(8000, at_least=0, at_most=65535, help="Port; 0 picks a free one.")
     api_keys: tuple[str, ...] = _http(

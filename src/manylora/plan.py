@@ -142,12 +142,15 @@ class StepResult:
             step, or whose logits were not finite. They have no token, and their KV is not valid; the other sequences of
             the step are not affected.
         prompt_logprobs: A row for each of the plan's ``prompt_rows``, by ``seq_id``; none for failed sequences.
+        cpu_share: Share of the layers, over the assisted sequences, that the CPU computed; the device took over the
+            others.
     """
 
     tokens: dict[int, SampledToken] = field(default_factory=dict)
     device_s: float | None = None
     failed: dict[int, str] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    cpu_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -377,7 +377,7 @@ class EngineCore:
                 answer(sequence, tokens[part.seq_id], now)
         self._counters.steps += 1
         took_s = now - step.began_at
-        if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s):
+        if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s, result.cpu_share):
             self._costs.step.observe(step.num_tokens, took_s)
             self._running.took(step.load, took_s)
             if step.rank_load is not None:

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from manylora.execution.assist.take_over import Coming, TakeOver
 from manylora.execution.attention.step import AttentionKernel, TorchAttentionKernel
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps, make_device_ops
+from manylora.execution.lora.assisted import Assist
 from manylora.execution.lora.batch import ArrivingBatch, LoraBatch, LoraSegment, StepContext, StepLora
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.head import RecordedPass
@@ -39,6 +41,7 @@ NOT_FINITE = "the logits of the next token are not finite: the weights overflow 
 
 _NONE: Mapping[AdapterKey, ResidentAdapter] = {}
 _NONE_ARRIVING: Mapping[AdapterKey, ArrivingAdapter] = {}
+_NONE_COMING: Mapping[AdapterKey, Coming] = {}
 
 _LOST = "a worker on the CPU failed while it computed the adapter's part of a step"
 
@@ -107,6 +110,7 @@ class ModelRunner:
         plan: StepPlan,
         in_host: Mapping[AdapterKey, ResidentAdapter] = _NONE,
         arriving: Mapping[AdapterKey, ArrivingAdapter] = _NONE_ARRIVING,
+        coming: Mapping[AdapterKey, Coming] = _NONE_COMING,
     ) -> StepResult:
         """Run the step and return its tokens.
 
@@ -115,6 +119,8 @@ class ModelRunner:
             in_host: The adapters that it reads from host memory.
             arriving: The adapters that it has to wait for, group by group. The sequences of one that does not arrive
                 have failed; the others are not affected.
+            coming: The loads of adapters that it reads from host memory: the device takes over the groups that arrive
+                in time from the assistant.
         """
         self._sampler.release(plan.released)
         self._attention.release(plan.released)
@@ -124,8 +130,12 @@ class ModelRunner:
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
         elsewhere = {**in_host, **{key: one.weights for key, one in arriving.items()}} if arriving else in_host
         segments, assisted = self._segments(sequences, elsewhere, in_host)
-        lora = self._lora_batch(segments)
-        assist = self._begin_assist(assisted)
+        lora: StepLora | None = self._lora_batch(segments)
+        assist = self._begin_assist(tuple(assisted.values()))
+        take_over = None
+        if assist is not None and coming:
+            loads = [coming.get(key) for key in assisted]
+            lora = take_over = TakeOver(segments, assist, loads, self._make_batch)
         is_recorded = bool(plan.prompt_rows)
         failed: dict[int, str] = {}
         try:
@@ -133,12 +143,12 @@ class ModelRunner:
             if arriving:
                 assert lora is not None, "the adapters on their way are those of sequences"
                 waiting = ArrivingBatch(lora, tuple(arriving.values()))
-                logits = self._forward(sequences, waiting, assist, is_recorded=is_recorded)
+                logits = self._forward(sequences, waiting, take_over or assist, is_recorded=is_recorded)
                 failed = {s.seq_id: error for s in sequences if (error := _error_of(s, arriving)) is not None}
             elif self._graphs is not None and assist is None:
                 logits = self._graphs.run(sequences, segments)
             if logits is None:
-                logits = self._forward(sequences, lora, assist, is_recorded=is_recorded)
+                logits = self._forward(sequences, lora, take_over or assist, is_recorded=is_recorded)
             if failed:
                 kept = tuple(s for s in plan.sequences if s.seq_id not in failed)
                 plan = replace(plan, sequences=kept, released=())
@@ -157,7 +167,8 @@ class ModelRunner:
             failed |= unreported
         if failed:
             tokens = {key: token for key, token in tokens.items() if key not in failed}
-        return StepResult(tokens=tokens, failed=failed, prompt_logprobs=reported)
+        cpu_share = take_over.cpu_share if take_over is not None else 1.0
+        return StepResult(tokens=tokens, failed=failed, prompt_logprobs=reported, cpu_share=cpu_share)
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor, sampled: Sequence[PlannedSequence]
@@ -240,7 +251,7 @@ class ModelRunner:
         self,
         sequences: Sequence[PlannedSequence],
         lora: StepLora | None,
-        assist: AssistedStep | None,
+        assist: Assist | None,
         *,
         is_recorded: bool,
     ) -> torch.Tensor:
@@ -268,10 +279,10 @@ class ModelRunner:
         sequences: Sequence[PlannedSequence],
         elsewhere: Mapping[AdapterKey, ResidentAdapter],
         in_host: Mapping[AdapterKey, ResidentAdapter],
-    ) -> tuple[tuple[LoraSegment, ...], tuple[LoraSegment, ...]]:
-        """Return the step's segments: those of the kernels here, and those that the assistant computes."""
+    ) -> tuple[tuple[LoraSegment, ...], dict[AdapterKey, LoraSegment]]:
+        """Return the step's segments: those of the kernels here, and by adapter those that the assistant computes."""
         segments: list[LoraSegment] = []
-        assisted: list[LoraSegment] = []
+        assisted: dict[AdapterKey, LoraSegment] = {}
         row = sampled = first = 0
         while first < len(sequences):
             key = sequences[first].adapter
@@ -282,10 +293,13 @@ class ModelRunner:
                 last += 1
             if key is not None:
                 weights = elsewhere[key] if key in elsewhere else self._resident[key]
-                chosen = assisted if self._assistant is not None and key in in_host else segments
-                chosen.append(LoraSegment(weights, start, row, sampled_start, sampled))
+                segment = LoraSegment(weights, start, row, sampled_start, sampled)
+                if self._assistant is not None and key in in_host:
+                    assisted[key] = segment
+                else:
+                    segments.append(segment)
             first = last
-        return tuple(segments), tuple(assisted)
+        return tuple(segments), assisted
 
     def _lora_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
         """Return the batch of these segments, ``None`` when there are none."""
@@ -294,6 +308,12 @@ class ModelRunner:
         elif self._last_lora is None or self._last_lora.segments != segments:
             self._last_lora = LoraBatch(segments, self._space)
         return self._last_lora
+
+    def _make_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
+        """Return a batch of these segments, for one step unless it is the last one's."""
+        if self._last_lora is not None and self._last_lora.segments == segments:
+            return self._last_lora
+        return LoraBatch(segments, self._space) if segments else None
 
 
 def _error_of(sequence: PlannedSequence, arriving: Mapping[AdapterKey, ArrivingAdapter]) -> str | None:

@@ -288,13 +288,21 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An ended request, for histograms; ``adapter`` is a name, empty for the base."""
+    """An ended request, for histograms; ``adapter`` is a name, empty for the base.
+
+    ``prefill_s`` is from the admission to the first token and ``decode_s`` from there to the end; ``None`` for a
+    request that ended before. ``max_tokens`` is the limit in effect.
+    """
 
     adapter: str
     reason: str
     e2e_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
+    max_tokens: int = 0
+    prefill_s: float | None = None
+    decode_s: float | None = None
 
 
 class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -308,6 +316,7 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
         device_loads_s: Durations of adapter copies to the device.
         host_loads_s: Durations of adapter reads to the host tier.
         num_failed_loads: Loads that failed.
+        step_tokens: Tokens of each step.
     """
 
     queue_s: list[float] = msgspec.field(default_factory=list)
@@ -317,6 +326,7 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
     device_loads_s: list[float] = msgspec.field(default_factory=list)
     host_loads_s: list[float] = msgspec.field(default_factory=list)
     num_failed_loads: int = 0
+    step_tokens: list[int] = msgspec.field(default_factory=list)
 
 
 class StartReport(msgspec.Struct, frozen=True, kw_only=True):

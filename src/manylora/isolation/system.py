@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["MACHINE", "SYSTEM_CALLS", "prctl", "system_call", "unshare"]
+__all__ = ["MACHINE", "SYSTEM_CALLS", "keep_capabilities", "prctl", "system_call", "unshare"]
 
 MACHINE = platform.machine() if platform.system() == "Linux" else ""
 
@@ -71,6 +72,31 @@ def prctl(option: int, *arguments: int) -> int:
     """
     values = [ctypes.c_ulong(one) for one in (*arguments, 0, 0, 0, 0)[:4]]
     return _checked(_libc.prctl(option, *values))
+
+
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapabilitySets(ctypes.Structure):
+    _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
+
+
+def keep_capabilities(kept: Iterable[int]) -> None:
+    """Drop every capability of this thread but those of some numbers that it has.
+
+    Raises:
+        OSError: The kernel refused it.
+    """
+    header = _CapabilityHeader(version=0x20080522, pid=0)
+    sets = (_CapabilitySets * 2)()
+    _checked(_libc.capget(ctypes.byref(header), sets))
+    wanted = sum(1 << number for number in kept)
+    for place, one in enumerate(sets):
+        one.permitted &= wanted >> 32 * place & 0xFFFFFFFF
+        one.effective = one.permitted
+        one.inheritable = 0
+    _checked(_libc.capset(ctypes.byref(header), sets))
 
 
 def unshare(flags: int) -> None:

@@ -216,7 +216,10 @@ class RunningSet:
 
     def _spend(self, sequence: Sequence, budget: StepBudget) -> int:
         """Return how many tokens of a prompt go into the step, and subtract them from the budget."""
-        num_tokens = self._composition.chunk(sequence.num_to_run, budget.room_for(sequence))
+        room = budget.room_for(sequence)
+        if sequence.placement is IN_HOST:
+            room = self._cold_starts.room_for(sequence, room)
+        num_tokens = self._composition.chunk(sequence.num_to_run, room)
         budget.spend(sequence, num_tokens)
         return num_tokens
 

@@ -30,7 +30,7 @@ from manylora.errors import ConfigError
 from manylora.hosting.functions.messages import Backbone, Fork, frame, frames_of
 from manylora.hosting.protocol import Fault, Message, Ready, Refused, StartReport, decode_command, encode
 from manylora.hosting.service import BuildParts, EngineService
-from manylora.isolation import Confinement, Measure, confine
+from manylora.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine
 from manylora.isolation.system import prctl
 from manylora.ports import EngineParts, SharedBase
 
@@ -39,7 +39,6 @@ __all__ = ["Stages", "live_builder", "run_function"]
 _SET_PARENT_DEATH_SIGNAL = 1
 
 PACKAGE = Path(__file__).resolve().parents[2]
-READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from manylora.server.api.models import json_response
 from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.errors import HttpError
 
-__all__ = ["admin_routes"]
+__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "admin_routes"]
 
 
 class LoadBody(msgspec.Struct, kw_only=True):

@@ -69,6 +69,7 @@ class Answers:
         requests: Prompts in order, ``num_answers`` requests for each.
         num_answers: Answers per prompt.
         details: The details of the response.
+        count: Called with the numbers of tokens of the answers of each prompt, once all have finished.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class Answers:
         *,
         num_answers: int,
         details: Details = NO_DETAILS,
+        count: Callable[[Sequence[int]], None] = lambda num_tokens: None,
     ) -> None:
+        self._count = count
         self._fleet = fleet
         self._requests = requests
         self._num_answers = num_answers
@@ -145,6 +148,10 @@ class Answers:
             finally:
                 watcher.cancel()
                 self._cancel_unfinished()
+                if not self._num_unfinished:
+                    num_tokens = [answer.num_tokens for answer in self._answers.values()]
+                    for first in range(0, len(num_tokens), self._num_answers):
+                        self._count(num_tokens[first : first + self._num_answers])
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once."""

@@ -77,7 +77,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def read_body(request: Request, body: type[Body]) -> Body:
-    """Read and check the body of a request.
+    """Read and check the body of a request; an alias of the base is replaced by its name.
 
     Raises:
         HttpError: 415 for another media type; 413 above ``max_body_bytes``; 400 if the client disconnected.
@@ -103,4 +103,9 @@ async def read_body(request: Request, body: type[Body]) -> Body:
             raise HttpError(400, "The body ended early") from None
     if num_bytes > max_bytes:
         raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
-    return parse(b"".join(parts), body)
+    made = parse(b"".join(parts), body)
+    if (aliases := context.config.web.aliases) and isinstance(model := getattr(made, "model", None), str):
+        name, colon, adapter = model.partition(":")
+        if name in aliases and model not in context.fleet.adapters.loaded:
+            made.model = context.fleet.served_name + colon + adapter  # type: ignore[attr-defined]
+    return made

@@ -141,6 +141,8 @@ async def submit(
     check_lengths(context, prompts)
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
+    if (sampling.logprobs or 0) > (most := context.config.web.max_logprobs):
+        raise RequestError(f"Got {sampling.logprobs} log-probabilities, expected at most {most}", param="logprobs")
     if sampling.constraint is not None:
         await _check(sampling.constraint, constraint_param or constraint_field(body))
     answer_id = id_prefix + uuid.uuid4().hex
@@ -158,7 +160,14 @@ async def submit(
         for index, prompt in enumerate(prompts)
         for choice in range(num_answers)
     ]
-    answers = Answers(context.fleet, context.tokenizer, requests, num_answers=num_answers, details=details)
+    answers = Answers(
+        context.fleet,
+        context.tokenizer,
+        requests,
+        num_answers=num_answers,
+        details=details,
+        count=context.metrics.count_answers,
+    )
     await answers.start()
     return answers, {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
 

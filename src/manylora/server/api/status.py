@@ -1,4 +1,6 @@
-"""``GET /status``: the engines and the last minute in one call, for ``manylora top`` and dashboards.
+"""The state of the server: ``/status``, ``/load``, ``/server_info``, and the end of one engine.
+
+``GET /status`` has the engines and the last minute in one call, for ``manylora top`` and dashboards.
 
 The report names adapters and their use, so it needs the admin key. The caller limits the number of adapters, so that a
 live view that asks every second costs the engine little.
@@ -106,6 +108,35 @@ def _number(text: str | None, param: str, default: float) -> int:
     return int(text)
 
 
+async def load(request: Request) -> Response:
+    """``GET /load``: HTTP requests that are being answered, as vLLM's ``server_load``."""
+    return json_response({"server_load": context_of(request).fleet.num_in_flight})
+
+
+async def server_info(request: Request) -> Response:
+    """``GET /server_info``: versions and the configuration, without keys."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    packages = ("manylora", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
+    server = dataclasses.asdict(context.config)
+    server["api_keys"] = len(context.config.api_keys)
+    server["admin_key"] = context.config.admin_key is not None
+    return json_response(
+        {
+            "versions": {package: _version(package) for package in packages},
+            "engine": dataclasses.asdict(context.engine_config),
+            "server": server,
+        }
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 async def drain_replica(request: Request) -> Response:
     """``POST /replicas/{index}/drain?timeout=30``: end one engine; its requests finish in that time, or move on."""
     context = context_of(request)
@@ -117,5 +148,7 @@ async def drain_replica(request: Request) -> Response:
 
 status_routes = [
     Route("/status", status, methods=["GET"]),
+    Route("/load", load, methods=["GET"]),
+    Route("/server_info", server_info, methods=["GET"]),
     Route("/replicas/{index:int}/drain", drain_replica, methods=["POST"]),
 ]

@@ -113,17 +113,18 @@ class SimulatedExecutor:
     def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
         """Start a step."""
         tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
-        result = StepResult(tokens=tokens, prompt_logprobs=synthetic_prompt_logprobs(plan, self._vocab_size))
         begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
         factor = 1.0 if self._speed is None else self._speed.factor(begins_at)
         # A sequence is cold only while its adapter is on its way to the device.
         is_copying = now < self._link_free_at[Tier.DEVICE]
         if is_copying and (cold := cold_sequences(plan)):
-            ready_at = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
+            ready_at, cpu_share = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
         else:
-            ready_at = begins_at + self._cost.step_time_s(plan) * factor
+            ready_at, cpu_share = begins_at + self._cost.step_time_s(plan) * factor, 0.0
         for tier in self._interference:
             ready_at = self._delayed(ready_at, tier, begins_at, self._link_free_at[tier])
+        prompt_logprobs = synthetic_prompt_logprobs(plan, self._vocab_size)
+        result = StepResult(tokens=tokens, prompt_logprobs=prompt_logprobs, cpu_share=cpu_share)
         self._steps = [*self._steps[-1:], SimulatedWork(ready_at, result, begins_at)]
         return self._steps[-1]
 
