@@ -200,7 +200,7 @@ def test_adapters_that_are_read_in_other_ways(
     answers = engine.generate([p for p, _ in jobs], adapter=[adapter for _, adapter in jobs], sampling=scored())
     for (prompt, adapter), answer in zip(jobs, answers, strict=True):
         oracle.check(prompt, adapter, answer)
-    used = {status.mode.value: status.num_started for status in engine.stats().cold_starts}
+    used = {status.mode: status.num_starts for status in engine.stats().cold_starts}
     assert used.get(str(options.get("cold_start")), 1) > 0
 
 
