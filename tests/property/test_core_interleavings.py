@@ -39,7 +39,8 @@ DISCIPLINES: list[dict[str, object]] = [
     {"step_composition": "s-lora-each-step"},
     {"step_composition": "whole-prompts"},
     {"step_composition": "s-lora-chunked"},
-    {"step_composition": "s-lora", "reserve_output": True},
+    {"step_composition": "s-lora", "reserve_output": "whole"},
+    {"step_composition": "s-lora", "reserve_output": "peak"},
     {"plan_ahead": True, "step_composition": "whole-prompts"},
     {"plan_ahead": True, "step_composition": "s-lora-each-step"},
 ]

@@ -287,7 +287,7 @@ class EngineCore:
             stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
             seed=seed,
             arrived_at=now,
-            reserves_output=self._scheduler.reserve_output,
+            reserves_output=self._scheduler.reserve_output == "whole",
         )
         self._next_seq_id += 1
         self._sequences[request.request_id] = sequence

@@ -5,10 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["MACHINE", "SYSTEM_CALLS", "keep_capabilities", "prctl", "system_call", "unshare"]
+__all__ = [
+    "MACHINE",
+    "SYSTEM_CALLS",
+    "end_with_parent",
+    "keep_capabilities",
+    "prctl",
+    "system_call",
+    "unshare",
+]
 
 MACHINE = platform.machine() if platform.system() == "Linux" else ""
 
@@ -44,6 +53,8 @@ SYSTEM_CALLS: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 """Numbers of system calls, by machine."""
+
+_SET_PARENT_DEATH_SIGNAL = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -106,3 +117,8 @@ def unshare(flags: int) -> None:
         OSError: The kernel refused it.
     """
     _checked(_libc.unshare(flags))
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, even while this process is stopped."""
+    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -27,6 +27,7 @@ from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.status import Counters
 from manylora.engine.steps.budget import StepBudget, target_s
+from manylora.engine.steps.peak import peak_pages
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
 from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, Placement
@@ -295,6 +296,8 @@ class RunningSet:
 
     def _try_admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
         """Admit a waiting sequence if its adapter is where a step can read it and its KV has room."""
+        if self._scheduler.reserve_output == "peak" and not self._fits_at_peak(sequence):
+            return Outcome.NO_PAGES
         placement, was_resident = ON_DEVICE, True
         if (version := sequence.version) is not None:
             if self._is_capped(sequence):
@@ -325,6 +328,17 @@ class RunningSet:
             self._cache.hold(sequence.adapter, now, placement)
             self._cache.unwant(sequence.adapter, now)
         return Outcome.ADMITTED
+
+    def _fits_at_peak(self, sequence: Sequence) -> bool:
+        """Whether all running sequences and this one can run to their longest answers, their adapters beside them."""
+        if not self._running:
+            return True  # alone it fits, or it would have been refused on arrival
+        together = [*self._running, sequence]
+        adapters = {one.adapter: one.num_adapter_pages for one in together}
+        # The last token needs no KV.
+        lengths = ((one.num_tokens, max(0, one.max_tokens - one.num_output_tokens - 1)) for one in together)
+        num_pages = self._page_cache.allocator.num_pages - sum(adapters.values())
+        return peak_pages(lengths, self._memory.block_size) <= num_pages
 
     def _start_cold(
         self, sequence: Sequence, version: AdapterVersion, residency: Residency, now: float, depth: Depth

@@ -54,8 +54,9 @@ def prepare_grouped(adapter: ResidentAdapter) -> None:
     Else the first step of the adapter does it: a millisecond for each sequence of that step.
     """
     kernels = find_compiled()
-    for weights in adapter.groups.values() if kernels is not None else ():
-        kernels.prepare(weights)
+    if kernels is not None:
+        for weights in adapter.groups.values():
+            kernels.prepare(weights)
 
 
 def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
