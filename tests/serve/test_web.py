@@ -109,9 +109,10 @@ def test_aliases_are_the_base(web: httpx.Client) -> None:
 
 
 def test_most_logprobs(web: httpx.Client) -> None:
-    assert web.post("/v1/completions", json={**ASK, "logprobs": 3}).status_code == 200
-    refused = web.post("/v1/completions", json={**ASK, "logprobs": 4})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+    for field in ("logprobs", "prompt_logprobs"):
+        assert web.post("/v1/completions", json={**ASK, field: 3}).status_code == 200
+        refused = web.post("/v1/completions", json={**ASK, field: 4})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
 
 
 def test_the_server_s_chat_template(web: httpx.Client) -> None:

@@ -12,7 +12,14 @@ from text_tokenizers import make_huggingface
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from manylora import Engine, Generation, SamplingParams
+from manylora.adapters.shape import BaseShape
+from manylora.clock import Clock
+from manylora.config import EngineConfig
 from manylora.execution import prompt_rows
+from manylora.execution.assist.exchange import Assistant
+from manylora.execution.assist.stream import ThreadStream
+from manylora.execution.build import build_parts
+from manylora.ports import EngineParts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 
@@ -108,6 +115,15 @@ def oracle(model_path: Path, adapter_paths: dict[str, Path]) -> Oracle:
     return Oracle(model_path, adapter_paths)
 
 
+def with_workers(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Build an engine whose adapters in host memory are computed by workers, as beside a GPU."""
+
+    def start(device: torch.device, base: BaseShape) -> Assistant:
+        return Assistant(ThreadStream(), base, num_workers=2)
+
+    return build_parts(config, clock, open_assistant=start)
+
+
 def scored(num_top: int = NUM_TOP, max_tokens: int = 1) -> SamplingParams:
     return SamplingParams(prompt_logprobs=num_top, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
@@ -159,6 +175,33 @@ def test_preemptions_lose_and_double_no_row(make: Callable[..., Engine], oracle:
     assert engine.stats().num_preemptions > 0
     for (prompt, adapter), answer in zip(jobs, answers, strict=True):
         oracle.check(prompt, adapter, answer)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cold_start": "assist"},
+        {"cold_start": "layers"},
+        {"lora_kernel": "ragged", "attention_kernel": "triton"},
+        {"build": with_workers, "cold_start": "assist"},
+    ],
+    ids=["from the host", "by layers", "triton", "by workers"],
+)
+def test_adapters_that_are_read_in_other_ways(
+    make: Callable[..., Engine], oracle: Oracle, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    if "lora_kernel" in options:
+        pytest.importorskip("triton")
+    if "build" in options:
+        pytest.importorskip("numba")
+    monkeypatch.setattr(prompt_rows, "SLICE_LOGITS", 7 * len(make_huggingface("byte_level")))
+    engine = make(max_num_batched_tokens=16, **options)
+    jobs = [(prompt_of(25, seed), adapter) for seed, adapter in enumerate(("two", None, "one", "two"))]
+    answers = engine.generate([p for p, _ in jobs], adapter=[adapter for _, adapter in jobs], sampling=scored())
+    for (prompt, adapter), answer in zip(jobs, answers, strict=True):
+        oracle.check(prompt, adapter, answer)
+    used = {status.mode: status.num_starts for status in engine.stats().cold_starts}
+    assert used.get(str(options.get("cold_start")), 1) > 0
 
 
 @pytest.mark.parametrize(

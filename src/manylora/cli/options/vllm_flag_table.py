@@ -118,7 +118,6 @@ _REFUSED: Mapping[str, str] = {
     "the environment variable HF_TOKEN has the key of the hub": "--hf-token",
     "requests bring text, and answers are text": "--skip-tokenizer-init --tokens-only",
     "requests bring them": "--default-chat-template-kwargs --return-tokens-as-token-ids --enable-force-include-usage",
-    "a template is a program; --chat-template gives the server's": "--trust-request-chat-template",
     "templates always show the tools": "--exclude-tools-when-tool-choice-none",
     "formats of tool calls are built in; --tool-call-parser names one": "--tool-parser-plugin --tool-server",
     "formats of reasoning are built in; --reasoning-parser names one": "--reasoning-parser-plugin",
@@ -158,7 +157,7 @@ _SAME = """
     --generation-config --gpu-memory-utilization --host --lora-modules --max-cpu-loras --max-logprobs --max-loras
     --max-model-len --max-num-batched-tokens --max-num-seqs --port --reasoning-parser --revision --root-path --seed
     --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --tokenizer
-    --tool-call-parser --trust-remote-code --uds
+    --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
 """
 SAME_NAMES = tuple(_SAME.split())
 """Flags that mean the same here (``--config`` reads TOML)."""

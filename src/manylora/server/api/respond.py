@@ -141,8 +141,10 @@ async def submit(
     check_lengths(context, prompts)
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
-    if (sampling.logprobs or 0) > (most := context.config.web.max_logprobs):
-        raise RequestError(f"Got {sampling.logprobs} log-probabilities, expected at most {most}", param="logprobs")
+    most = context.config.web.max_logprobs
+    for param, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if (num_top or 0) > most:
+            raise RequestError(f"Got {num_top} log-probabilities, expected at most {most}", param=param)
     if sampling.constraint is not None:
         await _check(sampling.constraint, constraint_param or constraint_field(body))
     answer_id = id_prefix + uuid.uuid4().hex
