@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.queue_wait import QueueWait
 from manylora.engine.status import Counters
 from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
@@ -30,6 +31,7 @@ class Answers:
     Args:
         sequences: All requests in flight by id; one that ends is removed.
         predictor: Learns the lengths of answers.
+        queue_wait: Forgets requests that ended.
         counters: Counts answers and their tokens.
     """
 
@@ -41,6 +43,7 @@ class Answers:
         policy: Policy,
         cache: AdapterCache,
         predictor: LengthPredictor,
+        queue_wait: QueueWait,
         counters: Counters,
         emit: EventSink,
     ) -> None:
@@ -49,6 +52,7 @@ class Answers:
         self._policy = policy
         self._cache = cache
         self._predictor = predictor
+        self._queue_wait = queue_wait
         self._counters = counters
         self._emit = emit
         self._outputs: list[Output] = []
@@ -125,6 +129,7 @@ class Answers:
             self._counters.answers += 1
             self._counters.answer_tokens += sequence.num_output_tokens
         self._running.forget(sequence)
+        self._queue_wait.ended(sequence)
         request_id = sequence.request.request_id
         del self._sequences[request_id]
         self._released.append(sequence.seq_id)
