@@ -23,11 +23,17 @@ from manylora.hosting.logs import configure_logging
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.hosting.service import EngineService
 
-__all__ = ["main", "pack_setup"]
+__all__ = ["bound_primitive_caches", "main", "pack_setup"]
 
 EXIT_BROKEN = 1
 EXIT_REFUSED = 3
 EXIT_ORPHANED = 4
+
+PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Variables that bound the caches of oneDNN, and of the layer between it and torch; either alone bounds nothing."""
+
+NUM_PRIMITIVES = 128
+"""Those of about twenty sizes of a step, in 100 MB."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +67,24 @@ def _receive(context: zmq.Context[zmq.Socket[bytes]], address: str, service: Eng
         socket.close(linger=0)
 
 
+def bound_primitive_caches() -> None:
+    """Bound the memory of compiled products, unless the environment does; call it before torch is imported.
+
+    oneDNN compiles a product for every number of rows that it meets, and keeps half a megabyte for each, up to 1024 by
+    default; torch's layer above keeps as many again. Prompts of all lengths fill both with products that do not come
+    back, while those of decoding are used in every step.
+    """
+    for variable in PRIMITIVE_CACHES:
+        os.environ.setdefault(variable, str(NUM_PRIMITIVES))
+
+
 def main() -> int:
     """Run one engine until the parent ends or the engine fails; return the exit code."""
     setup = _read_setup()
     configure_logging(setup.log_level, "engine")
     if setup.engine.num_threads is not None:  # before the libraries that read it are imported
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.engine.num_threads))
+    bound_primitive_caches()
     # Ctrl-C is handled by the API process, which drains and then closes our standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sockets = Path(setup.messages_address.removeprefix("ipc://")).parent
