@@ -16,6 +16,7 @@ from manylora.cli.commands.bench import bench_app
 from manylora.cli.commands.calibrate import calibrate
 from manylora.cli.commands.demo import demo
 from manylora.cli.commands.experiment import experiment_app
+from manylora.cli.commands.functions import functions_app
 from manylora.cli.commands.generate import generate
 from manylora.cli.commands.plan import plan_command
 from manylora.cli.commands.route import route
@@ -42,6 +43,7 @@ app.command(cls=ServeCommand)(serve)
 app.command()(route)
 app.command()(generate)
 app.command()(backbone)
+app.add_typer(functions_app, name="functions")
 app.add_typer(adapters_app, name="adapters")
 app.command()(calibrate)
 app.command()(top)

@@ -17,9 +17,9 @@ import msgspec
 from starlette.types import Receive
 
 from manylora.errors import EngineDead, ManyloraError
-from manylora.hosting.fleet import Fleet
 from manylora.hosting.output_stream import Flush, OutputStream
 from manylora.server.errors import hide_paths
+from manylora.server.served import ServedFleet
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
 
@@ -69,7 +69,9 @@ class Answers:
         num_answers: Answers per prompt.
     """
 
-    def __init__(self, fleet: Fleet, tokenizer: Tokenizer, requests: Sequence[Request], *, num_answers: int) -> None:
+    def __init__(
+        self, fleet: ServedFleet, tokenizer: Tokenizer, requests: Sequence[Request], *, num_answers: int
+    ) -> None:
         self._fleet = fleet
         self._requests = requests
         self._num_answers = num_answers

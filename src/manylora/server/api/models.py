@@ -48,7 +48,7 @@ async def list_models(request: Request) -> Response:
     content = context.model_list.get(adapters.num_changes)
     if content is None:
         loaded = adapters.loaded
-        cards = [_card(context, context.fleet.served_name)]
+        cards = [_card(context, context.fleet.served_name)] if context.serves_base else []
         cards += [_card(context, name, loaded[name]) for name in loaded]
         content = msgspec.json.encode({"object": "list", "data": cards})
         context.model_list.clear()
@@ -62,7 +62,7 @@ async def get_model(request: Request) -> Response:
     context.gate.check_inference(request)
     context.fleet.check_serving()
     name, served_name, loaded = request.path_params["name"], context.fleet.served_name, context.fleet.adapters.loaded
-    if name == served_name:
+    if name == served_name and context.serves_base:
         return json_response(_card(context, name))
     for known in (name, name.removeprefix(f"{served_name}:")):
         if known in loaded:
@@ -125,7 +125,9 @@ async def metrics(request: Request) -> Response:
         snapshots = await context.fleet.snapshots(only_in_use=True)
     except ManyloraError:  # no engine serves: metrics of the API process alone
         snapshots = {}
-    return Response(context.metrics.render(context.fleet, snapshots), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        context.metrics.render(context.fleet, snapshots, context.functions()), media_type=CONTENT_TYPE_LATEST
+    )
 
 
 model_routes = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +22,13 @@ from starlette.requests import ClientDisconnect, Request
 
 from manylora.config import EngineConfig, ServerConfig
 from manylora.errors import RequestError
-from manylora.hosting.fleet import Fleet
+from manylora.functions.wire import FunctionState
 from manylora.server.api.schemas import SamplingFields
 from manylora.server.auth import Gate
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
+from manylora.server.served import ServedFleet
 from manylora.text import Tokenizer
 
 __all__ = ["REFUSED", "Context", "context_of", "parse", "read_body"]
@@ -80,11 +81,13 @@ class Context:
         monotonic_s: Returns a time in seconds that never steps back.
         model_list: The answer of ``/v1/models``, under the number of changes of the adapters at the time; routers ask
             for it every few seconds.
+        serves_base: Whether the base is a model of its own.
+        functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
     """
 
     engine_config: EngineConfig
     config: ServerConfig
-    fleet: Fleet
+    fleet: ServedFleet
     tokenizer: Tokenizer
     gate: Gate
     settings: ModelSettings
@@ -95,6 +98,8 @@ class Context:
     epoch_s: Callable[[], float]
     monotonic_s: Callable[[], float]
     model_list: dict[int, bytes] = field(default_factory=dict)
+    serves_base: bool = True
+    functions: Callable[[], Sequence[FunctionState]] = tuple
 
 
 def context_of(request: Request) -> Context:
