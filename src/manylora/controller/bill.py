@@ -10,7 +10,7 @@ from typing import TextIO
 from manylora.controller.store import Bucket, MachineBucket
 from manylora.functions.billing import PLATFORM, PriceList, Usage
 
-__all__ = ["PLATFORM_NAME", "Bill", "Line", "make_bill", "write_csv"]
+__all__ = ["COLUMNS", "PLATFORM_NAME", "Bill", "Line", "make_bill", "write_csv"]
 
 PLATFORM_NAME = "(platform)"
 COLUMNS = (

@@ -28,11 +28,12 @@ from manylora.errors import ConfigError
 from manylora.functions.billing import PriceList
 
 __all__ = [
+    "MAX_FUNCTIONS",
     "BackboneSpec",
     "Deployment",
     "FunctionSpec",
+    "Name",
     "NodeSpec",
-    "Price",
     "check_function",
     "read_deployment",
     "read_prices_file",
@@ -47,7 +48,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][
 PathText = Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[^\x00]+$")]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]
 Bytes = Annotated[int, Meta(ge=1, le=2**50)]
-Price = Annotated[float, Meta(ge=0.0, le=1e6)]
 
 T = TypeVar("T")
 

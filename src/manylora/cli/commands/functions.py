@@ -24,8 +24,8 @@ from manylora.functions.wire import Overview
 
 __all__ = ["functions_app"]
 
-_FLAGS = flags_of(ServerConfig)
-_PANELS = ("HTTP", "Debugging")
+_FLAGS = tuple(flag for flag in flags_of(ServerConfig) if flag.known.panel == "HTTP")
+_PANELS = ("HTTP",)
 
 functions_app = typer.Typer(help="Serve adapters as isolated functions over shared bases.", no_args_is_help=True)
 
