@@ -63,8 +63,7 @@ class Dispatch:
             await self._default(scope, receive, send)
 
     def _app_of(self, model: str) -> ASGIApp:
-        backbone = self._backbone_of(model)
-        return self._default if backbone is None else self._apps[backbone]
+        return self._apps.get(self._backbone_of(model) or "", self._default)
 
     async def _read(self, receive: Receive) -> tuple[bytes, Receive]:
         """Return the body as far as it may go, and a ``receive`` that begins again."""

@@ -1,9 +1,12 @@
-"""What a node is to hold, and the node of a function: the problem of pre-loading, from measured times and sizes.
+r"""What a node is to hold, and the node of a function: the problem of pre-loading, from measured times and sizes.
 
 On a CPU the artefacts of a function are its backbone in sealed memory, a zygote over it with libraries and kernels
-ready, its adapter's file in the page cache, and its process, awake. Each needs the one before it on its node::
+ready, and its adapter's file in the page cache, or its process, awake::
 
-    backbone:B ---> libraries:B ---> adapter:F ---> process:F
+    backbone:B ---> libraries:B ---> adapter:F
+                                \--> process:F
+
+A process has read its adapter, so it saves that time as well, and does not need the file.
 
 The same choice runs for live nodes and in a simulation.
 """
@@ -41,7 +44,7 @@ class Wanted:
         backbone: Its backbone.
         requests_per_s: Rate of its requests.
         adapter: Its adapter's file.
-        process: Its process, once the adapter's file is in memory.
+        process: Its process; the time without that of the adapter.
     """
 
     name: str
@@ -86,8 +89,8 @@ def choose_holding(
     for one in functions:
         needs = hold_name("libraries", one.backbone)
         artefacts.append(_artefact("adapter", one.name, one.adapter, one.requests_per_s, needs))
-        needs = hold_name("adapter", one.name)
-        artefacts.append(_artefact("process", one.name, one.process, one.requests_per_s, needs))
+        process = Load(one.process.num_bytes, one.process.took_s + one.adapter.took_s)
+        artefacts.append(_artefact("process", one.name, process, one.requests_per_s, needs))
     places = tuple(
         Place(name=node.name, memory=Memory.HOST, node=node.name, free_bytes=node.free_bytes) for node in nodes
     )

@@ -6,8 +6,9 @@
                                     |
                                     +--error--> failed --a while later--> asleep
 
-Requests wait here until they leave as a batch (``functions.batching``). On a device that is idle a batch leaves at
-once, for nothing is gained by waiting; so do requests of a function that runs, whose next step takes them in.
+Requests wait here until they leave as a batch (``functions.batching``). They leave at once if nothing is gained by
+waiting: on an idle device, if no other request is expected in time, and if the function runs, so that its next step
+takes them in.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ RETRY_AFTER_S = 5.0
 
 RESTARTING_S = 0.1
 """Seconds between two looks at a process that is restarted."""
+
+UNREAD_BYTES = 32 << 20
+"""Memory that a process is expected to take before it was ever read; a pool is taken as it is used."""
 
 FIRST_GUESS = FirstTokenTime(alone_s=0.1, each_s=0.02)
 
@@ -155,7 +159,7 @@ class FunctionInstance:
     @property
     def reserved_bytes(self) -> int:
         """Memory that its process takes, or is expected to."""
-        return self.own_bytes or self.spec.kv_bytes // 4 + self.spec.adapter_bytes // 4
+        return self.own_bytes or UNREAD_BYTES + self.spec.adapter_bytes // 4
 
     @property
     def pid(self) -> int | None:
@@ -273,7 +277,7 @@ class FunctionInstance:
             num_batches = self._node.num_running_beside(self) + 1
             if num_batches > 1 and not self.is_running:
                 at = self._window.leaves_at(self._waiting[0].since, self._num_waiting, now, num_batches)
-                if at > now:
+                if self.rate(now) * (at - now) >= 1.0:  # another is expected by then
                     self._timer = loop.call_later(at - now, self.advance)
                     return
             self._leave(now, num_batches)
