@@ -38,7 +38,7 @@ GOAL_MS = 300
 ZIPF = 1.0
 BASE_MIB = 330
 ZYGOTE_MIB = 100
-FUNCTION_MIB = 60
+FUNCTION_MIB = 120
 
 
 async def stages_of(service: Service, name: str) -> dict[str, float]:

@@ -16,11 +16,11 @@ from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.hosting.engine_keeper import State
 from manylora.hosting.node import instance as instance_module
 from manylora.hosting.node import node as node_module
-from manylora.hosting.node.instance import UNREAD_BYTES, FunctionInstance, Phase
+from manylora.hosting.node.instance import FunctionInstance, Phase
 from manylora.hosting.node.node import FunctionNode
 from manylora.types import Request
 
-PROCESS_BYTES = UNREAD_BYTES
+PROCESS_BYTES = node_module.LEAST_BYTES
 
 
 class Engine:
@@ -144,6 +144,9 @@ def test_a_function_that_wakes_takes_the_memory_of_idle_ones_alone(
         monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 0.0)
         with pytest.raises(CapacityError, match="memory is in use: function 'c'"):
             await rig.ask("c", "c")
+        rig.finish("a")
+        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 3600.0)
+        assert await rig.ask("c", "c") == "stream"
 
     run(scenario)
 

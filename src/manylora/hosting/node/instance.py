@@ -44,9 +44,6 @@ RETRY_AFTER_S = 5.0
 RESTARTING_S = 0.1
 """Seconds between two looks at a process that is restarted."""
 
-UNREAD_BYTES = 32 << 20
-"""Memory that a process is expected to take before it was ever read; a pool is taken as it is used."""
-
 FIRST_GUESS = FirstTokenTime(alone_s=0.1, each_s=0.02)
 
 logger = logging.getLogger(__name__)
@@ -63,6 +60,9 @@ class Phase(Enum):
 
 class Node(Protocol):
     """What a function needs of its node."""
+
+    usual_bytes: int
+    """Memory that a process is expected to take before it was ever read."""
 
     async def reserve(self, instance: FunctionInstance) -> None:
         """Make room for a function; raises ``CapacityError`` if none comes free."""
@@ -159,7 +159,7 @@ class FunctionInstance:
     @property
     def reserved_bytes(self) -> int:
         """Memory that its process takes, or is expected to."""
-        return self.own_bytes or UNREAD_BYTES + self.spec.adapter_bytes // 4
+        return self.own_bytes or self._node.usual_bytes
 
     @property
     def pid(self) -> int | None:
@@ -221,6 +221,7 @@ class FunctionInstance:
         """Read its memory."""
         if self.phase is Phase.AWAKE and self.pid is not None and (reading := memory_of(self.pid)) is not None:
             self._pss_bytes, self.own_bytes = reading
+            self._node.usual_bytes = max(self._node.usual_bytes, self.own_bytes)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -345,6 +346,12 @@ class FunctionInstance:
             stages |= _shares(self.host, begun_from, waited_s)
             uid = self._node.take_uid()
             awake = await launch(self.name, self.spec, self.host, zygote, uid=uid, observe=self.observed)
+        except CapacityError as error:  # no fault of the function: the next request tries again
+            self._node.give_uid(uid)
+            self.phase, self._waker = Phase.ASLEEP, None
+            self._refuse(error)
+            self._node.changed()
+            return
         except (ManyloraError, OSError, MemoryError) as error:
             self._node.give_uid(uid)
             self._fail(error if isinstance(error, ManyloraError) else EngineDead(f"It cannot start: {error}"))

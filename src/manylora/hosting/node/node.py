@@ -39,6 +39,9 @@ READ_MEMORY_EVERY_S = 5.0
 ROOM_PATIENCE_S = 10.0
 """Longest wait for memory of a function that wakes."""
 
+LEAST_BYTES = 64 << 20
+"""Memory that a process is expected to take before any was read."""
+
 MAX_PRELOADING = 2
 """Processes that are started at once because the controller wants them."""
 
@@ -68,6 +71,7 @@ class FunctionNode:
         self.num_changes = 0
         """Changes of the set of functions."""
         self.memory_bytes = memory_bytes
+        self.usual_bytes = LEAST_BYTES
         self._folder = folder
         self._lifeline = lifeline
         self._on_observed = on_observed
@@ -222,24 +226,23 @@ class FunctionNode:
         Raises:
             CapacityError: All memory is in use, and none came free.
         """
-        async with self._making_room:  # one at a time, in order
-            deadline = asyncio.get_running_loop().time() + ROOM_PATIENCE_S
-            while (short := self.used_bytes - self.memory_bytes) > 0:  # the function counts from ``wake`` on
-                choice = choose_offload(self._held(instance), short)
-                if choice is not None:
+        try:
+            async with asyncio.timeout(ROOM_PATIENCE_S), self._making_room:  # one at a time, in order
+                while (short := self.used_bytes - self.memory_bytes) > 0:  # the function counts from ``wake`` on
+                    choice = choose_offload(self._held(instance), short)
+                    if choice is None:
+                        self._has_changed.clear()
+                        await self._has_changed.wait()
+                        continue
                     for name in choice.names:
-                        await self._let_go(name)
-                    continue
-                self._has_changed.clear()
-                left_s = deadline - asyncio.get_running_loop().time()
-                try:
-                    await asyncio.wait_for(self._has_changed.wait(), max(0.0, left_s))
-                except TimeoutError:
-                    raise CapacityError(
-                        f"The node's memory is in use: function {instance.name!r} lacks {short} bytes",
-                        retry_after_s=5.0,
-                        status=503,
-                    ) from None
+                        await asyncio.shield(self._let_go(name))
+        except TimeoutError:
+            lacking = self.used_bytes - self.memory_bytes
+            raise CapacityError(
+                f"The node's memory is in use: function {instance.name!r} lacks {lacking} bytes",
+                retry_after_s=5.0,
+                status=503,
+            ) from None
 
     @property
     def used_bytes(self) -> int:
