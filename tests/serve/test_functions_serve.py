@@ -109,6 +109,7 @@ def wait_for_pids(folder: Path) -> dict[str, int]:
     raise AssertionError("the functions are not awake")
 
 
+@pytest.mark.slow
 def test_functions_answer_as_a_plain_engine_whatever_is_killed(folder: Path) -> None:
     modules = [LoraModule(name, str(folder / name)) for name in NAMES]
     config = EngineConfig(

@@ -23,13 +23,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from msgspec import structs
+
 from manylora.errors import CapacityError, EngineDead, ManyloraError
-from manylora.functions.batching import BatchWindow, FirstTokenFit, FirstTokenTime, deadline_margin_s
+from manylora.functions.batching import deadline_margin_s
 from manylora.functions.deployment import FunctionSpec
 from manylora.functions.rates import RequestRate
 from manylora.functions.wire import ColdStart, FunctionState, MeasureNote
 from manylora.hosting.engine_keeper import State
 from manylora.hosting.node.backbone_host import BackboneHost
+from manylora.hosting.node.batch_times import BatchTimes
 from manylora.hosting.node.launch import Awake, launch
 from manylora.hosting.node.readings import memory_of
 from manylora.hosting.output_stream import OutputStream
@@ -43,8 +46,6 @@ RETRY_AFTER_S = 5.0
 
 RESTARTING_S = 0.1
 """Seconds between two looks at a process that is restarted."""
-
-FIRST_GUESS = FirstTokenTime(alone_s=0.1, each_s=0.02)
 
 logger = logging.getLogger(__name__)
 
@@ -132,8 +133,7 @@ class FunctionInstance:
         self._stopping: asyncio.Task[None] | None = None  # of an engine that was given up
         self._timer: asyncio.TimerHandle | None = None
         self._rate = RequestRate()
-        self._fit = FirstTokenFit(FIRST_GUESS)
-        self._batch: tuple[float, int, int, int] | None = None  # begun at, size, first tokens to come, batches
+        self._times = BatchTimes(spec)
         self._pss_bytes = 0
         self._num_starts = self._num_deaths = 0
         self._start: ColdStart | None = None
@@ -182,7 +182,7 @@ class FunctionInstance:
 
     def margin_s(self, now: float, num_batches: int) -> float:
         """Return the time left before its waiting requests must start; it has some."""
-        return deadline_margin_s(self._window, self._waiting[0].since, self._num_waiting, now, num_batches)
+        return deadline_margin_s(self._times.window, self._waiting[0].since, self._num_waiting, now, num_batches)
 
     @property
     def has_waiting(self) -> bool:
@@ -277,7 +277,7 @@ class FunctionInstance:
         while self._waiting:
             num_batches = self._node.num_running_beside(self) + 1
             if num_batches > 1 and not self.is_running:
-                at = self._window.leaves_at(self._waiting[0].since, self._num_waiting, now, num_batches)
+                at = self._times.window.leaves_at(self._waiting[0].since, self._num_waiting, now, num_batches)
                 if self.rate(now) * (at - now) >= 1.0:  # another is expected by then
                     self._timer = loop.call_later(at - now, self.advance)
                     return
@@ -297,7 +297,9 @@ class FunctionInstance:
             self.num_requests += 1
             self.num_tokens += one.num_prompt_tokens + one.num_output_tokens
         if seen.ttft_s:
-            self._note_first_tokens(now, sum(map(len, seen.ttft_s.values())))
+            took_s = self._times.note(now, sum(map(len, seen.ttft_s.values())))
+            if took_s is not None and self._start is not None:
+                self._start = structs.replace(self._start, first_token_s=took_s)
         if seen.finished:
             self.last_used = now
             self._node.changed()
@@ -319,7 +321,8 @@ class FunctionInstance:
             await asyncio.gather(waker, return_exceptions=True)
         self._node.read_cpu(self)
         awake, self._awake = self._awake, None
-        self.phase, self._awake_since, self._batch = Phase.ASLEEP, None, None
+        self.phase, self._awake_since = Phase.ASLEEP, None
+        self._times.restart()
         if awake is not None:
             self._num_deaths += awake.fleet.num_restarts
             logger.info("function_sleeps name=%s reason=%s", self.name, reason)
@@ -386,6 +389,7 @@ class FunctionInstance:
             return
         error = task.exception()
         self._awake, self._awake_since = None, None
+        self._times.restart()
         self._num_deaths += awake.fleet.num_restarts + 1
         self._node.give_uid(awake.uid)
         self._fail(error if isinstance(error, ManyloraError) else EngineDead(repr(error)))
@@ -398,10 +402,6 @@ class FunctionInstance:
         self._waiting.clear()
 
     # -- batches -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _window(self) -> BatchWindow:
-        return BatchWindow(self._fit.time, self.spec.slo_s, self.spec.max_batch)
 
     @property
     def _num_waiting(self) -> int:
@@ -420,31 +420,9 @@ class FunctionInstance:
             self._num_leaving += entry.num_requests
             entry.go.set_result(None)
         if size and is_first:
-            self._batch = (now, size, size, num_batches)
+            self._times.begin(now, size, num_batches)
         if size:
             self._node.changed()
-
-    def _note_first_tokens(self, now: float, count: int) -> None:
-        if self._batch is None:
-            return
-        begun_at, size, left, num_batches = self._batch
-        if left > count:
-            self._batch = (begun_at, size, left - count, num_batches)
-            return
-        self._batch = None
-        took_s = now - begun_at
-        start = self._start
-        if start is not None and start.first_token_s is None:
-            # The first batch of a process reads the weights as well, and says little of the next.
-            self._start = ColdStart(
-                at=start.at,
-                begun_from=start.begun_from,
-                stages_s=start.stages_s,
-                total_s=start.total_s,
-                first_token_s=took_s,
-            )
-        else:
-            self._fit.observe(size, took_s / num_batches)
 
     def _file_bytes(self) -> int:
         if self._adapter_bytes is None:
