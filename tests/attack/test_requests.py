@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from attack_target import NUM_TIMES, Target, Watch
-from corpus import HOSTILE, Hostile
+from attack_target import MODEL, NUM_TIMES, Target, Watch
+from corpus import COMPLETIONS, HOSTILE, Hostile
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda one: one.slug)
