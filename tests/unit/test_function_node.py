@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from manylora.errors import AdapterError, CapacityError
+from manylora.errors import AdapterError, CapacityError, ModelNotFound
 from manylora.functions.billing import PLATFORM
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.hosting.engine_keeper import State
 from manylora.hosting.node import instance as instance_module
 from manylora.hosting.node import node as node_module
+from manylora.hosting.node.backbone_fleet import BackboneFleet
 from manylora.hosting.node.instance import FunctionInstance, Phase
 from manylora.hosting.node.node import FunctionNode
 from manylora.types import Request
@@ -163,6 +166,27 @@ def test_a_failed_start_is_told_to_all_and_not_tried_at_once(tmp_path: Path, mon
         monkeypatch.setattr(instance_module, "RETRY_AFTER_S", 0.0)
         rig.error = None
         assert await rig.ask("a", "4") == "stream"
+
+    run(scenario)
+
+
+def test_a_function_does_not_exist_for_keys_that_are_not_its_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        fleet = BackboneFleet("base", rig.node, str(tmp_path))
+        caller = "key-" + hashlib.sha256(b"abc").hexdigest()[:12]
+        spec = structs.replace(rig.node.functions["a"].spec, callers=(caller,))
+        rig.node.configure({}, {"a": spec}, NodeSpec(), ())
+        for name, tenant in (("a", ""), ("a", "key-0123456789ab"), ("b", caller), ("base", caller)):
+            with pytest.raises(ModelNotFound):
+                await fleet.submit([Request(request_id="r", prompt=(1,), model=name, tenant=tenant)])
+        for name in ("a", "base:a"):
+            assert await fleet.submit([Request(request_id="r", prompt=(1,), model=name, tenant=caller)]) == "stream"
+        assert (fleet.info.vocab_size, list(fleet.adapters.loaded)) == (9, ["a"])
 
     run(scenario)
 

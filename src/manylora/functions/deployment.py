@@ -46,6 +46,7 @@ MAX_FILE_BYTES = 64 * MIB
 
 Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+-]*$")]
 PathText = Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[^\x00]+$")]
+Caller = Annotated[str, Meta(pattern=r"^key-[0-9a-f]{12}$")]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]
 Bytes = Annotated[int, Meta(ge=1, le=2**50)]
 
@@ -75,6 +76,8 @@ class FunctionSpec(
         backbone: Name of its base.
         adapter: Folder of its adapter.
         tenant: The account that pays.
+        callers: API keys that may call it, each as ``key-`` and the first 12 hexadecimal digits of its SHA-256; empty
+            for any key of the server.
         slo_s: Objective for the first token of a warm request, in seconds.
         max_batch: Most requests that leave as one batch.
         max_waiting: Most requests that wait; further ones are refused.
@@ -88,6 +91,7 @@ class FunctionSpec(
     backbone: Name
     adapter: PathText
     tenant: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._/@+-]*$")] = ""
+    callers: Annotated[tuple[Caller, ...], Meta(max_length=1024)] = ()
     slo_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 2.0
     max_batch: Annotated[int, Meta(ge=1, le=4096)] = 16
     max_waiting: Annotated[int, Meta(ge=1, le=65536)] = 256

@@ -57,11 +57,14 @@ class BackboneFleet:
         """Wake the function if it sleeps, and submit requests; all name the same one.
 
         Raises:
-            ModelNotFound: There is no such function.
+            ModelNotFound: There is no such function, or the caller may not know of it.
             ManyloraError: As of ``FunctionInstance.submit``.
         """
         self.check_serving()
-        return await self._instance(requests[0].model).submit(requests)
+        instance = self._instance(requests[0].model)
+        if instance.spec.callers and requests[0].tenant not in instance.spec.callers:
+            raise _no_such(requests[0].model)
+        return await instance.submit(requests)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Cancel requests, wherever they are."""
@@ -198,7 +201,11 @@ class BackboneFleet:
             found = self._node.functions.get(name)
             if found is not None and found.host.name == self.served_name:
                 return found
-        raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+        raise _no_such(model)
+
+
+def _no_such(model: str) -> ModelNotFound:
+    return ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
 
 
 class _Registered:
