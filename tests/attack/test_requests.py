@@ -66,6 +66,15 @@ HOSTILE = [
     completion("slow floats", b'"prompt":"a","logit_bias":' + BIAS, param="logit_bias"),
     completion("stop tokens", b'"prompt":"a","stop_token_ids":' + repeated(b"5"), param="stop_token_ids"),
     completion("long stop strings", b'"prompt":"a","stop":["' + b"a" * 30_000 + b'"]', param="stop"),
+    completion("bad words without number", b'"prompt":"a","bad_words":' + repeated(b'"a"'), param="bad_words"),
+    completion("a long bad word", b'"prompt":"a","bad_words":[' + TEXT + b"]", param="bad_words"),
+    completion(
+        "reports without number",
+        b'"n":128,"prompt_logprobs":20,"prompt":[' + b",".join([b"12"] * 1_000) + b"]",
+        param="prompt_logprobs",
+    ),
+    completion("a long text to be cut", b'"truncate_prompt_tokens":5,"prompt":' + TEXT, param="prompt", **TOO_LONG),
+    chat("a template", b'"chat_template":' + TEXT, param="chat_template"),
     completion("fields", b",".join(b'"f%d":0' % i for i in range(SIZE // 12)), param="prompt"),
     completion("a refused field among many", b'"suffix":' + TEXT + b',"prompt":"a"', param="suffix"),
     completion("a large number", b'"prompt":"a","max_tokens":%d' % 2**70, param="max_tokens"),
@@ -112,6 +121,18 @@ def test_a_hostile_request_is_refused_and_stops_nobody(target: Target, hostile: 
             assert answer.error["param"] == hostile.param
         if hostile.kind is not None:
             assert answer.error["type"] == hostile.kind
+    seen.check()
+
+
+def test_long_reports_stop_nobody(target: Target) -> None:
+    """Reports of prompts within the bounds: megabytes of JSON, made a millisecond at a time."""
+    prompt = b",".join([b"%d" % (20 + i % 90) for i in range(1_000)])
+    body = b'{"model":"%b","n":8,"max_tokens":1,"prompt_logprobs":20,"prompt":[%b]}' % (MODEL.encode(), prompt)
+    with Watch(target) as seen:
+        answers = [target.ask("POST", COMPLETIONS, body) for _ in range(NUM_TIMES)]
+    print(seen.summary())
+    assert {answer.status for answer in answers} == {200}
+    assert min(len(answer.body) for answer in answers) > 8 * 1_000 * 21 * 40
     seen.check()
 
 

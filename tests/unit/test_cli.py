@@ -21,7 +21,7 @@ import manylora.cli
 import manylora.server
 from manylora.cli.app import app, main
 from manylora.cli.views.demo_report import Answer, print_answers
-from manylora.config import EngineConfig, FleetConfig, ServerConfig
+from manylora.config import AdapterConfig, EngineConfig, FleetConfig, ServerConfig
 from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.offline import Generation
 from manylora.types import SamplingParams
@@ -60,7 +60,11 @@ def test_serve_options_become_configuration(served: list[Served], tmp_path: Path
 
 def test_serve_defaults_are_the_configuration_s(served: list[Served], tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["serve", str(tmp_path)], env={"XDG_CACHE_HOME": str(tmp_path)}).exit_code == 0
-    defaults = EngineConfig(model=served[0].engine.model, cache_dir=str(tmp_path / "manylora"))
+    defaults = EngineConfig(
+        model=served[0].engine.model,
+        adapters=AdapterConfig(real_roots=()),  # no folder was named, so no adapter may be read
+        cache_dir=str(tmp_path / "manylora"),
+    )
     assert served[0].engine == defaults
     assert CliRunner().invoke(app, ["serve", str(tmp_path), "--cache-dir", "off"]).exit_code == 0
     assert served[1].engine.cache_dir is None

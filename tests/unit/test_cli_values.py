@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import typer
 
 from manylora.cli.app import make_app
+from manylora.cli.options.adapter_folders import adapters_below, collect_adapters
 from manylora.cli.options.config_file import read_config_file
-from manylora.cli.options.values import adapters_below, collect_adapters, parse_adapter, parse_size
+from manylora.cli.options.values import parse_adapter, parse_size
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
 from manylora.cli.options.vllm_flag_table import SAME_NAMES, TRANSLATED, VLLM_FLAGS
 from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
@@ -77,6 +79,7 @@ def test_a_name_stands_for_one_path(tmp_path: Path) -> None:
     assert collect_adapters([f"sql={first}"], [str(tmp_path / "a")]) == {"sql": str(first)}
     with pytest.raises(ConfigError, match="two adapters named 'sql'"):
         collect_adapters([f"sql={first}", f"sql={second}"], [])
+    assert collect_adapters([], [str(tmp_path / "b"), str(tmp_path / "a")]) == {"sql": str(second)}
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
@@ -269,3 +272,22 @@ def test_vllms_environment_is_read_or_refused() -> None:
 def test_an_open_server_beyond_this_machine_is_warned_of(host: str, warns: bool) -> None:
     assert (exposure_warning(ServerConfig(host=host)) is not None) == warns
     assert exposure_warning(ServerConfig(host=host, api_keys=("k",))) is None
+
+
+def test_a_tenants_folder_cannot_stop_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    good = [_make_adapter(root / name) for name in ("good", "日本")]
+    os.mkdir(os.fsencode(root) + b"/\xff\xfe")
+    Path(os.fsdecode(os.fsencode(root) + b"/\xff\xfe/adapter_config.json")).write_text("{}")
+    for name in ("a\nforged=1", "\x1b[2J", " lead", "/".join(["x" * 120] * 3)):
+        _make_adapter(root / name)
+    _make_adapter(outside / "theirs")
+    (root / "link").symlink_to(outside / "theirs")
+    (root / "up").symlink_to(outside)
+    (root / "alias").symlink_to(root / "good")
+    (root / "loop").symlink_to("loop")
+    found = adapters_below(str(root), [os.path.realpath(root)])
+    assert found == {"alias": str(root / "alias"), "good": str(good[0]), "日本": str(good[1])}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 7 and all(line.isprintable() and line.isascii() for line in lines)
+    assert adapters_below(str(root)).keys() == {*found, "link", "up/theirs"}

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from manylora.adapters.config import CONFIG_FILE
-from manylora.adapters.tensors import open_regular
+from manylora.adapters.folder import CONFIG_FILE, open_regular
 from manylora.errors import AdapterError, ConfigError
 from manylora.generation import (
     GENERATION_FILE,

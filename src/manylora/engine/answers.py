@@ -9,12 +9,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 
 from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.prompt_logprobs import PromptReports
 from manylora.engine.status import Counters
 from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
-from manylora.plan import ARRIVING
+from manylora.plan import ARRIVING, StepResult
 from manylora.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
 from manylora.types import AdapterKey, FinishReason, Output, SampledToken
 
@@ -29,6 +31,7 @@ class Answers:
 
     Args:
         sequences: All requests in flight by id; one that ends is removed.
+        reports: Log-probabilities of prompts.
         predictor: Learns the lengths of answers.
         counters: Counts answers and their tokens.
     """
@@ -37,6 +40,7 @@ class Answers:
         self,
         *,
         sequences: dict[str, Sequence],
+        reports: PromptReports,
         running: RunningSet,
         policy: Policy,
         cache: AdapterCache,
@@ -45,6 +49,7 @@ class Answers:
         emit: EventSink,
     ) -> None:
         self._sequences = sequences
+        self._reports = reports
         self._running = running
         self._policy = policy
         self._cache = cache
@@ -93,6 +98,10 @@ class Answers:
                 )
             )
 
+    def report_prompts(self, result: StepResult, served: Seq[Sequence]) -> None:
+        """Give the log-probabilities of prompts to requests that a step serves for the first time."""
+        self._outputs += self._reports.take(result, served)
+
     def fail_adapter(self, key: AdapterKey, error: str, now: float) -> None:
         """End the sequences that wait for an adapter that failed to load, or run on its weights as they arrive."""
         for sequence in list(self._sequences.values()):
@@ -125,6 +134,7 @@ class Answers:
             self._counters.answers += 1
             self._counters.answer_tokens += sequence.num_output_tokens
         self._running.forget(sequence)
+        self._reports.forget(sequence)
         request_id = sequence.request.request_id
         del self._sequences[request_id]
         self._released.append(sequence.seq_id)

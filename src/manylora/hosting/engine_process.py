@@ -1,8 +1,8 @@
-"""The engine process: ``python -m manylora.hosting.engine_process``, started by ``link_process``.
+"""The engine process: ``python -m manylora.hosting.engine_process``, started as an ``EngineChild``.
 
-With the name of a builder as its argument it imports that first (``early_start``). Then it reads its configuration from
-standard input, which stays open until the API process ends; then this process ends as well. Commands arrive on one
-socket, messages leave on the other (see ``protocol``).
+With the name of a builder as its argument it imports that first (``early_start``). Then it reads its set-up from
+standard input, which stays open until its parent ends; then this process ends as well. Its parent is the API process, or
+a Ray actor. Commands arrive on one socket, messages leave on the other (see ``protocol``).
 """
 
 from __future__ import annotations
@@ -14,30 +14,25 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from manylora.clock import WallClock
+from manylora.hosting.engine_sockets import CurveSockets, EngineSockets, UnixSockets, open_sockets
 from manylora.hosting.gc_freeze import collector_paused, freeze_start_up_heap
 from manylora.hosting.logs import configure_logging
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.hosting.service import EngineService, load_builder
+from manylora.isolation.system import end_with_parent
 
-__all__ = ["main", "pack_setup"]
+__all__ = ["main"]
 
 EXIT_BROKEN = 1
 EXIT_REFUSED = 3
 EXIT_ORPHANED = 4
 
 logger = logging.getLogger(__name__)
-
-
-def pack_setup(setup: ProcessSetup) -> bytes:
-    """Return the bytes of a set-up for the engine's standard input: a line with the length, then msgpack."""
-    body = encode(setup)
-    return b"%d\n" % len(body) + body
 
 
 def _read_setup() -> ProcessSetup | None:
@@ -49,22 +44,20 @@ def _read_setup() -> ProcessSetup | None:
     return msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=ProcessSetup)
 
 
-def _die_with_parent(sockets: Path) -> None:
-    """End this process at once when standard input ends; remove the sockets in place of the parent."""
+def _end_with_parent(sockets: EngineSockets) -> None:
+    """End this process at once when standard input ends; remove the sockets' directory in place of the parent."""
     sys.stdin.buffer.read()
-    shutil.rmtree(sockets, ignore_errors=True)
+    if isinstance(sockets, UnixSockets):
+        shutil.rmtree(sockets.directory, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 
-def _receive(context: zmq.Context[zmq.Socket[bytes]], address: str, service: EngineService) -> None:
-    socket = context.socket(zmq.PULL)
-    socket.set_hwm(0)
-    socket.bind(address)
+def _receive(commands: zmq.Socket[bytes], service: EngineService) -> None:
     try:
         while True:
-            service.handle(decode_command(socket.recv()))
+            service.handle(decode_command(commands.recv()))
     except zmq.ContextTerminated:
-        socket.close(linger=0)
+        commands.close(linger=0)
 
 
 def main() -> int:
@@ -84,13 +77,12 @@ def main() -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.engine.num_threads))
     # Ctrl-C is handled by the API process, which drains and then closes our standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sockets = Path(setup.messages_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_die_with_parent, args=(sockets,), name="die-with-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(setup.sockets,), name="end-with-parent", daemon=True).start()
+    if isinstance(setup.sockets, CurveSockets):  # a process that is stopped does not see the end of its input
+        end_with_parent()
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    messages = context.socket(zmq.PUSH)
-    messages.set_hwm(0)  # a slow API process must not block a step
-    messages.connect(setup.messages_address)
+    commands, messages = open_sockets(context, setup.sockets)
 
     def send(message: Message) -> None:
         # The adapters registered at the start live as long as the engine.
@@ -99,10 +91,8 @@ def main() -> int:
         messages.send(encode(message), copy=False)
 
     service = EngineService(setup.engine, clock=WallClock(), send=send, base=setup.base)
-    # The socket is bound before Ready is sent, and the API process sends no command before Ready.
-    threading.Thread(
-        target=_receive, args=(context, setup.commands_address, service), name="commands", daemon=True
-    ).start()
+    # The API process sends no command before Ready.
+    threading.Thread(target=_receive, args=(commands, service), name="commands", daemon=True).start()
     try:
         return 0 if service.run() else EXIT_REFUSED
     except Exception:

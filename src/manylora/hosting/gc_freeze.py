@@ -15,7 +15,7 @@ __all__ = ["collector_paused", "freeze_start_up_heap"]
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Run imports without gc: nothing of them can be freed, and visiting it all takes a fifth of their time."""
+    """Run imports without gc: they leave no unreachable objects, and collections take a fifth of their time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -23,6 +23,7 @@ import msgspec
 import manylora.errors as errors
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.hosting.engine_sockets import EngineSockets
 from manylora.isolation import Measure
 from manylora.ports import SharedBase
 from manylora.types import AdapterKey, Output, Request
@@ -81,15 +82,13 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         engine: The engine.
-        commands_address: The socket on which the engine receives commands.
-        messages_address: The socket to which it sends messages.
+        sockets: Its sockets for commands and messages.
         log_level: Level of its log on standard error.
         base: The base's weights, if another engine has loaded them; the process inherits the file.
     """
 
     engine: EngineSpec
-    commands_address: str
-    messages_address: str
+    sockets: EngineSockets
     log_level: int
     base: SharedBase | None = None
 
@@ -400,7 +399,7 @@ _command_decoder = msgspec.msgpack.Decoder(Command | SharedPrompts)
 _message_decoder = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Command | Message | ProcessSetup) -> bytes:
+def encode(message: Command | Message | ProcessSetup | EngineSpec) -> bytes:
     """Return the message as msgpack."""
     if type(message) is AddRequests and len(message.requests) > 1:
         return _encoder.encode(SharedPrompts.of(message))

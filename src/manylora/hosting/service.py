@@ -23,7 +23,7 @@ from manylora.costs.step_log import LoggedExecutor, open_step_log
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import AdapterStatus
-from manylora.errors import AdapterError, ConfigError, ManyloraError, RequestError
+from manylora.errors import AdapterError, CapacityError, ConfigError, ManyloraError, RequestError
 from manylora.events import AdapterLoaded
 from manylora.hosting.early_start import TORCH_BUILDER
 from manylora.hosting.gc_freeze import collector_paused
@@ -93,6 +93,7 @@ class _Checked:
     command: LoadAdapters
     began_at: float
     found: dict[int, AdapterVersion | AdapterError] = field(default_factory=dict)
+    is_over: bool = False
 
 
 class EngineService:
@@ -352,11 +353,21 @@ class EngineService:
         adapters = [(name, path) for name, path, _, _ in gathered.command.adapters[part]]
         try:
             found = self._parts.reader.check(adapters)
+        except CapacityError as error:  # the machine's fault and not theirs: they are not given up
+            fault = Fault.of(error)
+            self._loop.post(lambda core, now: self._give_up(gathered, fault))
+            return
         except Exception as error:
             logger.exception("adapter_reader_failed num_adapters=%d", len(adapters))
             reason = f"checking it failed inside the server: {error!r}"
             found = [AdapterError(name, reason) for name, _ in adapters]
         self._loop.post(lambda core, now: self._gather(core, now, gathered, part.start, found))
+
+    def _give_up(self, gathered: _Checked, fault: Fault) -> None:
+        """Answer a command of which a part could not be checked."""
+        if not gathered.is_over:
+            gathered.is_over = True
+            self._send(Reply(gathered.command.call, fault))
 
     def _gather(
         self, core: EngineCore, now: float, gathered: _Checked, first: int, found: list[AdapterVersion | AdapterError]
@@ -364,7 +375,7 @@ class EngineService:
         """Register the adapters of a command once all are checked: background reads then delay no check."""
         gathered.found.update(enumerate(found, first))
         adapters = gathered.command.adapters
-        if len(gathered.found) < len(adapters):
+        if gathered.is_over or len(gathered.found) < len(adapters):
             return
         registered: dict[str, AdapterIdentity] = {}
         refused: dict[str, Fault] = {}
@@ -373,7 +384,8 @@ class EngineService:
             try:
                 if isinstance(one, AdapterError):
                     raise one
-                if known is not None and known.stamp == one.stamp != "" and known.key != one.key:
+                if known is not None and known.key != one.key:
+                    # Under its first key a file that changed since is refused where it is read, as without a restart.
                     one = replace(one, key=known.key, layer_digests=b"")
                 core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
                 registered[name] = AdapterIdentity(one.rank, one.key, one.stamp)

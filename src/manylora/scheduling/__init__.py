@@ -71,6 +71,7 @@ STEP_COMPOSITIONS: dict[str, Callable[[], StepComposition]] = {
     "s-lora": SLoraSteps,
     "s-lora-chunked": ChunkedSLoraSteps,
     "s-lora-each-step": partial(SLoraSteps, steps_between_admissions=0),
+    "s-lora-prefetch": partial(SLoraSteps, prefetch_steps=(5, 7)),
     "separate-prompts": SeparatePromptSteps,
     "whole-prompts": WholePromptSteps,
 }

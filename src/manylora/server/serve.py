@@ -27,7 +27,11 @@ from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.hosting.engine_specs import engine_specs
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.gc_freeze import collector_paused, freeze_start_up_heap
-from manylora.hosting.link import LINKS
+from manylora.hosting.link import LINKS, EngineLink
+from manylora.hosting.protocol import EngineSpec
+from manylora.hosting.ray.cluster import RayCluster
+from manylora.hosting.ray.link import RayLink
+from manylora.hosting.ray.resources import engine_resources
 from manylora.hosting.resumption import ResumePolicy
 from manylora.hosting.service import builder_for
 from manylora.routing import Router, RouterContext, make_router
@@ -78,10 +82,10 @@ class Server:
             monotonic_s=time.monotonic,
         )
         self._share = BaseShare()
-        link = LINKS["thread" if server.in_process else "process"]
+        self._cluster = None if server.fleet.ray is None else _ray_cluster(engine, server.fleet)
         specs = engine_specs(engine, server.fleet, served_name=served_name, builder=builder)
         self.fleet = Fleet(
-            [functools.partial(link, spec, self._share) for spec in specs],
+            [functools.partial(self._make_link, spec) for spec in specs],
             served_name=served_name,
             make_router=functools.partial(_make_router, engine, server.fleet, served_name),
             restarts=restarts,
@@ -149,6 +153,8 @@ class Server:
         finally:
             await self.fleet.stop()  # clients that wait get an error
             self._share.close()
+            if self._cluster is not None:
+                await self._cluster.close()
             stopping.cancel()
             living.cancel()
             if http is None:
@@ -173,12 +179,21 @@ class Server:
             on_listening=on_listening,
         )
 
+    def _make_link(self, spec: EngineSpec) -> EngineLink:
+        if self._cluster is not None:
+            return RayLink(spec, self._cluster)
+        return LINKS["thread" if self._config.in_process else "process"](spec, self._share)
+
     async def _finish_in_flight(self) -> None:
         try:
             await asyncio.wait_for(self.fleet.idle(), self._drain_timeout_s)
         except TimeoutError:
             if self._drain_timeout_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
+
+
+def _ray_cluster(engine: EngineConfig, fleet: FleetConfig) -> RayCluster:
+    return RayCluster(fleet, engine_resources(fleet.ray_resources, engine.model.device))
 
 
 def _make_router(engine: EngineConfig, fleet: FleetConfig, served_name: str, ranks: Mapping[str, int]) -> Router:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from manylora.adapters.folder import vouched_roots
+from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, panel, resolve_model
-from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir, read_template
+from manylora.cli.options.values import parse_adapter, parse_cache_dir, read_template
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
 from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
 from manylora.cli.views.terminal import note
@@ -33,6 +36,9 @@ from manylora.plugins import options_for, options_of
 from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
 from manylora.web_config import WebConfig
+
+if TYPE_CHECKING:
+    from manylora.server import LoraModule
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -103,7 +109,8 @@ def serve(
     if warning := exposure_warning(server):
         note(warning)
     base = chosen.of(ModelConfig)
-    typed = collect_adapters(lora_modules or (), server.lora_dirs)
+    roots = [os.path.realpath(folder) for folder in (*server.lora_dirs, *server.allowed_lora_paths)]
+    typed = collect_adapters(lora_modules or (), server.lora_dirs, roots)
     checkpoint, base["served_model_name"], adapters = resolve_model(model, base["served_model_name"], typed)
     engine = chosen.make(
         EngineConfig,
@@ -123,10 +130,17 @@ def serve(
     modules = [
         LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
     ]
+    engine = replace(engine, adapters=replace(engine.adapters, real_roots=_real_roots(roots, modules)))
     sys.exit(run(engine, server, modules, builder=builder))
 
 
 serve.command_class = ServeCommand  # type: ignore[attr-defined]
+
+
+def _real_roots(roots: Iterable[str], modules: Iterable[LoraModule]) -> tuple[str, ...]:
+    """Return the real folders in which files of adapters may lie: a link that a tenant makes leads no further."""
+    named = [root for module in modules if module.is_required for root in vouched_roots(module.path)]
+    return tuple(dict.fromkeys([*roots, *named]))
 
 
 def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:

@@ -144,7 +144,8 @@ def _latencies(report: StatusReport) -> Table:
 
 def _replicas(rows: Sequence[ReplicaRow]) -> Table:
     counts = ("restarts", "in flight", "running", "waiting", "free pages", "loads", "on the device")
-    table = _table("replica", "state", *counts, "pinned")
+    has_nodes = any(row.node is not None for row in rows)
+    table = _table("replica", "state", *counts, "pinned", *(["node"] if has_nodes else []))
     for row in rows:
         table.add_row(
             str(row.index),
@@ -157,6 +158,7 @@ def _replicas(rows: Sequence[ReplicaRow]) -> Table:
             known(row.num_loads),
             known(row.num_resident),
             str(len(row.pinned)),
+            *([row.node or "-"] if has_nodes else []),
         )
     return table
 

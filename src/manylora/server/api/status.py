@@ -82,6 +82,7 @@ def _replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int)
         pid=replica.pid,
         num_restarts=replica.num_restarts,
         num_in_flight=replica.num_in_flight,
+        node=replica.node,
     )
     if snapshot is None:
         return row

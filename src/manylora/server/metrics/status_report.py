@@ -73,6 +73,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
         index: Its number, from 0.
         state: As of the server.
         pid: Its process.
+        node: The node of a cluster that it runs on; ``None`` for the server's machine.
         num_in_flight: Requests that the API process has given to it.
         num_running: As the next five, ``None`` while it does not serve.
         placed: Adapters on its device, as many as the caller asked for: the most used first.
@@ -84,6 +85,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None
     num_restarts: int
     num_in_flight: int
+    node: str | None = None
     num_running: int | None = None
     num_waiting: int | None = None
     num_pages: int | None = None
