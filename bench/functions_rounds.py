@@ -71,12 +71,12 @@ def main() -> None:
         one()
     kinds = {"a round over all waiting functions": rounds, "pre-loading one node": preloads, "making room": rooms}
     rows = [row(name, took) for name, took in kinds.items() if took]
-    largest = max(statistics.quantiles(took, n=100)[98] for took in kinds.values() if len(took) > 1)
+    share = sum(1e3 * one <= GOAL_MS for one in rounds) / len(rounds)
     lines = [
         "# Scheduling rounds for isolated functions",
         "",
-        f"{FUNCTIONS} functions of two models, 16 devices, {len(run.calls)} requests in bursts; the largest P99 is"
-        f" {1e3 * largest:.2f} ms (goal: {GOAL_MS:g} ms).",
+        f"{FUNCTIONS} functions of two models, 16 devices, {len(run.calls)} requests in bursts; {share:.2%} of the"
+        f" rounds take at most {GOAL_MS:g} ms.",
         "",
         *table(("decision", "times", "median ms", "P99 ms", "longest ms"), rows),
     ]
@@ -84,6 +84,7 @@ def main() -> None:
         "functions": FUNCTIONS,
         "requests": len(run.calls),
         "counts": run.counts,
+        "rounds_within_goal": share,
         "ms": {name: dict(zip(("times", "median", "p99", "longest"), one, strict=True)) for name, *one in rows},
     }
     publish("functions_rounds", figures, "\n".join(lines), is_kept=not options.quick)

@@ -122,7 +122,7 @@ class FunctionsSimulation:
     def _make_window(self, function: Function, mean_prompt: int) -> Window:
         setup, model = self._setup, function.model
         one, two = (self._prompt_s(model, [(mean_prompt, function)] * size) for size in (1, 2))
-        times = FirstTokenTime(one, max(0.0, two - one))
+        times = FirstTokenTime(one, max(0.0, two - one))  # the second prompt is free while a step reads the weights
         if setup.batching == "fixed":
             return FixedWindow(times, model.slo_s, setup.batch_size, setup.batch_delay_s)
         return BatchWindow(times, model.slo_s, setup.batch_size, setup.patience)
