@@ -1,12 +1,13 @@
 """An engine process that imports its libraries while the command still reads its options.
 
 Torch and transformers take three seconds to import, the longest part of the start of a small model. The command spawns
-the process first of all. The first engine that fits takes it over; a command that fails leaves it at the end of its
-standard input, and it exits.
+the process first of all. The first engine that fits takes it over; a command that fails kills it, or leaves it at the
+end of its standard input, where it exits.
 """
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,14 @@ def spawn_engine(builder: str | None = None, files: Sequence[int] = ()) -> subpr
 def start_early(builder: str) -> None:
     """Start a process for the first engine of this builder."""
     _waiting[builder] = spawn_engine(builder)
+    atexit.register(_end, builder)
+
+
+def _end(builder: str) -> None:
+    """Kill the process if no engine took it over."""
+    process = _waiting.pop(builder, None)
+    if process is not None:
+        process.kill()
 
 
 def take_early(engine: EngineSpec) -> subprocess.Popen[bytes] | None:
