@@ -139,6 +139,14 @@ class SchedulerConfig:
         None, unit="adapters", at_least=1, help="Most distinct adapters in one step; by default no limit."
     )
     max_waiting: int = _scheduling(2048, unit="requests", at_least=1, help="Most requests waiting; more get a 429.")
+    max_wait_s: float | None = _scheduling(
+        None,
+        flag="--max-wait",
+        unit="s",
+        above=0,
+        help="Longest wait for a place among the running requests, as predicted when a request arrives; one that would "
+        "wait longer gets a 429 at once. By default only --max-waiting limits the queue.",
+    )
     step_composition: str = _scheduling(
         "mixed",
         plugin="step_composition",

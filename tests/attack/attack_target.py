@@ -34,9 +34,10 @@ MAX_GROWTH_BYTES = 150 * MIB
 NUM_TIMES = int(os.environ.get("ATTACK_TIMES", "1"))
 """Times that a hostile request is sent."""
 
-PATIENCE_S = 60.0
+PATIENCE_S, START_S = 60.0, 300.0
 POLL_S = 0.01
 MODEL = "demo"
+SIMULATED = (MODEL, "--simulate", "a40:llama-7b")
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ class Target:
             engines = sum(one.memory_info().rss for one in self.engines())
         return {"api": psutil.Process(self.process.pid).memory_info().rss, "engine": engines}
 
-    def wait_until(self, status: int) -> None:
+    def wait_until(self, status: int, patience_s: float = PATIENCE_S) -> None:
         """Wait until ``/health`` has a status."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while True:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if self.ask("GET", "/health").status == status:
@@ -104,12 +105,15 @@ class Target:
 
 
 @contextlib.contextmanager
-def running(tmp: Path, *options: str, num_files: int | None = None, waits: bool = True) -> Iterator[Target]:
-    """Run a server with a simulated engine.
+def running(
+    tmp: Path, *options: str, model: Sequence[str] = SIMULATED, num_files: int | None = None, waits: bool = True
+) -> Iterator[Target]:
+    """Run a server.
 
     Args:
         tmp: A folder for its log.
         options: Of ``manylora serve``.
+        model: Its model; by default with a simulated engine.
         num_files: Limit of its open files.
         waits: Whether to wait until it serves.
     """
@@ -121,7 +125,7 @@ def running(tmp: Path, *options: str, num_files: int | None = None, waits: bool 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "manylora", "serve", "demo", "--simulate", "a40:llama-7b"]
+    command = [sys.executable, "-m", "manylora", "serve", *model]
     log = tmp / "log"
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -130,7 +134,7 @@ def running(tmp: Path, *options: str, num_files: int | None = None, waits: bool 
     target = Target(process, "127.0.0.1", port, log)
     try:
         if waits:
-            target.wait_until(200)
+            target.wait_until(200, START_S)
         yield target
     finally:
         process.terminate()

@@ -222,3 +222,36 @@ def chunks_of(body: bytes) -> Iterator[bytes]:
     while size := int(body[at : (end := body.index(b"\r\n", at))], 16):
         yield body[end + 2 : end + 2 + size]
         at = end + 2 + size + 2
+
+
+def test_a_request_without_room_is_refused_before_its_body_is_parsed(tokenizer: Path) -> None:
+    """The engine says at every turn whether it would take another; a request that leaves makes room again."""
+    body = {**LONG, "stream": True}
+
+    def status(http: httpx.Client) -> int:
+        answer = http.post("/v1/completions", content=b"no JSON", headers={"content-type": "application/json"})
+        assert answer.status_code != 429 or answer.headers["retry-after"].isdigit()
+        return answer.status_code
+
+    with (
+        serving(tokenizer, builder="reciter:slow_reciter_parts", max_num_seqs=1, max_waiting=1) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        assert status(http) == 400
+        with http.stream("POST", "/v1/completions", json=body), http.stream("POST", "/v1/completions", json=body):
+            wait_for(lambda: status(http) == 429)
+            assert http.get("/v1/models").status_code == 200
+        wait_for(lambda: status(http) == 400)
+        assert http.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
+
+
+def test_a_request_that_would_wait_for_too_long_is_429(tokenizer: Path) -> None:
+    with (
+        serving(tokenizer, builder="reciter:slow_reciter_parts", max_num_seqs=1, max_wait_s=1.0) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as running,
+    ):
+        next(running.iter_lines())  # the time of a step is known
+        refused = http.post("/v1/completions", json={**LONG, "max_tokens": 1})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "RateLimitError")
+        assert "longer than 1 s" in refused.json()["error"]["message"]

@@ -40,6 +40,12 @@ OF_COMMANDS = {
     "backbone": "model socket dtype log_level",
     **dict.fromkeys(("adapters", "experiment", "predictor", "bench"), ""),
     "": "_debug _version",
+    "functions": "",
+    "functions serve": "config state_dir node log_level",
+    "functions controller": "config state_dir host port token_file log_level",
+    "functions agent": "controller state_dir node token_file log_level",
+    "functions ps": "state_dir controller token_file all_functions as_json",
+    "functions bill": "state_dir by since until as_csv prices",
     "serve": "download_dir model config lora_modules log_level builder",
     "generate": "model prompts adapter lora_modules lora_dir chat system max_tokens temperature top_p top_k stop "
     "json_schema as_json",

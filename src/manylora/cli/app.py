@@ -26,6 +26,7 @@ _COMMANDS = {
     "route": "route:route",
     "generate": "generate:generate",
     "backbone": "backbone:backbone",
+    "functions": "functions:functions_app",
     "adapters": "adapters:adapters_app",
     "calibrate": "calibrate:calibrate",
     "top": "top:top",

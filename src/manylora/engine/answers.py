@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.prompt_logprobs import PromptReports
+from manylora.engine.queue_wait import QueueWait
 from manylora.engine.status import Counters
 from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
@@ -33,6 +34,7 @@ class Answers:
         sequences: All requests in flight by id; one that ends is removed.
         reports: Log-probabilities of prompts.
         predictor: Learns the lengths of answers.
+        queue_wait: Forgets requests that ended.
         counters: Counts answers and their tokens.
     """
 
@@ -45,6 +47,7 @@ class Answers:
         policy: Policy,
         cache: AdapterCache,
         predictor: LengthPredictor,
+        queue_wait: QueueWait,
         counters: Counters,
         emit: EventSink,
     ) -> None:
@@ -54,6 +57,7 @@ class Answers:
         self._policy = policy
         self._cache = cache
         self._predictor = predictor
+        self._queue_wait = queue_wait
         self._counters = counters
         self._emit = emit
         self._outputs: list[Output] = []
@@ -135,6 +139,7 @@ class Answers:
             self._counters.answer_tokens += sequence.num_output_tokens
         self._running.forget(sequence)
         self._reports.forget(sequence)
+        self._queue_wait.ended(sequence)
         request_id = sequence.request.request_id
         del self._sequences[request_id]
         self._released.append(sequence.seq_id)

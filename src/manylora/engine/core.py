@@ -34,11 +34,12 @@ from manylora.engine.answers import Answers
 from manylora.engine.integrity import check_integrity
 from manylora.engine.limits import RequestLimits
 from manylora.engine.prompt_logprobs import PromptReports
+from manylora.engine.queue_wait import QueueWait
 from manylora.engine.snapshot import take_snapshot
 from manylora.engine.status import Counters, EngineStats
 from manylora.engine.steps.in_flight import Step, StepsInFlight
 from manylora.engine.steps.running import RunningSet
-from manylora.errors import CapacityError, RequestError
+from manylora.errors import RequestError
 from manylora.events import Event, EventSink, PrefixEvicted, RequestArrived, StepFinished, StepLaunched, TokensEmitted
 from manylora.memory import BlockTable, Depth, PageCache, ReloadCosts, make_eviction_policy, prefix_root
 from manylora.plan import ON_DEVICE, StepPlan, StepResult
@@ -186,6 +187,12 @@ class EngineCore:
         self._steps = StepsInFlight(self._costs, plans_ahead=bool(scheduler.plan_ahead))
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
         self._reports = PromptReports()
+        self._queue_wait = QueueWait(
+            scheduler=scheduler,
+            predictor=predictor,
+            sequences=self._sequences,
+            is_full=lambda: self._running.is_full,
+        )
         self._answers = Answers(
             sequences=self._sequences,
             reports=self._reports,
@@ -193,6 +200,7 @@ class EngineCore:
             policy=self._policy,
             cache=self._cache,
             predictor=predictor,
+            queue_wait=self._queue_wait,
             counters=self._counters,
             emit=self._emit,
         )
@@ -255,7 +263,7 @@ class EngineCore:
             ModelNotFound: Neither the base nor an adapter has that name.
             AdapterReplaced: It is the rest of an answer of an adapter version that is not here.
             RequestError: It can never be served: empty, unknown tokens, or too long for the model or the pool.
-            CapacityError: Too many requests wait (429).
+            CapacityError: Too many requests wait, or it would wait for too long (429).
         """
         begun = request.continuation
         if begun is not None and begun.tokens:
@@ -266,12 +274,8 @@ class EngineCore:
         if request.request_id in self._sequences:
             raise RequestError(f"Got request_id = {request.request_id!r}, which is in flight", param="request_id")
         max_tokens = self._limits.check(request, version)
-        if begun is None and len(self._policy) >= self._scheduler.max_waiting:  # else it was accepted once already
-            num_waiting = len(self._policy)
-            raise CapacityError(
-                f"{num_waiting} requests are waiting, the most allowed",
-                retry_after_s=self._answers.retry_after_s(num_waiting, now),
-            )
+        if begun is None:  # else it was accepted once already
+            self.check_room(now)
         sampling = request.sampling
         given = request.seed if sampling.seed is None else sampling.seed
         seed = self._rng.getrandbits(63) if given is None else given & (2**64 - 1)
@@ -298,6 +302,7 @@ class EngineCore:
             self._cache.ask(named.version.key, now)
             self._prefetcher.asked(named.version.key, now)
         self._policy.add(sequence, now)
+        self._queue_wait.added(sequence)
         self._emit(
             RequestArrived(
                 now,
@@ -312,6 +317,11 @@ class EngineCore:
                 sequence.num_answered,
             )
         )
+
+    def check_room(self, now: float) -> None:
+        """Raise ``CapacityError`` if a new request would be refused for the length of the queue."""
+        num_waiting = len(self._policy)
+        self._queue_wait.check(num_waiting, lambda: self._answers.retry_after_s(num_waiting, now))
 
     def cancel(self, request_id: str, now: float) -> bool:
         """End a request; its last output follows. Return whether it was in flight."""
@@ -377,6 +387,7 @@ class EngineCore:
                 answer(sequence, tokens[part.seq_id], now)
         self._counters.steps += 1
         took_s = now - step.began_at
+        self._queue_wait.stepped(step.began_at, now)
         if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s, result.cpu_share):
             self._costs.step.observe(step.num_tokens, took_s)
             self._running.took(step.load, took_s)

@@ -22,6 +22,7 @@ from manylora.hosting.protocol import (
     Cancel,
     Command,
     EngineInfo,
+    Fault,
     LoadAdapter,
     LoadAdapters,
     Message,
@@ -76,11 +77,20 @@ class EngineClient:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[str] | None = None
         self._loss: Loss | None = None
+        self._no_room: Fault | None = None  # by its last turn
 
     @property
     def loss(self) -> Loss | None:
         """The reason why the engine was lost; ``None`` while it is alive."""
         return self._loss
+
+    def check_room(self) -> None:
+        """Raise ``CapacityError`` if the engine would have refused a new request at its last turn.
+
+        A full engine has requests, so the next turn, which may say otherwise, is a step away.
+        """
+        if self._no_room is not None:
+            raise self._no_room.to_error()
 
     @property
     def num_flights(self) -> int:
@@ -285,7 +295,8 @@ class EngineClient:
         observed: list[Observations] = []
         for message in messages:
             match message:
-                case Turn(outputs, observations):
+                case Turn(outputs, observations, no_room):
+                    self._no_room = no_room
                     if self._unstarted:
                         self._note_started(outputs)
                     for output in outputs:

@@ -15,28 +15,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from manylora.hosting.protocol import EngineSpec
 
-__all__ = ["TORCH_BUILDER", "engine_command", "spawn", "start_early", "take_early"]
+__all__ = ["TORCH_BUILDER", "spawn_engine", "start_early", "take_early"]
 
 TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
 
 _waiting: dict[str, subprocess.Popen[bytes]] = {}
 
 
-def engine_command(builder: str | None = None) -> list[str]:
-    """Return the command of an engine process, which imports ``builder`` before it reads its set-up."""
+def spawn_engine(builder: str | None = None, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """Start an engine process in a group of its own, with a pipe to its standard input.
+
+    Args:
+        builder: Imported before the process reads its set-up.
+        files: Descriptors that it inherits.
+    """
     # -P: do not import files from the working directory.
     command = [sys.executable, "-P", "-m", "manylora.hosting.engine_process"]
-    return command if builder is None else [*command, builder]
-
-
-def spawn(command: Sequence[str], files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start an engine process in a group of its own, with a pipe to its standard input."""
+    if builder is not None:
+        command.append(builder)
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=files)
 
 
 def start_early(builder: str) -> None:
     """Start a process for the first engine of this builder."""
-    _waiting[builder] = spawn(engine_command(builder))
+    _waiting[builder] = spawn_engine(builder)
 
 
 def take_early(engine: EngineSpec) -> subprocess.Popen[bytes] | None:

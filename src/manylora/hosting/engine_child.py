@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from collections.abc import Sequence
 
-from manylora.hosting.early_start import engine_command, spawn
+from manylora.hosting.early_start import spawn_engine, take_early
 from manylora.hosting.protocol import Ending, ProcessSetup, encode
 
 __all__ = ["EngineChild", "ending_of"]
@@ -18,7 +17,7 @@ SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class EngineChild:
-    """A new engine process.
+    """An engine process: a new one, or the one that was started early for such an engine.
 
     It has its own process group, so that Ctrl-C reaches this process alone. Its standard input is a pipe from this
     process, and it ends with the pipe.
@@ -26,13 +25,11 @@ class EngineChild:
     Args:
         setup: Its set-up, which it reads from the pipe: keys are in no argument, environment or file.
         files: Descriptors that it inherits.
-        process: One that was started early and waits for its set-up; ``None`` to start one.
     """
 
-    def __init__(
-        self, setup: ProcessSetup, files: Sequence[int] = (), *, process: subprocess.Popen[bytes] | None = None
-    ) -> None:
-        self._process = spawn(engine_command(), files) if process is None else process
+    def __init__(self, setup: ProcessSetup, files: Sequence[int] = ()) -> None:
+        early = None if files else take_early(setup.engine)
+        self._process = early or spawn_engine(files=files)
         assert self._process.stdin is not None
         body = encode(setup)
         with contextlib.suppress(BrokenPipeError):  # the process has died: its exit code says why

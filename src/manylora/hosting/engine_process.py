@@ -1,8 +1,8 @@
 """The engine process: ``python -m manylora.hosting.engine_process``, started as an ``EngineChild``.
 
-With the name of a builder as its argument it imports that first (``early_start``). Then it reads its set-up from standard
-input, which stays open until its parent ends; then this process ends as well. Its parent is the API process, or a Ray
-actor. Commands arrive on one socket, messages leave on the other (see ``protocol``).
+With the name of a builder as its argument it imports that first (``early_start``). Then it reads its set-up from
+standard input, which stays open until its parent ends; then this process ends as well. Its parent is the API process,
+or a Ray actor. Commands arrive on one socket, messages leave on the other (see ``protocol``).
 """
 
 from __future__ import annotations

@@ -218,6 +218,13 @@ class Fleet:
         if self.state is not State.SERVING:
             raise _unavailable(self.state)
 
+    def check_room(self) -> None:
+        """Raise ``CapacityError`` unless an engine may take a new request; a submission is checked by its engine again.
+
+        It costs next to nothing, so that a request beyond all room is refused before its body is read.
+        """
+        self._requests.check_room()
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self, modules: Sequence[LoraModule] = ()) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, S
 from dataclasses import replace
 from random import Random
 
-from manylora.errors import EngineDead, ManyloraError
+from manylora.errors import CapacityError, EngineDead, ManyloraError
 from manylora.hosting.client import EngineClient
 from manylora.hosting.flight import Flight, Loss
 from manylora.hosting.output_stream import OutputStream
@@ -54,6 +54,17 @@ class FleetRequests:
     def resumes(self) -> ResumeStats:
         """Counters of resumed requests."""
         return self._resumer.stats
+
+    def check_room(self) -> None:
+        """Raise ``CapacityError`` if every engine would refuse a new request, by its last turn."""
+        refused: CapacityError | None = None
+        for client in self._serving().values():
+            try:
+                return client.check_room()
+            except CapacityError as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     async def submit(
         self, requests: Sequence[Request], stream: OutputStream, *, each: bool

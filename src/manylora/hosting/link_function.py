@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -157,8 +158,7 @@ class FunctionLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of asyncio's classes
 
     def data_received(self, data: bytes) -> None:
         """Deliver all messages that have arrived."""

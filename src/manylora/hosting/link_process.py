@@ -19,7 +19,6 @@ import zmq
 
 from manylora.errors import ConfigError, EngineDead
 from manylora.hosting.base_share import BaseShare
-from manylora.hosting.early_start import take_early
 from manylora.hosting.engine_child import EngineChild, ending_of
 from manylora.hosting.engine_sockets import UnixSockets
 from manylora.hosting.inbox import Inbox
@@ -89,8 +88,7 @@ class ProcessLink:
         self._inbox = Inbox(messages, deliver_and_share)
         level = logging.getLogger().getEffectiveLevel()
         setup = ProcessSetup(engine=self._engine, sockets=sockets, log_level=level, base=base)
-        early = take_early(self._engine) if base is None else None
-        child = self._child = EngineChild(setup, () if base is None else (base.file,), process=early)
+        child = self._child = EngineChild(setup, () if base is None else (base.file,))
         loop = asyncio.get_running_loop()
         exit_code = self._exit_code = loop.create_future()
 

@@ -360,11 +360,18 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     fault: Fault
 
 
-class Turn(msgspec.Struct, frozen=True, tag=True):
-    """The outputs of one turn of the loop, and its observations."""
+class Turn(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The outputs of one turn of the loop, and its observations.
+
+    Args:
+        outputs: The outputs.
+        observations: The observations since the last message.
+        no_room: The error of a new request, if the engine would refuse one now for the length of its queue.
+    """
 
     outputs: list[Output]
     observations: Observations
+    no_room: Fault | None = None
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

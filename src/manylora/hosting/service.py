@@ -147,7 +147,11 @@ class EngineService:
                 executor=self._logged(parts, files),
                 sinks=[*([self._observer] if self._engine.is_observed else []), *self._request_log(files)],
             )
-            loop = self._loop = EngineLoop(core, self._clock, on_outputs=self._send_turn, live=True)
+
+            def send_turn(outputs: list[Output], now: float) -> None:
+                self._send(Turn(outputs, self._observer.take(), _no_room(core, now)))
+
+            loop = self._loop = EngineLoop(core, self._clock, on_outputs=send_turn, live=True)
             if self._is_stopping:  # ``stop`` was called before the loop existed
                 loop.stop()
             self._send(Ready(self._info(parts), parts.shared))
@@ -245,9 +249,6 @@ class EngineService:
             page_bytes=base.page.num_bytes,
             dtype=base.page.dtype,
         )
-
-    def _send_turn(self, outputs: list[Output], now: float) -> None:
-        self._send(Turn(outputs, self._observer.take()))
 
     def _reply(self, call: int, work: Callable[[], AdapterStatus | None]) -> None:
         try:
@@ -406,3 +407,11 @@ class EngineService:
     ) -> None:
         self._observer(AdapterLoaded(now, version.key, Tier.HOST, took_s))
         self._reply(command.call, lambda: core.adapters.register(command.name, version, now, replace=command.replace))
+
+
+def _no_room(core: EngineCore, now: float) -> Fault | None:
+    try:
+        core.check_room(now)
+    except CapacityError as error:
+        return Fault.of(error)
+    return None

@@ -115,6 +115,7 @@ class RunningSet:
         self._running: list[Sequence] = []
         self._first_in_line: Sequence | None = None  # of the last step, if it was not admitted
         self.admits_at = math.inf  # a sequence that waits for its adapter is to be looked at again then
+        self.is_full = False  # a sequence was refused although seats are free, and not for a copy of its adapter
 
     def __len__(self) -> int:
         return len(self._running)
@@ -277,7 +278,7 @@ class RunningSet:
             The admitted ones with their tokens, and whether another was refused because its adapter is loading.
         """
         planned: list[_Planned] = []
-        is_loading = False
+        is_loading = lacks_room = False
         self._policy.begin(now)
         while not budget.is_spent and len(self._running) < self._num_seats:
             sequence = self._policy.offer()
@@ -289,6 +290,8 @@ class RunningSet:
             if outcome is Outcome.ADMITTED:
                 planned.append((sequence, self._spend(sequence, budget)))
             is_loading |= outcome is Outcome.ADAPTER_LOADING
+            lacks_room |= outcome is not Outcome.ADMITTED and outcome is not Outcome.ADAPTER_LOADING
+        self.is_full = lacks_room
         first = self._policy.first_in_line
         is_waiting = first is not None and first.status is SequenceStatus.WAITING
         self._first_in_line = first if is_waiting else None

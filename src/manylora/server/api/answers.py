@@ -17,10 +17,10 @@ import msgspec
 from starlette.types import Receive
 
 from manylora.errors import EngineDead, ManyloraError
-from manylora.hosting.fleet import Fleet
 from manylora.hosting.output_stream import Flush, OutputStream
 from manylora.server.api.prompt_part import NO_DETAILS, Details, named_by_id
 from manylora.server.errors import hide_paths
+from manylora.server.served import ServedFleet
 from manylora.server.text_work import ClientGone
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, PromptLogprobs, Request, SampledToken
@@ -74,7 +74,7 @@ class Answers:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ServedFleet,
         tokenizer: Tokenizer,
         requests: Sequence[Request],
         *,

@@ -250,6 +250,7 @@ async def create_chat_completion(request: Request) -> Response:
     """``POST /v1/chat/completions``."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
+    context.fleet.check_room()
     body = await read_body(request, ChatBody)
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")

@@ -150,6 +150,7 @@ async def create_completion(request: Request) -> Response:
     """``POST /v1/completions``."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
+    context.fleet.check_room()
     body = await read_body(request, CompletionBody)
     settings = await context.settings.of(body.model)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens

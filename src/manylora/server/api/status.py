@@ -35,7 +35,7 @@ async def status(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_admin(request)
     num_adapters = _number(request.query_params.get("adapters"), "adapters", NUM_ADAPTERS)
-    report = _report(context)
+    report = _report(context, num_adapters)
     try:
         snapshots = await context.fleet.snapshots(num_adapters)
     except ManyloraError:  # no engine serves: the report of the API process alone
@@ -53,7 +53,7 @@ async def status(request: Request) -> Response:
     return json_response(report)
 
 
-def _report(context: Context) -> StatusReport:
+def _report(context: Context, num_functions: int) -> StatusReport:
     """Return the report of the API process, without the engines."""
     fleet, latency, now = context.fleet, context.metrics.latency, context.monotonic_s()
     return StatusReport(
@@ -71,6 +71,7 @@ def _report(context: Context) -> StatusReport:
         resumes=Resumes(**dataclasses.asdict(fleet.resumes)),
         generation_defaults=context.settings.base.defaults.given(),
         scaling=fleet.scaling,
+        functions=tuple(context.functions())[:num_functions],
     )
 
 

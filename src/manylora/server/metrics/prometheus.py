@@ -14,13 +14,15 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from manylora.config import EngineConfig
-from manylora.hosting.fleet import Fleet
+from manylora.functions.wire import FunctionState
 from manylora.hosting.protocol import Observations
 from manylora.hosting.snapshot import Snapshot
+from manylora.server.metrics.function_metrics import function_metrics
 from manylora.server.metrics.histogram import FIRST_TOKEN_S, LOAD_S, REQUEST_S, TOKEN_S
 from manylora.server.metrics.latency import LatencyWindow
 from manylora.server.metrics.requests import RequestMetrics
 from manylora.server.metrics.scrape import LEVELS, by_replica, fleet_metrics, snapshot_metrics
+from manylora.server.served import ServedFleet
 from manylora.types import Tier
 
 __all__ = ["Metrics"]
@@ -51,8 +53,9 @@ class Metrics(Collector):
         self._served_name = served_name
         self._epoch_s = epoch_s
         self._monotonic_s = monotonic_s
-        self._fleet: Fleet | None = None
+        self._fleet: ServedFleet | None = None
         self._snapshots: Mapping[int, Snapshot] = {}
+        self._functions: Sequence[FunctionState] = ()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -100,15 +103,18 @@ class Metrics(Collector):
         """
         self._responses.labels(method, f"{status // 100}xx", route).inc()
 
-    def render(self, fleet: Fleet, snapshots: Mapping[int, Snapshot]) -> bytes:
+    def render(
+        self, fleet: ServedFleet, snapshots: Mapping[int, Snapshot], functions: Sequence[FunctionState] = ()
+    ) -> bytes:
         """Return the metrics as Prometheus text.
 
         Args:
             fleet: The engines.
             snapshots: Those of engines that serve, by number, with their adapters that are in use: unused ones have no
                 series of their own.
+            functions: Isolated functions that have been awake.
         """
-        self._fleet, self._snapshots = fleet, snapshots
+        self._fleet, self._snapshots, self._functions = fleet, snapshots, functions
         if snapshots:
             self._by_adapter.keep_only(fleet.adapters.loaded)
         return generate_latest(self._registry)
@@ -118,6 +124,8 @@ class Metrics(Collector):
         if self._fleet is None:
             return
         yield from fleet_metrics(self._fleet)
+        if self._functions:
+            yield from function_metrics(self._functions)
         families = {
             index: snapshot_metrics(stats, statuses, self._config, served_name=self._served_name, now_s=self._epoch_s())
             for index, (stats, statuses) in self._snapshots.items()

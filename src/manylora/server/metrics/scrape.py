@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.hosting.engine_keeper import State
-from manylora.hosting.fleet import Fleet
+from manylora.server.served import ServedFleet
 from manylora.types import Tier
 
 __all__ = ["LEVELS", "by_replica", "fleet_metrics", "snapshot_metrics"]
@@ -22,7 +22,7 @@ LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 """Tiers by the words that routers look for; "gpu" is any device."""
 
 
-def fleet_metrics(fleet: Fleet) -> Iterator[Metric]:
+def fleet_metrics(fleet: ServedFleet) -> Iterator[Metric]:
     """Yield the metrics that the API process knows itself."""
     replicas, resumes = fleet.replicas(), fleet.resumes
     labels = ["replica"] if fleet.num_replicas > 1 else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.functions.wire import FunctionState
 from manylora.scaling import ScalingDecision
 
 __all__ = [
@@ -128,6 +129,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
         resumes: Requests that lost their engine.
         generation_defaults: Sampling defaults of the base model, by name.
         scaling: The last decision about the number of engines; ``None`` if it is fixed.
+        functions: Isolated functions that have been awake, with the measures that each lacks on this kernel.
     """
 
     state: str
@@ -147,6 +149,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaRow, ...] = ()
     resumes: Resumes | None = None
     scaling: ScalingDecision | None = None
+    functions: tuple[FunctionState, ...] = ()
 
 
 def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:
