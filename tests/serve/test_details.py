@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from reciter import MAX_MODEL_LEN, engine_config
+from reciter import EOS, MAX_MODEL_LEN, engine_config
 from serving import Gate
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer, bounds
@@ -157,6 +159,31 @@ def test_prompts_are_cut_to_their_ends(http: httpx.Client) -> None:
     assert echoed == "storyabc"
     chat = ask(http, "chat/completions", truncate_prompt_tokens=11, return_token_ids=True)
     assert bytes(chat["prompt_token_ids"]) == b"<assistant>"
+
+
+def test_special_tokens_of_texts(tokenizer: Path, tmp_path: Path) -> None:
+    hf = AutoTokenizer.from_pretrained(tokenizer)
+    frame = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", EOS)])
+    hf.backend_tokenizer.post_processor = frame
+    hf.save_pretrained(tmp_path)
+    config = ServerConfig(port=0, in_process=True)
+    with (
+        BackgroundServer(engine_config(tmp_path), config, builder="reciter:reciter_parts") as running,
+        httpx.Client(base_url=running.url, timeout=30) as http,
+    ):
+
+        def first(path: str = "completions", **fields: Any) -> int:
+            body = ask(http, path, return_token_ids=True, **fields)
+            tokens: list[int] = (body if "chat" in path else body["choices"][0])["prompt_token_ids"]
+            return tokens[0]
+
+        assert [first(), first(add_special_tokens=True), first(add_special_tokens=False)] == [EOS, EOS, ord("s")]
+        assert first(truncate_prompt_tokens=3) == EOS and first(prompt=list(b"say")) == ord("s")
+        assert first(truncate_prompt_tokens=2, add_special_tokens=False) == ord("a")
+        chats = [first("chat/completions"), first("chat/completions", add_special_tokens=True)]
+        assert chats == [ord("<"), EOS]
+        for fields, expected in (({}, 4), ({"add_special_tokens": False}, 3)):
+            assert http.post("/tokenize", json={"prompt": "say", **fields}).json()["count"] == expected
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,18 @@ def test_the_prefix_cache_is_not_reported_twice():
     assert rig.outputs["r"][-1].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("num_begun", [0, 1, 5])
+def test_the_prompt_is_reported_by_the_engine_that_gives_the_first_token(num_begun):
+    asked, tokens = whole(prompt_logprobs=1)
+    rig = make_rig()
+    rig.register("a", key="v1")
+    rig.add(begun(asked, tokens[:num_begun]))
+    rig.drain()
+    assert rig.tokens("r") == tokens[num_begun:]
+    reports = [output.prompt_logprobs for output in rig.outputs["r"] if output.prompt_logprobs is not None]
+    assert [len(report) for report in reports] == ([] if num_begun else [8])
+
+
 def test_the_version_is_found_by_its_key_under_any_name():
     asked, tokens = whole()
     rig = make_rig()

@@ -214,6 +214,7 @@ class Tokenizer:
         template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         limit: int | None = None,
     ) -> list[int]:
         """Return the token ids of a chat, by the model's own template.
@@ -224,6 +225,7 @@ class Tokenizer:
             template: A template in place of the model's own.
             add_generation_prompt: End with the tokens that open the model's turn.
             continue_final_message: End inside the last message, which the model goes on with.
+            add_special_tokens: Add the tokens of ``encode`` to those that the template writes.
             limit: The text must have fewer tokens than this, as of ``encode_within``; ``None`` for any number.
 
         Raises:
@@ -239,8 +241,8 @@ class Tokenizer:
             continue_final_message=continue_final_message,
         )
         if limit is None:
-            return self.encode(text, add_special_tokens=False)  # the template writes the special tokens
-        return self.encode_within(text, limit, add_special_tokens=False)
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return self.encode_within(text, limit, add_special_tokens=add_special_tokens)
 
     def render_chat(
         self,

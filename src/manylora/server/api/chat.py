@@ -158,6 +158,7 @@ async def chat_tokens(
     limit: int,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    add_special_tokens: bool = False,
 ) -> tuple[int, ...]:
     """Return the token ids of a chat, which must be fewer than ``limit``.
 
@@ -170,6 +171,7 @@ async def chat_tokens(
         limit: Tokens.
         add_generation_prompt: End with the tokens that open the model's turn.
         continue_final_message: End inside the last message.
+        add_special_tokens: Add the model's tokens around a text to those that the template writes.
 
     Raises:
         RequestError: The chat is out of bounds, or the template refuses it.
@@ -187,6 +189,7 @@ async def chat_tokens(
             template=settings.chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            add_special_tokens=add_special_tokens,
             limit=limit,
         )
         return tuple(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -92,9 +93,14 @@ class CompletionFormat:
 
 
 async def _tokens(
-    request: Request, context: Context, given: list[str] | list[list[int]], truncation: Truncation
+    request: Request,
+    context: Context,
+    given: list[str] | list[list[int]],
+    truncation: Truncation,
+    *,
+    is_framed: bool,
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of every prompt.
+    """Return the token ids of every prompt, with the model's special tokens around texts if ``is_framed``.
 
     Raises:
         RequestError: A prompt does not fit, or a token id is out of range.
@@ -112,7 +118,8 @@ async def _tokens(
         tokenizer.check_chars(len(text), truncation.limit)
 
     def tokenize() -> list[tuple[int, ...]]:
-        return [truncation.cut(tokenizer.encode_within(text, truncation.limit), tokenizer) for text in texts]
+        encode = partial(tokenizer.encode_within, limit=truncation.limit, add_special_tokens=is_framed)
+        return [truncation.cut(encode(text), tokenizer if is_framed else None) for text in texts]
 
     if sum(map(len, texts)) <= INLINE_CHARS:
         return tokenize()
@@ -165,7 +172,7 @@ async def create_completion(request: Request) -> Response:
     most = context.engine_config.scheduler.max_waiting
     given = decode_prompts(body.prompt, most, truncation.limit)
     check_num_answers(context, len(given), body.n or 1)
-    prompts = await _tokens(request, context, given, truncation)
+    prompts = await _tokens(request, context, given, truncation, is_framed=body.add_special_tokens is not False)
     echoes = await _echoes(request, context, body, given, prompts)
     part = PromptPart(context.tokenizer, prompts, body.n or 1, details)
     form = CompletionFormat(echoes, part, has_logprobs=body.logprobs is not None)

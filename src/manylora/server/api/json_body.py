@@ -25,8 +25,8 @@ __all__ = ["REFUSED", "decode", "decode_prompts", "parse"]
 logger = logging.getLogger(__name__)
 
 _HARMLESS = """
-    add_special_tokens metadata prediction prompt_cache_key prompt_cache_retention
-    request_id safety_identifier service_tier spaces_between_special_tokens store stream_interval
+    metadata prediction prompt_cache_key prompt_cache_retention request_id safety_identifier service_tier
+    spaces_between_special_tokens store stream_interval
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Fields that change nothing in the answer."""

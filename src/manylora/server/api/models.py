@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -86,10 +87,8 @@ async def tokenize(request: Request) -> Response:
     tokens: Sequence[int]
     if (text := body.prompt) is not None:
         tokenizer.check_chars(len(text), limit)
-        if len(text) <= INLINE_CHARS:
-            tokens = tokenizer.encode_within(text, limit)
-        else:
-            tokens = await context.text_work.run(request, lambda: tokenizer.encode_within(text, limit))
+        encode = partial(tokenizer.encode_within, text, limit, add_special_tokens=body.add_special_tokens is not False)
+        tokens = encode() if len(text) <= INLINE_CHARS else await context.text_work.run(request, encode)
     else:
         settings, messages = await context.settings.of(body.model or ""), body.messages or []
         tokens = await chat_tokens(request, context, settings, messages, {}, limit=limit, **template_arguments(body))

@@ -112,6 +112,7 @@ _REFUSED = {
     "prompt_logprobs": ("log-probabilities are on /v1/chat/completions", (None,)),
     "return_token_ids": ("tokens are on /v1/chat/completions", (None, False)),
     "return_tokens_as_token_ids": ("log-probabilities are on /v1/chat/completions", (None, False)),
+    "add_special_tokens": ("the chat template writes them", (None, False)),
     "truncate_prompt_tokens": ("input is never cut", (None,)),
     "max_tokens": ("this route calls it max_output_tokens", (None,)),
     "response_format": ("this route calls it text.format", (None,)),

@@ -44,6 +44,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     """Fields of completions and of chat completions."""
 
     model: str
+    add_special_tokens: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -125,6 +126,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
@@ -150,6 +152,7 @@ def template_arguments(body: ChatBody | TokenizeBody) -> dict[str, bool]:
     return {
         "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         "continue_final_message": bool(body.continue_final_message),
+        "add_special_tokens": bool(body.add_special_tokens),  # beside those that the template writes
     }
 
 
