@@ -40,8 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 from churn import percentile_ms
-from publishing import arguments, publish, table
-from rich.progress import Progress
+from publishing import Steps, arguments, publish, table
 
 from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 from manylora.bench.synthetic import write_synthetic_adapter
@@ -172,7 +171,7 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
     )
     warm = [f"warm-{index}" for index in range(NUM_WARM)]
     names = [*warm, *(f"cold-{index}" for index in range(NUM_COLD))]
-    with tempfile.TemporaryDirectory() as path, Progress(transient=True) as progress:
+    with tempfile.TemporaryDirectory() as path:
         probe = build_parts(config, WallClock())
         base = probe.base
         possible = possible_modes(reads_host=probe.reads_host, waits_by_layer=probe.waits_by_layer)
@@ -182,7 +181,7 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
         version = probe.reader.read(names[0], str(folders[0]))
         probe.close()
         for mode in left_out:
-            progress.console.print(f"left out: {mode}, which this executor cannot do")
+            print(f"left out: {mode}, which this executor cannot do", flush=True)
         kv_pages = NUM_SEATS * -(-(NUM_IN + NUM_OUT) // base.page.block_size)
         memory = replace(config.memory, num_pages=kv_pages + version.num_pages * len(names))
         config = replace(config, memory=memory)
@@ -206,7 +205,7 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
                 systems[f"{mode}, {setting}"] = system = System(replace(config, adapters=adapters), folders)
                 system.pin(warm)
 
-        task = progress.add_task("rounds", total=len(systems) * (num_rounds + 1))
+        progress = Steps(len(systems) * (num_rounds + 1))
         outcomes = {name: Outcome() for name in systems}
         drawn = rng.exponential(1 / (load * capacity), (num_rounds + 1, num_requests)).cumsum(axis=1)
         others = Others()
@@ -215,7 +214,7 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
             found = systems[name].run(list(zip(drawn[number].tolist(), requests, strict=True)))
             if number >= 0:
                 outcomes[name].rounds.append(found)
-            progress.advance(task)
+            progress.done(f"round {number}, {name}: {found.seconds:.1f} s")
         busy_share = others.share()
         for name, system in systems.items():
             outcomes[name].cold_starts = system.cold_starts()

@@ -2,11 +2,14 @@
 
 Synchronous calls are the same exchange with the waits on the host: the launching thread waits until the inputs have
 arrived before it tells the workers, and until they are done before it launches what follows. Published for the exchange
-without: 16 % less time of a prefill step (CaraServe, section 4.1).
+without: 16 % less time of a prefill step (CaraServe, section 4.1). Then the same step beside the copy of its adapter:
+the device takes over the layers that arrive in time.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +21,8 @@ from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.stream import DeviceStream, ThreadStream
 from manylora.execution.assist.words import Words, await_word, write_word
 from manylora.execution.assist.workers import Supervisor, Task, Worker
-from manylora.plan import IN_HOST, StepPlan
-from manylora.types import AdapterVersion
+from manylora.plan import IN_HOST, AdapterLoad, StepPlan, StepResult
+from manylora.types import AdapterVersion, Tier
 
 NUM_HANDOFFS = 1000
 
@@ -103,8 +106,28 @@ def prompt_row(
         engine.runner._assistant = assistant
         step_s = wall_seconds(lambda: engine.runner.run(cold, {version.key: image}), engine.device, sizes.rounds)
         times[name] = step_s * 1e3
+        if kind is stream:
+            times |= taking_over(engine, sizes, cold, version, page)
         stop(assistant)
     return times | {"saved": 1.0 - times["assisted ms"] / times["synchronous ms"]}
+
+
+def taking_over(engine: Engine, sizes: Sizes, plan: StepPlan, version: AdapterVersion, page: int) -> dict[str, float]:
+    """Return the step of a prompt that begins with the copy of its adapter, and the share that is left to the CPU."""
+    load = AdapterLoad(version=version, tier=Tier.DEVICE, pages=tuple(range(page - version.num_pages, page)))
+    steps: list[StepResult] = []
+    for _ in range(2 + sizes.rounds):
+        engine.executor.drop_adapter(version.key, Tier.DEVICE)
+        works = [engine.executor.load_adapter(load, 0.0), engine.executor.launch(plan, 0.0)]
+        while any(work.poll(0.0) is None for work in works):
+            time.sleep(0.0005)
+        result = works[1].poll(0.0)
+        assert isinstance(result, StepResult) and not result.failed
+        steps.append(result)
+    return {
+        "taking over ms": 1e3 * statistics.median([one.device_s or 0.0 for one in steps[2:]]),
+        "left to the CPU": statistics.median([one.cpu_share for one in steps[2:]]),
+    }
 
 
 def stop(assistant: Assistant) -> None:

@@ -37,6 +37,20 @@ def publish(
         (RESULTS / f"{name}.md").write_text(text.rstrip("\n") + "\n")
 
 
+class Steps:
+    """Says how far a benchmark is, a line for each step, with the time that is left at this rate."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps, self._num_done, self._began_at = num_steps, 0, time.monotonic()
+
+    def done(self, what: str) -> None:
+        """Say that a step is over."""
+        self._num_done += 1
+        took_s = time.monotonic() - self._began_at
+        left_s = took_s / self._num_done * max(0, self._num_steps - self._num_done)
+        print(f"{self._num_done}/{self._num_steps} {what}; {took_s:.0f} s, about {left_s:.0f} s left", flush=True)
+
+
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]], *, left: int = 1) -> list[str]:
     """Return the lines of a table whose first ``left`` columns are text and all others numbers."""
     lines = [heads, ["---" if place < left else "---:" for place in range(len(heads))], *rows]

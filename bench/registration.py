@@ -41,10 +41,11 @@ import aiohttp
 import numpy as np
 import psutil
 import torch
-from publishing import arguments, publish, table
+from publishing import Steps, arguments, publish, table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from manylora.adapters.folder import open_folder
 from manylora.adapters.header import HeaderReader
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import stamp_files
@@ -207,7 +208,7 @@ def parts_us(base: BaseShape, folder: Path, count: int) -> dict[str, float]:
     listing = per_adapter(collect)
     headers = HeaderReader(base, max_bytes=1 << 34, dtype="auto")
     checking = per_adapter(lambda: [headers.read(name, path) for name, path in found.items()])
-    stamping = per_adapter(lambda: [stamp_files(name, Path(path), base, "auto") for name, path in found.items()])
+    stamping = per_adapter(lambda: [stamp_files(open_folder(name, path), base, "auto") for name, path in found.items()])
     return {"listing folders": listing, "configuration and header": checking, "of which the stamp": stamping}
 
 
@@ -241,10 +242,12 @@ def measure(counts: Sequence[int], num_rounds: int, seconds: float, turns: int) 
             make_adapters(folders[str(count)], base, count)
         time.sleep(2.1)  # contents of files just written are not kept
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in folders}
-        others = Others()
+        others, progress = Others(), Steps(len(counts) * num_rounds)
         for _, name in in_turns(list(folders), num_rounds, num_warm_up=0):
             rounds[name].append(run(place / "base", folders[name], place / "cache", seconds))
-            print(name, rounds[name][-1], flush=True)
+            one = rounds[name][-1]
+            ready = ", ".join(f"{one[kind]['ready_s']:.1f} s with a {kind} cache" for kind in ("cold", "warm"))
+            progress.done(f"{name} adapters, ready after {ready}")
         busy_share = others.share()
         runs = []
         for count in counts:
@@ -325,7 +328,7 @@ def main() -> None:
     parser = arguments(__doc__, quick="100 and 300 adapters, two seconds each")
     parser.add_argument("--counts", default="100,1000,10000")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of requests, for each start")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of requests, for each start")
     options = parser.parse_args()
     counts = (100, 300) if options.quick else tuple(map(int, options.counts.split(",")))
     seconds, turns = (2.0, 50) if options.quick else (options.seconds, 2000)

@@ -1,6 +1,7 @@
 """Streams that outlive their engines: one replica of three is killed, another stopped, and every token is compared.
 
     python bench/resume.py [--quick] [--rounds 20] [--streams 100]
+    python bench/resume.py --ray [--quick] ...      # a node is lost in place of the kill
 
 The demo model on three engine processes behind one API, over HTTP. 100 streams at once, over twelve adapters and the
 base, half of them greedy and half sampled with a seed, some with penalties. First all run undisturbed. Then, in each
@@ -8,24 +9,31 @@ round, when every stream has its first token, the engine with the most requests 
 next one SIGSTOP, which the watchdog takes for a hang. A round counts the streams that ended early (*lost*) and
 those whose text, token count or reason to finish is another (*changed*).
 
+With ``--ray`` the engines are on a Ray cluster of four raylets on this machine. The raylet of the engine with the most
+requests is killed, with all processes of its node, in place of the engine. After the round another node joins.
+
 *Pause* is the longest gap between two chunks of a stream, seen by the client: over the time of the kill alone, and over
 the time of the stop, which includes the watchdog's timeout and the streams that had just moved there. Writes
-`results/resume.json` and `.md`.
+`results/resume.json` and `.md`, or `results/resume-ray`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import signal
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
+from local_ray import LocalRay
 from publishing import arguments, publish, table
 
 from manylora.bench.machine import machine
@@ -95,22 +103,31 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], answer: Answer
     begun.set()
 
 
-async def run(url: str, asked: list[dict[str, Any]], *, is_disturbed: bool) -> tuple[list[Answer], list[float]]:
-    """Run all streams; return their answers, and the times of the kill and the stop."""
+Disturb = Callable[[dict[str, Any]], None]
+"""Does something to an engine, given its row of ``/status``."""
+
+
+async def run(url: str, asked: list[dict[str, Any]], disturb: Sequence[Disturb]) -> tuple[list[Answer], list[float]]:
+    """Run all streams, and disturb the busiest engines one after the other; return the answers and those times."""
     answers, begun = [Answer() for _ in asked], [asyncio.Event() for _ in asked]
     at: list[float] = []
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits()) as client:
         streams = [asyncio.create_task(stream(client, *one)) for one in zip(asked, answers, begun, strict=True)]
         await asyncio.gather(*(one.wait() for one in begun))
-        if is_disturbed:
+        if disturb:
             rows = (await client.get("/status")).json()["replicas"]
             rows.sort(key=lambda row: -row["num_in_flight"])
-            for row, number in zip(rows, (signal.SIGKILL, signal.SIGSTOP), strict=False):
-                os.kill(row["pid"], number)
+            for row, work in zip(rows, disturb, strict=False):
                 at.append(time.monotonic())
+                await asyncio.to_thread(work, row)
                 await asyncio.sleep(STOP_AFTER_S)
         await asyncio.gather(*streams)
     return answers, at
+
+
+def send(number: signal.Signals, row: dict[str, Any]) -> None:
+    """Send a signal to an engine."""
+    os.kill(row["pid"], number)
 
 
 def wait_until_whole(url: str) -> dict[str, Any]:
@@ -132,23 +149,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--ray", action="store_true", help="engines on a Ray cluster, of which a node is lost")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.streams, options.tokens = 1, 12, 60
     modules = [LoraModule(name, str(path)) for name, path in demo_adapters().items()]
     asked = bodies(options.streams, options.tokens, ["demo", *(module.name for module in modules)])
     engine = EngineConfig(model=ModelConfig(model="demo"), memory=MemoryConfig(num_pages=2000))
-    config = ServerConfig(port=0, hang_timeout_s=HANG_TIMEOUT_S, fleet=FleetConfig(replicas=NUM_REPLICAS))
     rounds: list[dict[str, float]] = []
     restarts = RestartPolicy(healthy_after_s=0.0)  # each round kills on purpose: no row of deaths
-    with BackgroundServer(engine, config, modules, restarts=restarts) as server:
-        calm, _ = asyncio.run(run(server.url, asked, is_disturbed=False))
+    with contextlib.ExitStack() as stack:
+        ray = stack.enter_context(LocalRay(NUM_REPLICAS + 1)) if options.ray else None
+        fleet = FleetConfig(replicas=NUM_REPLICAS, ray=None if ray is None else ray.address)
+        config = ServerConfig(port=0, hang_timeout_s=HANG_TIMEOUT_S, fleet=fleet)
+        server = stack.enter_context(BackgroundServer(engine, config, modules, restarts=restarts))
+        kill = partial(send, signal.SIGKILL) if ray is None else lambda row: ray.lose(row["node"])
+        calm, _ = asyncio.run(run(server.url, asked, ()))
         assert all(one.error is None and one.num_tokens == options.tokens for one in calm)
         before = wait_until_whole(server.url)
         for _ in range(options.rounds):
             began = time.monotonic()
-            answers, (killed_at, stopped_at) = asyncio.run(run(server.url, asked, is_disturbed=True))
+            answers, (killed_at, stopped_at) = asyncio.run(
+                run(server.url, asked, (kill, partial(send, signal.SIGSTOP)))
+            )
             took_s = time.monotonic() - began
+            if ray is not None:
+                ray.add_node()
             after = wait_until_whole(server.url)
             whole = [one.content == other.content for one, other in zip(answers, calm, strict=True)]
             rounds.append(
@@ -166,19 +192,20 @@ def main() -> None:
             print(f"round {len(rounds)}: {rounds[-1]}", flush=True)
             before = after
     figures = {"options": vars(options), "machine": machine(), "rounds": rounds, "resumes": before}
-    heads = ["round", "lost", "changed", "resumed", "pause over SIGKILL, s", "pause over SIGSTOP, s", "seconds"]
+    fault = "the loss of a node" if options.ray else "SIGKILL"
+    heads = ["round", "lost", "changed", "resumed", f"pause over {fault}, s", "pause over SIGSTOP, s", "seconds"]
     rows = [[number, *(round(value, 2) for value in one.values())] for number, one in enumerate(rounds, 1)]
     text = [
         f"# Streams that outlive their engines\n\n{options.streams} streams of {options.tokens} tokens, "
-        f"{NUM_REPLICAS} replicas, watchdog {HANG_TIMEOUT_S:g} s.",
+        f"{NUM_REPLICAS} replicas{' on four raylets' if options.ray else ''}, watchdog {HANG_TIMEOUT_S:g} s.",
         f"Lost: {sum(one['lost'] for one in rounds)}. Changed: {sum(one['changed'] for one in rounds)}. "
-        f"Longest pause over SIGKILL: {max(one['pause_kill_s'] for one in rounds):.2f} s "
+        f"Longest pause over {fault}: {max(one['pause_kill_s'] for one in rounds):.2f} s "
         f"(median {statistics.median(one['pause_kill_s'] for one in rounds):.2f}); over SIGSTOP: "
         f"{max(one['pause_stop_s'] for one in rounds):.2f} s "
         f"(median {statistics.median(one['pause_stop_s'] for one in rounds):.2f}).\n",
         *table(heads, rows, left=0),
     ]
-    publish("resume", figures, "\n".join(text), is_kept=not options.quick)
+    publish("resume-ray" if options.ray else "resume", figures, "\n".join(text), is_kept=not options.quick)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,15 @@ from publishing import RESULTS
 
 HERE = Path(__file__).parent
 ALWAYS = {"device.py": ("--compare",)}
-TRACES = ("simulator.py", "throughput.py", "traces.py", "unloaded.py", "experiments")
+TRACES = (
+    "chameleon_readings.py",
+    "s_lora.py",
+    "simulator.py",
+    "throughput.py",
+    "traces.py",
+    "unloaded.py",
+    "experiments",
+)
 """Benchmarks that read traces."""
 
 COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
@@ -32,8 +40,9 @@ COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
 }
 """Commands of manylora by name: in full, and as a smoke test where there is one."""
 
-BY_HAND = ("gpu.py", "proxy_parts.py", "versions.py")
-"""Not run here: the first needs a GPU, the second is started by `proxy.py`, the third needs another checkout."""
+BY_HAND = ("gpu.py", "proxy_parts.py", "scaling.py", "scaling_live.py", "versions.py")
+"""Not run here: the first needs a GPU, the second is started by `proxy.py`, two read one trace by its name, the last
+needs another checkout."""
 
 
 @dataclass(frozen=True, slots=True)

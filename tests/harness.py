@@ -186,6 +186,7 @@ def make_rig(
     adapters: AdapterConfig | None = None,
     reads_host: bool = False,
     waits_by_layer: bool = False,
+    is_accelerated: bool = False,
     executor: Callable[[FakeExecutor], Executor] = lambda fake: fake,
     **scheduler: object,
 ) -> Rig:
@@ -203,5 +204,6 @@ def make_rig(
         sinks=[events.append],
         reads_host=reads_host,
         waits_by_layer=waits_by_layer,
+        is_accelerated=is_accelerated,
     )
     return Rig(core, fake, events)

@@ -13,6 +13,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 from manylora.options import check_options, option
+from manylora.web_config import WebConfig
 
 __all__ = [
     "DEFAULT_HOST_BYTES",
@@ -27,6 +28,7 @@ __all__ = [
     "ServerConfig",
 ]
 
+RESERVATIONS = ("none", "whole", "peak")
 MIB = 1024 * 1024
 GIB = 1024 * MIB
 DEFAULT_HOST_BYTES = 4 * GIB
@@ -150,8 +152,11 @@ class SchedulerConfig:
         plugin="step_composition",
         help="Composition of steps from prompts and decodes, and the loads they wait for.",
     )
-    reserve_output: bool = _scheduling(
-        False, help="Reserve pages for the longest answer on admission: no request is pre-empted, and fewer run."
+    reserve_output: str = _scheduling(
+        "none",
+        choices=RESERVATIONS,
+        help="Admit only requests whose longest answers fit, so that none is pre-empted and fewer run: all of them at "
+        "once (whole), or at the peak of all as they end one by one (peak).",
     )
     plan_ahead: bool | None = _scheduling(
         None,
@@ -189,6 +194,12 @@ class AdapterConfig:
     )
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
+    read_timeout_s: float = option(
+        120.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
+    )
+    real_roots: tuple[str, ...] | None = option(
+        None, help="Real paths of the folders in which all files of adapters must lie; by default anywhere."
+    )
     adapter_dtype: str = _adapters(
         "auto",
         choices=_DTYPES,
@@ -312,6 +323,28 @@ class FleetConfig:
         "corrected by the traffic.",
     )
 
+    ray: str | None = _replicas(
+        None,
+        metavar="auto|HOST:PORT",
+        help="Run the engines on the nodes of this Ray cluster; auto is the one of RAY_ADDRESS, or of this machine.",
+    )
+    ray_resources: Mapping[str, Any] = _replicas(
+        factory=dict,
+        flag="--ray-resource",
+        metavar="NAME=AMOUNT",
+        help="A resource that each engine takes of its node: CPU, GPU, memory (bytes), or a name of your own; by "
+        "default CPU=1, and GPU=1 with [bold]--device cuda[/bold]. Repeatable.",
+    )
+    ray_labels: Mapping[str, Any] = _replicas(
+        factory=dict,
+        flag="--ray-label",
+        metavar="KEY=VALUE",
+        help="A label that the nodes of the engines must have. Repeatable.",
+    )
+    ray_timeout_s: float = _replicas(
+        300.0, unit="s", above=0, help="Time for Ray to find a node for an engine, and for the cluster to grow one."
+    )
+
     @property
     def num_places(self) -> int:
         """Engines at most."""
@@ -329,6 +362,8 @@ class FleetConfig:
             )
         if self.devices is not None and not all(self.devices.split(",")):
             raise ConfigError(f"Got devices = {self.devices!r}, expected names between commas, as cuda:0,cuda:1")
+        if self.ray is not None and self.devices is not None:
+            raise ConfigError(f"Got ray = {self.ray!r}, devices = {self.devices!r}, expected --ray-resource GPU=1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +371,7 @@ class ServerConfig:
     """The HTTP server, and its fleet of engines."""
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    web: WebConfig = field(default_factory=WebConfig)
     host: str = _http("127.0.0.1", help="Address to listen on.")
     port: int = _http(8000, at_least=0, at_most=65535, help="Port; 0 picks a free one.")
     api_keys: tuple[str, ...] = _http(
@@ -376,6 +412,11 @@ class ServerConfig:
         False,
         help="Render chats with the chat template in an adapter's folder, if it has one. A template is a program that "
         "runs in the server: only for adapters of authors that you trust.",
+    )
+    trust_request_chat_template: bool = _http(
+        False,
+        help="Render chats with the chat template in a request, if it has one. A template is a program that runs in "
+        "the server: only for callers that you trust.",
     )
     drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="Time that SIGTERM waits for requests in flight.")
     hang_timeout_s: float = _http(
@@ -428,3 +469,5 @@ class ServerConfig:
             raise ConfigError(f"Got api_keys = {self.api_keys!r}, expected keys that are not empty")
         if self.admin_key == "":
             raise ConfigError("Got admin_key = '', expected a key that is not empty")
+        if self.in_process and self.fleet.ray is not None:
+            raise ConfigError(f"Got in_process = True, ray = {self.fleet.ray!r}, expected one of them")

@@ -11,6 +11,7 @@ ManyloraError
 │   ├── AdapterForbidden 403 the path lies outside the allowed roots
 │   └── AdapterReplaced  409 an answer began on a version that its next engine lacks
 ├── CapacityError    429/503 no room now; says when to try again
+│   └── NoPlace        503   no node of the cluster has room for an engine
 ├── EngineDead       500     the engine process is gone, and no other took the request over
 ├── PoisonRequest    500     the request was at two deaths of engines; it is not tried again
 └── Stalled                  requests are left but nothing is pending: a bug in a policy
@@ -30,6 +31,7 @@ __all__ = [
     "EngineDead",
     "ManyloraError",
     "ModelNotFound",
+    "NoPlace",
     "PoisonRequest",
     "RequestError",
     "Stalled",
@@ -118,6 +120,13 @@ class CapacityError(ManyloraError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.status = status
+
+
+class NoPlace(CapacityError):
+    """No node of a cluster has room for an engine; says what the engine needs and what the nodes have."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 15.0, status: int = 503) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, status=status)
 
 
 class EngineDead(ManyloraError):

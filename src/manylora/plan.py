@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from manylora.types import AdapterKey, AdapterVersion, SampledToken, SamplingParams, Tier
+from manylora.types import AdapterKey, AdapterVersion, PromptLogprobs, SampledToken, SamplingParams, Tier
 
 __all__ = [
     "ARRIVING",
@@ -20,6 +20,7 @@ __all__ = [
     "LoadResult",
     "Placement",
     "PlannedSequence",
+    "PromptRows",
     "StepPlan",
     "StepResult",
 ]
@@ -72,7 +73,7 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
         pages: Block table: page of every ``block_size`` positions, long enough for ``start + num_tokens``.
         adapter: Version to apply, ``None`` for the base alone.
         rank: Its largest rank, 0 for the base; for cost models.
-            sampling: Sampling parameters of the next token.
+        sampling: Sampling parameters of the next token.
         is_sampled: Whether the step yields a token (False for all but the last prompt chunk).
         seed: Seed of its draws (the request's own, or one drawn for it).
         awaits_token: Whether its last token, at ``start + num_tokens - 1``, is not in ``tokens`` yet: the step in
@@ -95,16 +96,39 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement = ON_DEVICE
 
 
+class PromptRows(msgspec.Struct, frozen=True):
+    """Positions ``[start, stop)`` of a sequence's prompt whose logits tell the probability of the token behind each.
+
+    Not a part of ``PlannedSequence``, so that a step without them pays nothing.
+
+    Args:
+        seq_id: A sequence of the step.
+        start: First position, among those that the step runs.
+        stop: End of the positions, at most the prompt's last: the token behind that one is sampled.
+        num_top: Number of most likely tokens to report at each.
+    """
+
+    seq_id: int
+    start: int
+    stop: int
+    num_top: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step: its sequences in the order of the batch.
 
-    ``released`` are sequences that ended since the last plan; the executor drops their state.
+    Args:
+        step_id: Number of the step.
+        sequences: Its sequences.
+        released: Sequences that ended since the last plan; the executor drops their state.
+        prompt_rows: Positions of prompts whose log-probabilities the step yields.
     """
 
     step_id: int
     sequences: tuple[PlannedSequence, ...]
     released: tuple[int, ...] = ()
+    prompt_rows: tuple[PromptRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +141,16 @@ class StepResult:
         failed: Reason by ``seq_id`` of the sequences whose adapter's weights could not be brought up or applied in the
             step, or whose logits were not finite. They have no token, and their KV is not valid; the other sequences of
             the step are not affected.
+        prompt_logprobs: A row for each of the plan's ``prompt_rows``, by ``seq_id``; none for failed sequences.
+        cpu_share: Share of the layers, over the assisted sequences, that the CPU computed; the device took over the
+            others.
     """
 
     tokens: dict[int, SampledToken] = field(default_factory=dict)
     device_s: float | None = None
     failed: dict[int, str] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    cpu_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

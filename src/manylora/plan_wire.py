@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from manylora.plan import ON_DEVICE, Placement, PlannedSequence, StepPlan
+from manylora.plan import ON_DEVICE, Placement, PlannedSequence, PromptRows, StepPlan
 from manylora.types import AdapterKey, SamplingParams
 
 __all__ = ["PlanDecoder", "PlanEncoder"]
@@ -56,6 +56,7 @@ class _Message(NamedTuple):
     step_id: int
     parts: list[_Part]
     released: tuple[int, ...]
+    prompt_rows: tuple[PromptRows, ...]
 
 
 class _Sent:
@@ -83,7 +84,7 @@ class PlanEncoder:
         parts = [self._part(part) for part in plan.sequences]
         for seq_id in plan.released:
             self._sent.pop(seq_id, None)
-        return self._encoder.encode(_Message(plan.step_id, parts, plan.released))
+        return self._encoder.encode(_Message(plan.step_id, parts, plan.released, plan.prompt_rows))
 
     def _part(self, part: PlannedSequence) -> _Part:
         tokens, pages, placement = part.tokens, part.pages, part.placement
@@ -135,11 +136,11 @@ class PlanDecoder:
             msgspec.DecodeError: It is no message of an encoder.
             KeyError: An earlier message is missing.
         """
-        step_id, parts, released = self._decoder.decode(message)
+        step_id, parts, released, prompt_rows = self._decoder.decode(message)
         sequences = tuple([self._planned(part) for part in parts])
         for seq_id in released:
             self._kept.pop(seq_id, None)
-        return StepPlan(step_id=step_id, sequences=sequences, released=released)
+        return StepPlan(step_id=step_id, sequences=sequences, released=released, prompt_rows=prompt_rows)
 
     def _planned(self, part: _Part) -> PlannedSequence:
         seq_id, start, num_tokens, flags, tokens, pages, placement, constants = part

@@ -7,9 +7,10 @@ blocks and pages, which are keyed by version, never mix.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import msgspec
 
@@ -23,12 +24,16 @@ __all__ = [
     "Continuation",
     "FinishReason",
     "Output",
+    "PromptLogprobs",
+    "PromptToken",
     "Request",
     "SampledToken",
     "SamplingParams",
     "Tier",
 ]
 
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
 MAX_SHOWN_CHARS = 300
@@ -123,10 +128,13 @@ class SamplingParams:
         include_stop_str_in_output: Whether the matched stop string stays in the text.
         ignore_eos: Continue after end-of-sequence tokens, for load generators.
         logprobs: Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
+        prompt_logprobs: The same for the positions of the prompt. All its tokens are then computed: none is served
+            from the prefix cache.
         skip_special_tokens: Leave special tokens out of the text.
         constraint: The form that the answer must have.
         logit_bias: Pairs of token id and additive bias in [-100, 100].
         allowed_token_ids: The only tokens that may be generated; empty for all.
+        bad_words_token_ids: Runs of tokens that are not generated (``text.bad_words_token_ids`` makes them of words).
     """
 
     max_tokens: int | None = None
@@ -144,10 +152,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, expected: str) -> None:
@@ -166,7 +176,9 @@ class SamplingParams:
         check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "a number from -2 to 2")
         check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "a number above 0, at most 100")
         check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
-        check(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "a number from 0 to 20")
+        for name in ("logprobs", "prompt_logprobs"):
+            most = getattr(self, name)
+            check(most is None or 0 <= most <= MAX_LOGPROBS, name, f"a number from 0 to {MAX_LOGPROBS}")
         check(len(self.stop) <= MAX_STOPS and all(self.stop), "stop", "at most 16 strings, none of them empty")
         for stop in self.stop:
             check(len(stop) <= MAX_STOP_CHARS, "stop", f"strings of at most {MAX_STOP_CHARS} characters")
@@ -180,6 +192,12 @@ class SamplingParams:
             len(self.allowed_token_ids) <= 65536 and all(t >= 0 for t in self.allowed_token_ids),
             "allowed_token_ids",
             "at most 65536 token ids",
+        )
+        check(
+            len(self.bad_words_token_ids) <= MAX_BAD_WORDS
+            and all(run and min(run) >= 0 for run in self.bad_words_token_ids),
+            "bad_words_token_ids",
+            f"at most {MAX_BAD_WORDS} runs of token ids, none of them empty",
         )
 
 
@@ -240,7 +258,69 @@ class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class PromptToken(NamedTuple):
+    """The log-probability of one token of a prompt, after the tokens before it.
+
+    Args:
+        token_id: The token.
+        logprob: Its log-probability by softmax of the raw logits.
+        rank: 1 if no token is more likely.
+        top: The most likely tokens as (token id, log-probability), most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Log-probabilities of a prompt's tokens, from its second on: packed, since a long prompt has a million numbers.
+
+    ::
+
+        token_ids, logprobs   | token | most likely | second | ... |    num_top + 1 columns, a row per token
+        ranks                 | rank of the token |
+
+    Args:
+        num_top: Number of most likely tokens of each row.
+        token_ids: ``[rows, num_top + 1]`` int32.
+        logprobs: ``[rows, num_top + 1]`` float32.
+        ranks: ``[rows]`` int32.
+    """
+
+    num_top: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+    @classmethod
+    def join(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+        """Return the rows of one or more parts of a prompt, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            num_top=parts[0].num_top,
+            token_ids=b"".join([part.token_ids for part in parts]),
+            logprobs=b"".join([part.logprobs for part in parts]),
+            ranks=b"".join([part.ranks for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ranks) // 4
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[PromptToken]:
+        """Yield the tokens of rows ``[start, stop)``."""
+        width = self.num_top + 1
+        token_ids, logprobs = memoryview(self.token_ids).cast("i"), memoryview(self.logprobs).cast("f")
+        ranks = memoryview(self.ranks).cast("i")
+        for row in range(start, len(ranks) if stop is None else min(stop, len(ranks))):
+            first = row * width
+            top = zip(token_ids[first + 1 : first + width], logprobs[first + 1 : first + width], strict=True)
+            yield PromptToken(token_ids[first], logprobs[first], ranks[row], tuple(top))
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """A request's new tokens since its last output, and its end when ``finish`` is set.
 
     Args:
@@ -252,6 +332,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         num_cached_tokens: Prompt tokens served from the prefix cache.
         adapter: The version that answered, ``None`` for the base.
         error: The reason, if ``finish`` is ``ERROR``.
+        prompt_logprobs: Those of the whole prompt, if requested; in an output without tokens, before the first token.
     """
 
     request_id: str
@@ -261,6 +342,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_cached_tokens: int = 0
     adapter: AdapterKey | None = None
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

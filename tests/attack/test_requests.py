@@ -5,8 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from attack_target import NUM_TIMES, Target, Watch
-from corpus import HOSTILE, Hostile
+from attack_target import MODEL, NUM_TIMES, Target, Watch
+from corpus import COMPLETIONS, HOSTILE, Hostile
 
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda one: one.slug)
@@ -21,6 +21,18 @@ def test_a_hostile_request_is_refused_and_stops_nobody(target: Target, hostile: 
             assert answer.error["param"] == hostile.param
         if hostile.kind is not None:
             assert answer.error["type"] == hostile.kind
+    seen.check()
+
+
+def test_long_reports_stop_nobody(target: Target) -> None:
+    """Reports of prompts within the bounds: megabytes of JSON, made a millisecond at a time."""
+    prompt = b",".join([b"%d" % (20 + i % 90) for i in range(1_000)])
+    body = b'{"model":"%b","n":8,"max_tokens":1,"prompt_logprobs":20,"prompt":[%b]}' % (MODEL.encode(), prompt)
+    with Watch(target) as seen:
+        answers = [target.ask("POST", COMPLETIONS, body) for _ in range(NUM_TIMES)]
+    print(seen.summary())
+    assert {answer.status for answer in answers} == {200}
+    assert min(len(answer.body) for answer in answers) > 8 * 1_000 * 21 * 40
     seen.check()
 
 

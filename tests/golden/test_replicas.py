@@ -19,7 +19,7 @@ from manylora.events import Event
 from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
-DIGEST = "ac0031ee4fc3aefdcd88f77c64fbc254"
+DIGEST = "161567ab3d4b2f51d919fe8c27a98e12"
 
 
 def workload() -> Workload:

@@ -39,7 +39,8 @@ DISCIPLINES: list[dict[str, object]] = [
     {"step_composition": "s-lora-each-step"},
     {"step_composition": "whole-prompts"},
     {"step_composition": "s-lora-chunked"},
-    {"step_composition": "s-lora", "reserve_output": True},
+    {"step_composition": "s-lora", "reserve_output": "whole"},
+    {"step_composition": "s-lora", "reserve_output": "peak"},
     {"plan_ahead": True, "step_composition": "whole-prompts"},
     {"plan_ahead": True, "step_composition": "s-lora-each-step"},
 ]
@@ -185,6 +186,8 @@ class EngineMachine(RuleBasedStateMachine):
         stops = STOPS if may_stop else ()
         made = request(f"r{self.count}", 1, max_tokens, model, stop_token_ids=stops)
         made = replace(made, prompt=tuple(range(num_prompt)))
+        if self.count % 3 == 0:
+            made = replace(made, sampling=replace(made.sampling, prompt_logprobs=self.count % 2))
         try:
             self.rig.add(made)
         except ManyloraError:
@@ -251,8 +254,10 @@ class EngineMachine(RuleBasedStateMachine):
             else:
                 tokens = expected_tokens(asked, self.version_of[request_id])
                 assert self.rig.tokens(request_id) == tokens
+                self.check_report(asked)
                 is_stopped = tokens[-1] in asked.sampling.stop_token_ids
                 assert reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
+        assert not self.rig.core._reports
         for name in self.names():
             self.rig.core.adapters.unregister(name, self.rig.now)
         self.rig.drain()
@@ -260,6 +265,18 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_adapter_pages == stats.num_kv_pages == stats.num_host == stats.host_bytes == 0
         assert stats.num_free_pages + stats.num_prefix_pages == stats.num_pages
         assert not self.rig.executor.host
+
+    def check_report(self, asked: Request) -> None:
+        """A prompt is reported once, whole and before the first token, if that is asked for, and not otherwise."""
+        outputs = self.rig.outputs[asked.request_id]
+        reports = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+        num_top = asked.sampling.prompt_logprobs
+        if num_top is None or len(asked.prompt) == 1:
+            assert not reports
+            return
+        assert [report.num_top for report in reports] == [num_top] and not outputs[0].tokens
+        assert [token.token_id for token in reports[0].rows()] == list(asked.prompt[1:])
+        assert outputs[0].num_cached_tokens == 0
 
 
 def expected_tokens(asked: Request, key: str | None) -> list[int]:

@@ -6,6 +6,7 @@ A step never hangs, a sequence whose adapter arrived has its exact logits, and t
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -189,3 +190,29 @@ def test_an_arrival_lets_every_thread_go_on(data: st.DataObject) -> None:
     for wanted in range(last + 1):
         first = next((n for n in steps if n >= wanted), None)
         assert arrival.wait(wanted) == (None if first is None else f"event {first}")
+
+
+class _Event:
+    """A copy's event, as a GPU has it."""
+
+    def __init__(self) -> None:
+        self.has_happened = False
+
+    def query(self) -> bool:
+        return self.has_happened
+
+
+def test_the_time_of_a_copy_in_the_stream_is_extrapolated_and_a_failed_one_never_ends() -> None:
+    arrival, events = Arrival(4), [_Event() for _ in range(3)]
+    assert arrival.arrives_in_s(0) == math.inf  # it has not begun
+    for num_pages, event in zip((0, 2, 3), events, strict=True):
+        arrival.advance(num_pages, event)
+    assert arrival.arrives_in_s(1) == math.inf  # of no page it is known how long it takes
+    events[0].has_happened = events[1].has_happened = True
+    assert arrival.arrives_in_s(0) == arrival.arrives_in_s(2) == 0.0
+    assert 0.0 < arrival.arrives_in_s(3) < math.inf
+    assert arrival.arrives_in_s(4) == math.inf
+    events[2].has_happened = True
+    assert arrival.arrives_in_s(3) == 0.0
+    arrival.fail("gone")
+    assert arrival.arrives_in_s(2) == math.inf  # its pages will have another owner

@@ -23,7 +23,7 @@ from manylora.types import AdapterKey, Constraint, SamplingParams, Tier
 SAMPLINGS: list[dict[str, object]] = [
     {},
     {"seed": 2**64 - 1, "stop": ("\n",), "stop_token_ids": (3, 5)},
-    {"logprobs": 2, "logit_bias": ((7, 0.1), (8, -100.0))},
+    {"logprobs": 2, "prompt_logprobs": 1, "bad_words_token_ids": ((3,), (4, 5)), "logit_bias": ((7, 0.1), (8, -100.0))},
     {"constraint": Constraint("json", "{}"), "presence_penalty": 1.5, "top_p": 0.9},
 ]
 

@@ -114,12 +114,12 @@ ASKS = st.lists(
 
 S_LORA = {
     "step_composition": "s-lora",
-    "reserve_output": True,
+    "reserve_output": "whole",
 }
 DISCIPLINES = st.fixed_dictionaries(
     {
         "step_composition": st.sampled_from(sorted(STEP_COMPOSITIONS)),
-        "reserve_output": st.booleans(),
+        "reserve_output": st.sampled_from(["none", "whole"]),
         "step_target_s": st.sampled_from([None, 0.0201, 0.022]),
     }
 )
@@ -138,7 +138,7 @@ def test_everybody_is_served_whatever_arrives(policy, asks, num_pages, seats, ma
     events = run(policy, asks, num_pages=num_pages, seats=seats, max_loras=max_loras, discipline=discipline)
     finished = {event.request_id for event in events if isinstance(event, RequestFinished)}
     assert finished == {str(index) for index in range(len(asks))}
-    if discipline["reserve_output"]:
+    if discipline["reserve_output"] == "whole":
         assert not any(isinstance(event, RequestPreempted) for event in events)
 
 

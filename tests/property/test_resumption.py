@@ -26,7 +26,7 @@ from manylora.hosting.protocol import (
     Turn,
 )
 from manylora.hosting.resumption import ResumePolicy
-from manylora.types import FinishReason, Output, Request, SampledToken, SamplingParams
+from manylora.types import FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
 
 INFO = EngineInfo(
     served_name="base",
@@ -41,6 +41,7 @@ INFO = EngineInfo(
 )
 POISON = 13
 """A prompt of this token ends every engine that runs it."""
+REPORT = PromptLogprobs(num_top=0, token_ids=b"", logprobs=b"", ranks=b"")
 
 
 def token_at(request: Request, position: int) -> int:
@@ -96,6 +97,8 @@ class FakeEngine:
             if request.prompt[0] == POISON:
                 self.die(Ending("the device fell over"))
                 return
+            if position == 0:
+                outputs.append(Output(request_id=request_id, prompt_logprobs=REPORT))
             position += 1
             is_last = position == request.sampling.max_tokens
             token = SampledToken(token_id=token_at(request, position - 1))
@@ -131,12 +134,14 @@ class World:
         self.clients: dict[str, asyncio.Task[list[int]]] = {}
         self.requests: dict[str, Request] = {}
         self.got: dict[str, list[int]] = {}
+        self.num_reports: dict[str, int] = {}
 
     def ask(self, num_tokens: int, prompt: int = 1) -> str:
         request_id = f"r{len(self.clients)}"
         sampling = SamplingParams(max_tokens=num_tokens, seed=None)
         self.requests[request_id] = Request(request_id=request_id, prompt=(prompt,), model="base", sampling=sampling)
         self.got[request_id] = []
+        self.num_reports[request_id] = 0
         self.clients[request_id] = asyncio.create_task(self._client(request_id))
         return request_id
 
@@ -150,6 +155,7 @@ class World:
 
         def consume(outputs: list[Output]) -> None:
             for output in outputs:
+                self.num_reports[request_id] += output.prompt_logprobs is not None
                 got.extend(token.token_id for token in output.tokens)
                 if output.finish is not None:
                     stream.close()
@@ -177,6 +183,7 @@ class World:
         request, got, client = self.requests[request_id], self.got[request_id], self.clients[request_id]
         error = client.exception()
         assert error is None or isinstance(error, ManyloraError), error
+        assert self.num_reports[request_id] == bool(got), "the prompt is reported once, with the first token"
         first = got[0] if got else 0
         assert got == [(first + 31 * position) % 100_000 for position in range(len(got))]
         assert (len(got) == request.sampling.max_tokens) == (error is None)

@@ -203,6 +203,19 @@ def test_a_bad_adapter_at_start_is_an_error_that_names_it(
         pytest.fail("it started")
 
 
+def test_a_folder_named_like_the_base_does_not_stop_the_start(
+    tokenizer: Path, lora_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = [LoraModule("base", str(lora_dir / "p"), is_required=False), LoraModule("p", str(lora_dir / "p"))]
+    config = ServerConfig(port=0, in_process=True)
+    with (
+        BackgroundServer(engine_config(tokenizer), config, given, builder="reciter:reciter_parts") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["base", "p"]
+    assert "adapter_skipped name='base'" in caplog.text
+
+
 def test_a_fifo_does_not_block_the_server(http: httpx.Client, lora_dir: Path) -> None:
     os.mkfifo(lora_dir / "fifo")
     answer = http.post("/v1/load_lora_adapter", json={"lora_name": "f", "lora_path": str(lora_dir / "fifo")}, timeout=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from manylora.errors import RequestError
 from manylora.server.api.json_body import REFUSED, parse
 from manylora.server.api.responses import ResponsesBody
 from manylora.server.api.schemas import ChatBody, CompletionBody, SamplingFields, sampling_params
+from manylora.text import Tokenizer
 from manylora.types import Constraint, SamplingParams
 
 NUMBERS = st.one_of(
@@ -30,23 +32,30 @@ BODIES = [CompletionBody, ChatBody, ResponsesBody]
 NAMES = sorted({name for body in BODIES for name in body.__struct_fields__}.union(REFUSED))
 
 
+@pytest.fixture(scope="module")
+def words(tokenizer: Path) -> Tokenizer:
+    return Tokenizer.load(tokenizer)
+
+
 HELLO = [{"role": "user", "content": "x"}]
 
 
 @settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6), st.sampled_from(BODIES))
-def test_any_body_is_understood_or_refused(values: dict[str, Any], kind: type[SamplingFields]) -> None:
+def test_any_body_is_understood_or_refused(
+    words: Tokenizer, values: dict[str, Any], kind: type[SamplingFields]
+) -> None:
     given_values = {"model": "m", "prompt": "p", "messages": HELLO, "input": "x", **values}
     try:
         body = parse(json.dumps(given_values).encode(), kind)
-        params = sampling_params(body, max_tokens=body.max_tokens, logprobs=None, vocab_size=1000)
+        params = sampling_params(body, max_tokens=body.max_tokens, logprobs=None, tokenizer=words, vocab_size=1000)
     except RequestError as error:
         assert str(error)
     else:
         assert isinstance(params, SamplingParams)
 
 
-def test_what_is_understood_arrives() -> None:
+def test_what_is_understood_arrives(words: Tokenizer) -> None:
     given_values = {
         "model": "m",
         "prompt": "p",
@@ -57,13 +66,15 @@ def test_what_is_understood_arrives() -> None:
         "seed": 2**63,
         "min_tokens": 2,
         "ignore_eos": True,
+        "bad_words": ["no", " no", "\N{SNOWMAN}"],
         "response_format": {"type": "json_object"},
     }
     body = parse(json.dumps(given_values).encode(), CompletionBody)
-    params = sampling_params(body, max_tokens=9, logprobs=4, vocab_size=10)
+    params = sampling_params(body, max_tokens=9, logprobs=4, prompt_logprobs=3, tokenizer=words, vocab_size=10)
     assert params == SamplingParams(
         max_tokens=9,
         logprobs=4,
+        prompt_logprobs=3,
         temperature=0.0,
         top_k=0,
         stop=("a", "b"),
@@ -71,6 +82,7 @@ def test_what_is_understood_arrives() -> None:
         seed=2**63,
         min_tokens=2,
         ignore_eos=True,
+        bad_words_token_ids=((110, 111), tuple("\N{SNOWMAN}".encode())),
         constraint=Constraint("json", '{"type":"object"}'),
     )
 

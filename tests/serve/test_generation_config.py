@@ -59,6 +59,8 @@ def test_requests_get_the_models_defaults_unless_they_set_them(
     write(adapter, temperature=0.2, max_new_tokens=4, num_beams=3)
     (adapter / "chat_template.jinja").write_text("[{{ messages[0].content }}]")
     (adapter / "added_tokens.json").write_text('{"<new>": 300, "</s>": 256}')
+    trained_on = {"base_model_name_or_path": "org/other", **json.loads((adapter / "adapter_config.json").read_text())}
+    (adapter / "adapter_config.json").write_text(json.dumps(trained_on))
     plain = write_reciter(tmp_path / "n", "n")
     (plain / "chat_template.jinja").write_text(TEMPLATE)
     config = ServerConfig(port=0, in_process=True, trust_adapter_templates=True)
@@ -90,6 +92,7 @@ def test_requests_get_the_models_defaults_unless_they_set_them(
     assert "generation_defaults from=" in caplog.text
     assert "adapter_setting_ignored name=m: generation_config.json: num_beams has no effect" in caplog.text
     assert "name=m: 1 tokens that the base's tokenizer lacks, as '<new>'" in caplog.text
+    assert "adapter_of_another_base name=m trained_on='org/other' served='base'" in caplog.text
     assert "name=n" not in caplog.text
 
 

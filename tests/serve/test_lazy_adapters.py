@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,3 +113,31 @@ def test_an_idle_server_reads_them_and_finds_their_faults(model: Path, tmp_path:
         assert "manylora_adapters_failed 1.0" in metrics and 'adapter_name="' not in metrics
         assert complete(http, "good").status_code == 200
         assert 'adapter_name="good"' in http.get("/metrics").text
+
+
+def test_a_changed_file_is_refused_by_the_next_engine_too(model: Path, tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    for seed, name in enumerate(("read", "unread", "same")):
+        write_good_adapter(root / name, BASE, seed=seed)
+    modules = [LoraModule(folder.name, str(folder), is_required=False) for folder in sorted(root.iterdir())]
+    engine = EngineConfig(
+        model=ModelConfig(model=str(model), served_model_name="base", device="cpu"),
+        memory=MemoryConfig(num_pages=128),
+        adapters=AdapterConfig(background_reads=False),
+    )
+    with (
+        BackgroundServer(engine, ServerConfig(port=0), modules) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        answer = complete(http, "same").json()["choices"][0]["text"]
+        assert complete(http, "read").status_code == 200
+        for name in ("read", "unread"):
+            write_good_adapter(root / name, BASE, seed=9)
+        pid = server.engine_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: server.engine_pid != pid and complete(http, "same").status_code == 200)
+        assert complete(http, "same").json()["choices"][0]["text"] == answer
+        for name in ("read", "unread"):
+            changed = complete(http, name)
+            assert changed.status_code >= 400 and "files changed since it was registered" in changed.text

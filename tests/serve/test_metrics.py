@@ -13,6 +13,48 @@ from reciter import engine_config, write_reciter
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer, LoraModule
 
+HISTOGRAMS = (
+    "e2e_request_latency_seconds",
+    "inter_token_latency_seconds",
+    "iteration_tokens_total",
+    "request_decode_time_seconds",
+    "request_generation_tokens",
+    "request_inference_time_seconds",
+    "request_max_num_generation_tokens",
+    "request_params_max_tokens",
+    "request_params_n",
+    "request_prefill_kv_computed_tokens",
+    "request_prefill_time_seconds",
+    "request_prompt_tokens",
+    "request_queue_time_seconds",
+    "request_time_per_output_token_seconds",
+    "time_per_output_token_seconds",
+    "time_to_first_token_seconds",
+)
+VLLM_NAMES = (
+    *(f"vllm:{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")),
+    "http_requests_total",
+    "vllm:cache_config_info",
+    "vllm:generation_tokens_total",
+    "vllm:gpu_cache_usage_perc",
+    "vllm:gpu_prefix_cache_hits_total",
+    "vllm:gpu_prefix_cache_queries_total",
+    "vllm:kv_cache_usage_perc",
+    "vllm:lora_requests_info",
+    "vllm:num_preemptions_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_waiting_by_reason",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:prompt_tokens_total",
+    "vllm:request_success_total",
+)
+"""Names in vLLM's Grafana dashboards and in its test of metrics, if they have a meaning here. Absent: swapping, sleep,
+CPU and external KV caches, multi-modal inputs, speculative decoding, FLOPs."""
+
 
 def scrape(http: httpx.Client) -> dict[str, list[Sample]]:
     samples: dict[str, list[Sample]] = {}
@@ -25,29 +67,16 @@ def scrape(http: httpx.Client) -> dict[str, list[Sample]]:
 def test_every_name(http: httpx.Client) -> None:
     http.post("/v1/completions", json={"model": "m", "prompt": "say", "max_tokens": 3})
     samples = scrape(http)
+    for name in VLLM_NAMES:
+        assert name in samples, name
     for name in (
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-        "vllm:cache_config_info",
-        "vllm:lora_requests_info",
         "vllm:lora_adapter_loaded",
         "vllm:num_gpu_loaded_lora_adapters",
         "vllm:num_cpu_loaded_lora_adapters",
         "vllm:max_gpu_lora_adapters",
         "vllm:lora_adapter_load_seconds_bucket",
-        "vllm:time_to_first_token_seconds_bucket",
-        "vllm:inter_token_latency_seconds_bucket",
-        "vllm:e2e_request_latency_seconds_bucket",
-        "vllm:request_queue_time_seconds_bucket",
-        "vllm:request_prompt_tokens_sum",
-        "vllm:request_generation_tokens_sum",
-        "vllm:prompt_tokens_total",
-        "vllm:generation_tokens_total",
-        "vllm:request_success_total",
-        "vllm:num_preemptions_total",
-        "vllm:prefix_cache_queries_total",
-        "vllm:prefix_cache_hits_total",
+        "process_resident_memory_bytes",
+        "process_start_time_seconds",
         "manylora_pages",
         "manylora_adapters",
         "manylora_adapters_registered",
@@ -89,6 +118,18 @@ def test_the_numbers_are_those_of_the_requests(tokenizer: Path, lora_dir: Path) 
         assert value("vllm:inter_token_latency_seconds_count") == 12
         assert value("vllm:e2e_request_latency_seconds_count") == 3
         assert value("vllm:request_success_total", finished_reason="length") == 3
+        for name in ("inference", "prefill", "decode", "queue"):
+            assert value(f"vllm:request_{name}_time_seconds_count") == 3
+        inference, prefill, decode = (
+            value(f"vllm:request_{name}_time_seconds_sum") for name in ("inference", "prefill", "decode")
+        )
+        assert abs(inference - prefill - decode) < 1e-9
+        assert value("vllm:request_params_max_tokens_sum") == 15
+        assert value("vllm:request_prefill_kv_computed_tokens_sum") == 12
+        assert value("vllm:prompt_tokens_by_source_total", source="local_compute") == 12
+        assert (
+            value("vllm:iteration_tokens_total_sum") == 12 + 15 - 3
+        )  # a prompt's last token yields the first answer's
         assert value("vllm:lora_adapter_load_seconds_count", level="gpu") == 1
         assert value("vllm:lora_adapter_load_seconds_count", level="cpu") == 2
         assert value("manylora_lora_requests_total") == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from reciter import engine_config
 from serving import PATIENCE_S
@@ -21,7 +21,7 @@ from manylora.server import BackgroundServer, LoraModule
 
 schemathesis = pytest.importorskip("schemathesis")
 
-NUM_EXAMPLES = 6
+NUM_EXAMPLES = 4
 REFUSED_BY_DESIGN = ("/v1/load_lora_adapter", "/adapters")
 """Routes on which a folder that holds no valid adapter is answered with 500, as vLLM does."""
 
@@ -44,7 +44,7 @@ def test_no_request_of_the_description_fails_the_server(url: str) -> None:
     for operation in operations:
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
 
-            @settings(max_examples=NUM_EXAMPLES)
+            @settings(max_examples=NUM_EXAMPLES, suppress_health_check=list(HealthCheck))
             @given(operation.as_strategy(generation_mode=mode))
             def answers(case: schemathesis.Case) -> None:
                 answer = case.call(base_url=url, timeout=PATIENCE_S)

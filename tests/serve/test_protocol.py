@@ -118,6 +118,7 @@ def test_what_the_observer_makes_of_events() -> None:
     assert observed.ttft_s == {"m": [0.5], "": [0.5]}
     assert observed.inter_token_s == {"m": pytest.approx([0.2, 0.2])}
     assert [one.adapter for one in observed.finished] == ["m"]
+    assert [(one.prefill_s, one.decode_s) for one in observed.finished] == [(1.0, 10.0)]
     assert observer.take() == Observations()
 
 

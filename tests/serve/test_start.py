@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from bad_adapters import tiny_base, write_good_adapter
 from reciter import engine_config
 
 from manylora.config import ServerConfig
 from manylora.errors import AdapterError, ConfigError
+from manylora.hosting import early_start
+from manylora.hosting.early_start import start_early, take_early
+from manylora.hosting.engine_process import EXIT_ORPHANED
+from manylora.hosting.protocol import EngineSpec
 from manylora.server import BackgroundServer, LoraModule
 
 CONFIG = ServerConfig(port=0, in_process=True)
@@ -54,3 +59,22 @@ def test_a_broken_adapter_that_was_named_is_an_error(tokenizer: Path, good: str,
         BackgroundServer(engine_config(tokenizer), CONFIG, modules, builder=BUILDER),
     ):
         pytest.fail("it started")
+
+
+def test_an_engine_process_can_wait_for_its_set_up(tokenizer: Path) -> None:
+    start_early("reciter:reciter_parts")
+    (process,) = early_start._waiting.values()
+    config = ServerConfig(port=0)
+    with BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server:
+        assert server.engine_pid == process.pid
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert not early_start._waiting
+    start_early("reciter:reciter_parts")
+    ((builder, orphan),) = early_start._waiting.items()
+    spec = EngineSpec(config=engine_config(tokenizer), served_name="base", builder=builder)
+    assert take_early(msgspec.structs.replace(spec, num_threads=2)) is None
+    assert take_early(msgspec.structs.replace(spec, builder="another:one")) is None
+    assert orphan.stdin is not None
+    orphan.stdin.close()  # as at the end of a command that failed
+    assert orphan.wait(60) == EXIT_ORPHANED
+    assert take_early(spec) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
@@ -19,11 +20,13 @@ DIE, STICK = "die", "stick"
 class FaultySource:
     """Serves like ``words.serve``; the exchange of a number in ``faults``, counted over all workers, goes wrong.
 
+    ``during`` is called within each exchange, with its number.
     A worker that sticks computes its exchange once ``may_go`` is set; then it finds that it is held.
     """
 
-    def __init__(self, faults: dict[int, str]) -> None:
+    def __init__(self, faults: dict[int, str], during: Callable[[int], None] = lambda number: None) -> None:
         self.faults = faults
+        self._during = during
         self.may_go = threading.Event()
         self.has_left = threading.Event()
         self.num_served = 0
@@ -35,8 +38,10 @@ class FaultySource:
             action = protocol.decide(posted, read_word(words, DONE), last, number)
             if action == protocol.SERVE:
                 with self._lock:
-                    fault = self.faults.get(self.num_served)
+                    served = self.num_served
                     self.num_served += 1
+                fault = self.faults.get(served)
+                self._during(served)
                 if fault == DIE:
                     raise RuntimeError("a fault of the test")
                 if fault == STICK:

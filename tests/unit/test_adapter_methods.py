@@ -20,12 +20,14 @@ from test_execution_executor import BLOCK, executor_of, load, run, sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from manylora.adapters.config import read_config
+from manylora.adapters.folder import open_folder
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.methods import METHODS, PLAIN_LORA, find_method
 from manylora.adapters.packed import PackedAdapter
-from manylora.adapters.read import read_adapter, read_tensors
+from manylora.adapters.read import read_adapter
 from manylora.adapters.report import inspect_adapter
 from manylora.adapters.shape import BaseShape
+from manylora.adapters.weight_file import WeightFile
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.errors import AdapterError
@@ -72,9 +74,11 @@ def read(directory: Path, base: BaseShape, dtype: str | None = None) -> PackedAd
 
 
 def weights_of(directory: Path, base: BaseShape) -> dict[str, ModuleWeights]:
-    config = read_config("mine", directory)
-    tensors, _ = read_tensors("mine", directory, LIMIT)
-    return {w.module.name: w for w in find_method(config).parse("mine", config).match(tensors, base)}
+    folder = open_folder("mine", directory)
+    config = read_config(folder)
+    with WeightFile(folder, LIMIT) as file:
+        weights = find_method(config).parse("mine", config).match(file.tensors, base)
+        return {w.module.name: w for w in file.fetch(weights)}
 
 
 def test_a_folder_is_read_by_the_method_it_asks_for(tmp_path: Path) -> None:

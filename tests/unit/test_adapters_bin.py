@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.adapters.bin_file import read_bin
+from manylora.adapters.bin_file import read_bin as read_open
+from manylora.adapters.tensors import StoredTensor
 from manylora.errors import AdapterError
 
 LIMIT = 1 << 20
 REBUILD = torch._utils._rebuild_parameter
+
+
+def read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
+    with path.open("rb") as file:
+        return read_open(name, file, max_bytes)
 
 
 def saved(path: Path, content: Any, **options: Any) -> Path:

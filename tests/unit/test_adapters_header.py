@@ -20,7 +20,8 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
 from manylora.adapters import header as header_module
-from manylora.adapters import read_layers
+from manylora.adapters import weight_file
+from manylora.adapters.folder import open_folder
 from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.header import HeaderReader
 from manylora.adapters.packed import image_of, own_memory
@@ -61,7 +62,7 @@ def test_the_version_is_that_of_the_weights_but_for_its_key(dtype: torch.dtype, 
     tensors = {key: torch.from_numpy(value).to(dtype) for key, value in adapter_tensors(BASE).items()}
     save_file(tensors, directory / "adapter_model.safetensors")
     version = reader(dtype="auto").read("mine", directory)
-    stamp, _ = stamp_files("mine", directory, BASE, "auto")
+    stamp, _ = stamp_files(open_folder("mine", directory), BASE, "auto")
     assert version.key == provisional_key(stamp) and is_provisional(version.key)
     chosen = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype="auto").version
     assert not is_provisional(chosen.key)
@@ -82,7 +83,7 @@ def test_known_content_gives_the_version_that_reading_gives(tmp_path: Path) -> N
     version = read.version
     assert version.dtype == "bfloat16", "stored wider than its numbers are"
     content = KnownContent(version.key, version.dtype, version.layer_digests)
-    known = {stamp_files("mine", directory, BASE, "auto")[0]: content}
+    known = {stamp_files(open_folder("mine", directory), BASE, "auto")[0]: content}
     assert reader(dtype="auto", known=known.get).read("mine", directory) == version
 
 
@@ -156,7 +157,7 @@ def test_a_change_at_any_moment_of_the_first_read_is_noticed(
             change(directory)
         return fetch(*arguments)
 
-    monkeypatch.setattr(read_layers, "fetch", fetch_and_change)
+    monkeypatch.setattr(weight_file, "fetch", fetch_and_change)
     if not layer:
         change(directory)
     with (

@@ -1,11 +1,15 @@
 import re
 import time
+from itertools import combinations
+from pathlib import Path
 
 import pytest
+from bad_adapters import tiny_base, write_good_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.adapters.lora.patterns import Budget, Pattern, PatternError
+from manylora.adapters.header import HeaderReader
+from manylora.adapters.lora.patterns import Budget, Names, Pattern, PatternError, is_plain
 
 atoms = st.sampled_from(
     [
@@ -116,3 +120,33 @@ def test_a_budget_is_shared_and_ends() -> None:
     for pattern in patterns:
         with pytest.raises(PatternError, match="too long to match"):
             pattern.fullmatch("a" * 50)
+
+
+@given(
+    names=st.lists(st.text("ab._", min_size=1, max_size=5).filter(is_plain), max_size=6),
+    module=st.text("ab._", min_size=1, max_size=7),
+)
+@settings(max_examples=400)
+def test_names_are_found_as_the_expressions_that_they_are(names: list[str], module: str) -> None:
+    matched = (number for number, name in enumerate(names) if re.match(rf"(.*\.)?({name})$", module))
+    assert Names(enumerate(names), Budget(10.0)).first(module) == next(matched, None)
+
+
+def test_many_names_are_covered_by_the_budget(tmp_path: Path) -> None:
+    base = tiny_base(num_layers=8)
+    started = time.process_time()
+    many = {f"layers.{number}.x_proj": 8 for number in range(30_000)}
+    folder = write_good_adapter(tmp_path / "many", base, rank_pattern=many, alpha_pattern={"y" * 250_000: 4})
+    assert (folder / "adapter_config.json").stat().st_size > 900_000
+    HeaderReader(base, max_bytes=1 << 24).read("mine", folder)  # which is cheap, though it is a megabyte
+    # Each name has its dots in other places, so that each is looked at for itself.
+    module = "model.layers.0.self_attn.q_proj"
+    places = combinations(range(1, len(module) - 1), 3)
+    odd = ["".join("." if at in three else "x" for at in range(len(module))) for three in places]
+    names = Names(enumerate(odd), budget := Budget(0.2))
+    with pytest.raises(PatternError, match="names take too long"):
+        while True:
+            names.first(module)
+    with pytest.raises(PatternError, match="too long"):
+        Pattern("a+", budget)
+    assert time.process_time() - started < 5.0

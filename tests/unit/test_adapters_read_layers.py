@@ -14,7 +14,7 @@ import torch
 from bad_adapters import tiny_base, write_good_adapter
 from safetensors.numpy import load_file
 
-from manylora.adapters import read_layers
+from manylora.adapters import weight_file
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
 from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
@@ -107,7 +107,7 @@ def _rewrite_scale(folder: Path) -> None:
 def _touch_last_layer(folder: Path) -> None:
     """Change one number of layer 4 in place."""
     file = folder / "adapter_model.safetensors"
-    source = LocalFile("mine", file, LIMIT)
+    source = LocalFile("mine", file.open("rb"))
     place = read_header("mine", source)["base_model.model.model.layers.4.self_attn.q_proj.lora_A.weight"].place
     source.close()
     assert place is not None
@@ -142,8 +142,8 @@ def test_a_file_that_shrinks_while_it_is_read_fails_the_load(tmp_path: Path, mon
         with open(file, "r+b") as opened:
             opened.truncate(file.stat().st_size - 64)
 
-    whole = read_layers.fetch
-    monkeypatch.setattr(read_layers, "fetch", lambda source, weights: (shrink(None), whole(source, weights))[1])
+    whole = weight_file.fetch
+    monkeypatch.setattr(weight_file, "fetch", lambda source, weights: (shrink(None), whole(source, weights))[1])
     with pytest.raises(AdapterError, match="it ends at byte"):
         read_again(known)
 

@@ -208,9 +208,14 @@ def parts(folders: dict[str, Path], source: FaultySource) -> Iterator[EnginePart
 
 def versions_of(parts: EngineParts, folders: dict[str, Path]) -> list[AdapterVersion]:  # noqa: F811
     versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]
-    for version, pages in zip(versions, (range(40, 50), range(50, 60)), strict=True):
-        assert load(parts, version, Tier.DEVICE, tuple(pages)[: version.num_pages]) is None
+    for number in (0, 1):
+        to_device(parts, versions, number)
     return versions
+
+
+def to_device(parts: EngineParts, versions: list[AdapterVersion], number: int) -> None:
+    first, version = (40, 50)[number], versions[number]
+    assert load(parts, version, Tier.DEVICE, tuple(range(first, first + version.num_pages))) is None
 
 
 def run(parts: EngineParts, *sequences: object) -> SimpleNamespace:
@@ -226,7 +231,7 @@ def test_assisted_rows_have_the_logits_of_pages_and_fail_alone(
     folders: dict[str, Path],  # noqa: F811
     source: FaultySource,
 ) -> None:
-    first, second = versions_of(parts, folders)
+    first, second = versions = versions_of(parts, folders)
     plan = [
         sequence(list(range(5, 17)), 0, 12, 0, first.key, 0),
         sequence([8, 9], 0, 2, 8, second.key, 1),
@@ -234,11 +239,16 @@ def test_assisted_rows_have_the_logits_of_pages_and_fail_alone(
     ]
     warm = run(parts, *plan)
     for cold in ((0,), (1,), (0, 1)):
+        for number in cold:
+            parts.executor.drop_adapter(versions[number].key, Tier.DEVICE)
         placed = [structs.replace(part, placement=IN_HOST) if i in cold else part for i, part in enumerate(plan)]
         assisted = run(parts, *placed)
         torch.testing.assert_close(assisted.logits, warm.logits, atol=1e-5, rtol=1e-5)
         assert assisted.result.tokens.keys() == {0, 1, 2} and not assisted.result.failed
+        for number in cold:
+            to_device(parts, versions, number)
 
+    parts.executor.drop_adapter(first.key, Tier.DEVICE)
     source.faults = {source.num_served + 1: DIE}
     placed = [structs.replace(plan[0], placement=IN_HOST), *plan[1:]]
     struck = run(parts, *placed)

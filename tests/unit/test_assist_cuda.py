@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
-from test_execution_executor import folders, load, run, sequence  # noqa: F401
+from test_execution_executor import finish, folders, run, sequence  # noqa: F401
 
 pytest.importorskip("numba")
 from manylora.clock import WallClock
@@ -26,8 +26,8 @@ from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.words import DONE, NUM_WORDS, await_word, write_word
 from manylora.execution.assist.workers import Task, Worker
 from manylora.execution.build import build_parts
-from manylora.plan import IN_HOST
-from manylora.types import Tier
+from manylora.plan import IN_HOST, AdapterLoad
+from manylora.types import AdapterVersion, Tier
 
 KINDS = [CudaStream, HostFunctionStream]
 
@@ -134,8 +134,13 @@ def test_a_gpu_gives_assisted_rows_the_logits_of_pages(
     try:
         assert parts.reads_host
         versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]
-        for version, pages in zip(versions, (range(40, 50), range(50, 60)), strict=True):
-            assert load(parts, version, Tier.DEVICE, tuple(pages)[: version.num_pages]) is None
+
+        def load_of(version: AdapterVersion, number: int) -> AdapterLoad:
+            first = (40, 50)[number]
+            return AdapterLoad(version=version, tier=Tier.DEVICE, pages=tuple(range(first, first + version.num_pages)))
+
+        for number, version in enumerate(versions):
+            assert finish(parts.executor.load_adapter(load_of(version, number), 0.0)).error is None
         plan = [
             sequence(list(range(5, 17)), 0, 12, 0, versions[0].key, 0),
             sequence([8, 9], 0, 2, 8, versions[1].key, 1),
@@ -145,6 +150,12 @@ def test_a_gpu_gives_assisted_rows_the_logits_of_pages(
         for cold in ((0,), (1,), (0, 1)):
             placed = [structs.replace(part, placement=IN_HOST) if i in cold else part for i, part in enumerate(plan)]
             tolerance = 1e-4 if dtype == "float32" else 0.05
+            for number in cold:
+                parts.executor.drop_adapter(versions[number].key, Tier.DEVICE)
             torch.testing.assert_close(run(parts, *placed), warm, atol=tolerance, rtol=tolerance)
+            # The copy is in flight, or over: the device takes over as much as has arrived when the step comes to it.
+            works = [parts.executor.load_adapter(load_of(versions[number], number), 0.0) for number in cold]
+            torch.testing.assert_close(run(parts, *placed), warm, atol=tolerance, rtol=tolerance)
+            assert all(finish(work).error is None for work in works)
     finally:
         parts.close()

@@ -21,7 +21,7 @@ import manylora.cli
 import manylora.server
 from manylora.cli.app import app, main
 from manylora.cli.views.demo_report import Answer, print_answers
-from manylora.config import EngineConfig, FleetConfig, ServerConfig
+from manylora.config import AdapterConfig, EngineConfig, FleetConfig, ServerConfig
 from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.offline import Generation
 from manylora.types import SamplingParams
@@ -60,7 +60,11 @@ def test_serve_options_become_configuration(served: list[Served], tmp_path: Path
 
 def test_serve_defaults_are_the_configuration_s(served: list[Served], tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["serve", str(tmp_path)], env={"XDG_CACHE_HOME": str(tmp_path)}).exit_code == 0
-    defaults = EngineConfig(model=served[0].engine.model, cache_dir=str(tmp_path / "manylora"))
+    defaults = EngineConfig(
+        model=served[0].engine.model,
+        adapters=AdapterConfig(real_roots=()),  # no folder was named, so no adapter may be read
+        cache_dir=str(tmp_path / "manylora"),
+    )
     assert served[0].engine == defaults
     assert CliRunner().invoke(app, ["serve", str(tmp_path), "--cache-dir", "off"]).exit_code == 0
     assert served[1].engine.cache_dir is None
@@ -307,6 +311,9 @@ def test_inspect_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytes
     report = json.loads(result.stdout)
     assert (result.exit_code, report["fits"], report["rank"]) == (0, True, 4)
     assert report["version"]["num_modules"] == len(report["modules"]) == 2 * base.num_layers
+
+    result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "tiny"])
+    assert ("not the name of this model" in result.stdout) == (base.name != "tiny-llama")
 
     other = tiny_base(hidden=64, fingerprint="other")
     monkeypatch.setattr("manylora.cli.commands.adapters._describe", lambda model: other)

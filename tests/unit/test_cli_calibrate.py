@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from sim_profiles import make_profile, sweep
@@ -12,9 +13,10 @@ from typer.testing import CliRunner
 
 from manylora.bench.calibration import sweep_live
 from manylora.cli.app import app
+from manylora.cli.commands.calibrate import _advice
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.calibrate import step_shares
-from manylora.costs.profile import TERMS, read_profile
+from manylora.costs.calibrate import fit_profile, step_shares
+from manylora.costs.profile import TERMS, FitError, Noise, read_profile
 from manylora.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord, write_step_log
 from manylora.errors import ConfigError
 from manylora.types import Tier
@@ -103,3 +105,37 @@ def test_a_live_engine_is_swept(tmp_path: Path) -> None:
     loads = [record for record in records if isinstance(record, LoadRecord)]
     assert all(load.error is None and load.tier in (Tier.HOST, Tier.DEVICE) for load in loads)
     assert progress[-1] >= 0.3
+
+
+def disturbed(lines: list[LogLine], every: int, factor: float) -> list[LogLine]:
+    """Let one step in so many take longer, as beside another process."""
+    out: list[LogLine] = []
+    for index, line in enumerate(lines):
+        if isinstance(line, StepRecord) and index % every == 0:
+            late = line.launched_at + factor * (line.ended_at - line.launched_at)
+            line = msgspec.structs.replace(line, ended_at=late, device_s=None)
+        out.append(line)
+    return out
+
+
+def test_a_few_late_steps_spoil_neither_the_fit_nor_its_error() -> None:
+    lines = sweep(make_profile(), seconds=2.0)
+    (before,) = [one for one in fit_profile(lines).errors if one.regime == "decode"]
+    (after,) = [one for one in fit_profile(disturbed(lines, 19, 12.0)).errors if one.regime == "decode"]
+    assert after.mean_s > 1.3 * before.mean_s
+    assert after.median_error < before.median_error + 0.05
+
+
+def test_a_bad_fit_says_what_to_do() -> None:
+    profile = make_profile()
+
+    def told(error: float, num_steps: int, quantiles: tuple[float, ...]) -> list[str]:
+        one = FitError(regime="decode", num_steps=num_steps, mean_s=1.0, r2=0.0, median_error=error, p90_error=1.0)
+        noise = {"decode": Noise(mean=1.0, quantiles=quantiles)}
+        return list(_advice(msgspec.structs.replace(profile, errors=(one,), noise=noise)))
+
+    steady, busy = (1.0,) * 101, tuple(0.5 + index / 50 for index in range(101))
+    assert told(0.1, 1000, busy) == []
+    assert "idle" in told(0.37, 1000, busy)[0]
+    assert "--seconds" in told(0.37, 10, steady)[0]
+    assert "do not rely" in told(0.37, 1000, steady)[0]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import pty
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +21,11 @@ from rich.console import Console
 
 from manylora.cli.app import main
 from manylora.cli.commands import top as command
+from manylora.cli.views import keys
 from manylora.cli.views.status_source import Away, StatusSource
-from manylora.cli.views.top_view import Rates, frame, rates_between
+from manylora.cli.views.top_narrow import NARROW_LINES_ABOVE
+from manylora.cli.views.top_rates import Rates, rates_between
+from manylora.cli.views.top_view import frame
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.errors import ConfigError
 from manylora.scheduling import QueueStatus
@@ -215,7 +221,7 @@ def test_without_an_engine_and_without_an_answer() -> None:
         f"manylora 1.2.3 llama at {URL} restarting up 1 h 6 min 2 restarts",
         "No engine serves now.",
     ]
-    assert show(None, problem="no answer") == ["no answer (trying again; Ctrl-C to leave)"]
+    assert show(None, problem="no answer") == ["no answer (trying again; q to leave)"]
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -317,7 +323,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, *turns: StatusReport | Exception) -> 
     monkeypatch.setattr(command, "out", screen)
     monkeypatch.setattr(command, "StatusSource", lambda url, key: Script(*turns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(command.time, "sleep", lambda _: None)
+    monkeypatch.setattr(keys.time, "sleep", lambda _: None)
     command.top(URL, 1.0, once=False, key=None)
     assert isinstance(screen.file, io.StringIO)
     return screen.file.getvalue()
@@ -358,3 +364,52 @@ def test_a_frame_without_a_terminal_and_its_exit_codes(
     assert run(monkeypatch, url, "--once") == 1
     assert "no answer" in capsys.readouterr().err
     assert run(monkeypatch, "ftp://x", "--once") == 2
+
+
+def test_a_frame_fits_80_columns_and_24_lines() -> None:
+    late = Percentiles(count=123456, p50=0.789, p90=1.5, p99=3723.0)
+    latency = Latency(ttft_s=late, inter_token_s=late, e2e_s=late, queue_s=late)
+    engine = stats(
+        num_pages=10**6,
+        num_kv_pages=123456,
+        num_prefix_pages=234567,
+        num_adapter_pages=345678,
+        num_free_pages=296299,
+        num_running=128,
+        num_waiting=2048,
+        num_registered=99999,
+        num_adapter_requests=7,
+        num_adapter_hits=5,
+        num_resident=1234,
+        num_host=12345,
+    )
+    row = adapter(
+        "a" * 60, tier="device", num_running=99, num_waiting=999, num_requests=123456, num_hits=9, latency=latency
+    )
+    found = report(model="m" * 20, engine=engine, latency=latency, adapters=(row,) * 100)
+    rates = Rates(tokens=123456.0, steps=1234.0, loads=99.9, evictions=1.0, preemptions=1.0)
+    rows = 24 - NARROW_LINES_ABOVE
+    shown = frame(found, rates, url=URL, num_rows=rows, is_narrow=True, problem="no answer")
+    console = Console(file=io.StringIO(), width=80, height=24)
+    console.print(shown)
+    assert isinstance(console.file, io.StringIO)
+    written = console.file.getvalue().splitlines()
+    assert len(written) <= 24
+    assert all(len(line) <= 80 for line in written)
+    text = " ".join(" ".join(written).split())
+    for words in ("adapters 345,678 (35%)", "tokens 123,456/s", "hits 71%", "between tokens 789 ms", "10 of 99,999"):
+        assert words in text, words
+    assert sum(line.startswith("aaa") for line in written) == rows
+    assert written[-2].split()[-3:] == ["1", "h", "2"] or "1 h 2 min" in written[-2]
+
+
+def test_q_leaves_and_the_terminal_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "r+b", buffering=0) as raw, io.TextIOWrapper(raw) as terminal:
+        before = termios.tcgetattr(theirs)
+        monkeypatch.setattr(sys, "stdin", terminal)
+        os.write(ours, b"xq")
+        written = watch(monkeypatch, report(), report(), ConfigError("asked again after q"))
+        assert "llama at" in written
+        assert termios.tcgetattr(theirs) == before
+    os.close(ours)

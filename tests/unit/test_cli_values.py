@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
+import typer
 
+from manylora.cli.app import make_app
+from manylora.cli.options.adapter_folders import adapters_below, collect_adapters
 from manylora.cli.options.config_file import read_config_file
-from manylora.cli.options.values import adapters_below, collect_adapters, parse_adapter, parse_size
+from manylora.cli.options.values import parse_adapter, parse_size
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
-from manylora.cli.options.vllm_flags import VLLM_FLAGS, spread_lists, take_out
+from manylora.cli.options.vllm_flag_table import SAME_NAMES, TRANSLATED, VLLM_FLAGS
+from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
+from manylora.cli.options.vllm_page import vllm_section
 from manylora.config import ServerConfig
 from manylora.errors import ConfigError
 
@@ -72,6 +79,7 @@ def test_a_name_stands_for_one_path(tmp_path: Path) -> None:
     assert collect_adapters([f"sql={first}"], [str(tmp_path / "a")]) == {"sql": str(first)}
     with pytest.raises(ConfigError, match="two adapters named 'sql'"):
         collect_adapters([f"sql={first}", f"sql={second}"], [])
+    assert collect_adapters([], [str(tmp_path / "b"), str(tmp_path / "a")]) == {"sql": str(second)}
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
@@ -94,6 +102,85 @@ def test_vllm_flags_are_taken_out_and_explained() -> None:
         "--tensor-parallel-size is not needed",
         "--lora-dtype is not needed",
     ]
+
+
+def test_vllm_flags_under_other_names_are_translated() -> None:
+    line = "--model llama --scheduling_policy priority --kv-cache-memory-bytes=2GiB --no-async-scheduling --max_loras 2"
+    ours, remarks = take_out(line.split())
+    assert ours == [
+        *("llama", "--policy=priority", "--memory=2GiB", "--no-plan-ahead"),
+        *("--max-loras", "2"),
+    ]
+    assert remarks == []
+
+
+def test_the_opposite_of_a_missing_feature_is_fine_and_of_one_that_is_always_on_is_not() -> None:
+    assert take_out(["--no-enable-expert-parallel"])[0] == []
+    with pytest.raises(ConfigError, match="always enabled"):
+        take_out(["--no-enable-lora"])
+
+
+def test_every_other_flag_of_vllm_is_refused_with_its_reason() -> None:
+    for name, flag in VLLM_FLAGS.items():
+        if flag.fine is not None:
+            with pytest.raises(ConfigError, match=re.escape(f"{flag.why}")):
+                take_out([name, "some value"])
+        else:
+            assert take_out([name, *(["some value"] if flag.has_value else [])])[0] == []
+
+
+def test_the_page_s_rows_are_as_the_command_line_does() -> None:
+    serve = typer.main.get_command(make_app(["serve"])).commands["serve"]  # type: ignore[attr-defined]
+    known = {name for param in serve.params for name in (*param.opts, *param.secondary_opts)}
+    rows = [line.split("|")[1:4] for line in vllm_section().splitlines() if line.startswith("| `")]
+    assert len(rows) == len({row[0] for row in rows}) > 200
+    for flag, here, _ in ((one.strip().strip("`") for one in row) for row in rows):
+        if flag in SAME_NAMES:
+            assert flag in known
+        elif here == "refused":
+            with pytest.raises(ConfigError, match="not supported"):
+                take_out([flag, "x"])
+        elif here.endswith(" only"):
+            for value in here.removesuffix(" only").split(" or "):
+                assert take_out([flag, value])[0] == []
+            with pytest.raises(ConfigError, match="not supported"):
+                take_out([flag, "something else"])
+        elif here == "ignored":
+            assert take_out([f"{flag}=1"])[0] == []
+        else:
+            assert here == "works"
+            for value in TRANSLATED.get(flag, ("a model",)):
+                (ours,) = take_out([flag, *([value] if value else [])])[0]
+                assert flag == "--model" or ours.partition("=")[0] in known
+
+
+def test_several_names_and_keys_follow_one_flag_after_the_model() -> None:
+    assert spread_lists(["llama", "--served-model-name", "a", "b", "--api-key", "k", "l", "--port", "1"]) == [
+        *("llama", "--served-model-name", "a", "--alias", "b"),
+        *("--api-key", "k", "--api-key", "l", "--port", "1"),
+    ]
+    line = ["--served-model-name", "a", "llama"]
+    assert spread_lists(line) == line
+
+
+def test_lists_as_json() -> None:
+    origins = ["--allowed-origins", '["https://a", "https://b"]']
+    args = ["llama", *origins, '--allowed-methods=["GET"]', "--allowed-headers", "x"]
+    assert spread_lists(args) == [
+        *("llama", "--allowed-origins", "https://a", "--allowed-origins", "https://b"),
+        *("--allowed-methods", "GET", "--allowed-headers", "x"),
+    ]
+    for wrong in ("[1]", "[oops"):
+        with pytest.raises(ConfigError, match="allowed-origins"):
+            spread_lists(["--allowed-origins", wrong])
+
+
+def test_hints_are_near_in_meaning() -> None:
+    names = ["--max-loras", "--max-logprobs", "--max-num-seqs", "--max-num-batched-tokens", "--host", "--host-memory"]
+    assert near_names("--max-log", names) == []
+    assert near_names("--max-lora", names) == ["--max-loras"]
+    assert near_names("--max-num-sequences", names) == ["--max-num-seqs"]
+    assert near_names("--memory-host", names) == ["--host", "--host-memory"]
 
 
 @pytest.mark.parametrize("line", ["-tp 2", "--tensor-parallel-size=4", "--lora-dtype float16", "--swap-space"])
@@ -185,3 +272,22 @@ def test_vllms_environment_is_read_or_refused() -> None:
 def test_an_open_server_beyond_this_machine_is_warned_of(host: str, warns: bool) -> None:
     assert (exposure_warning(ServerConfig(host=host)) is not None) == warns
     assert exposure_warning(ServerConfig(host=host, api_keys=("k",))) is None
+
+
+def test_a_tenants_folder_cannot_stop_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    good = [_make_adapter(root / name) for name in ("good", "日本")]
+    os.mkdir(os.fsencode(root) + b"/\xff\xfe")
+    Path(os.fsdecode(os.fsencode(root) + b"/\xff\xfe/adapter_config.json")).write_text("{}")
+    for name in ("a\nforged=1", "\x1b[2J", " lead", "/".join(["x" * 120] * 3)):
+        _make_adapter(root / name)
+    _make_adapter(outside / "theirs")
+    (root / "link").symlink_to(outside / "theirs")
+    (root / "up").symlink_to(outside)
+    (root / "alias").symlink_to(root / "good")
+    (root / "loop").symlink_to("loop")
+    found = adapters_below(str(root), [os.path.realpath(root)])
+    assert found == {"alias": str(root / "alias"), "good": str(good[0]), "日本": str(good[1])}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 7 and all(line.isprintable() and line.isascii() for line in lines)
+    assert adapters_below(str(root)).keys() == {*found, "link", "up/theirs"}

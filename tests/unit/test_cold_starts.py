@@ -301,6 +301,30 @@ def test_a_request_alone_begins_when_its_layers_are_due_and_the_loop_wakes_for_i
     assert chosen.expected_s[ColdStart.LAYERS] < chosen.expected_s[ColdStart.WAIT]
 
 
+@pytest.mark.parametrize("mode", ["auto", "assist"])
+def test_an_assisted_prompt_beside_others_runs_in_chunks_that_the_device_hides(mode):
+    rig = rig_of(mode, reads_host=True, waits_by_layer=False, is_accelerated=True)
+    costs, assist = rig.core._costs, rig.core._cold_starts._assist
+    for _ in range(50):
+        costs.copy.observe(3 * 512, 1.0)
+        costs.step.observe(1, 0.1)
+    rig.add(request("old", max_tokens=40))
+    rig.turn()
+    rig.step()
+    assist._handoff_s, assist._row_rank_s = 0.0, 0.1 / 2 / 20 / rig.core._cache.residencies()[0].version.rank
+    rig.add(request("a", num_prompt=100, model="x", max_tokens=2))
+    rig.step()
+    *_, part = rig.executor.plan.sequences
+    assert part.placement is IN_HOST
+    chunk = part.num_tokens
+    assert 16 <= chunk < 40 if mode == "auto" else chunk == 100
+    rig.executor.complete_load()
+    rig.step()
+    *_, part = rig.executor.plan.sequences
+    assert part.placement is ON_DEVICE and part.num_tokens == (100 - chunk if mode == "auto" else 1)
+    rig.drain()
+
+
 def test_a_request_that_is_cancelled_before_it_begins_leaves_no_event():
     rig = rig_of("auto")
     rig.add(request("a", model="x"))
@@ -373,7 +397,7 @@ def test_a_handoff_is_learnt_beside_steps_that_become_longer():
             costs.step.observe(8, took_s)
         else:
             plan = StepPlan(step_id=number, sequences=(part,))
-            assert not cold_starts.learn_step(plan, 8, took_s + 2 * layers * handoff_s)
+            assert not cold_starts.learn_step(plan, 8, took_s + 2 * layers * handoff_s, 1.0)
     assert cold_starts._assist.delay_s(16, 0.020, layers) == pytest.approx(2 * layers * handoff_s, rel=0.15)
 
 

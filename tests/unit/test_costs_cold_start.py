@@ -13,6 +13,7 @@ from manylora.costs.cold_start import (
     BESIDE_ROW_RANK_S,
     FORGET,
     LEARN,
+    LEAST_CHUNK,
     MOST_CORRECTION,
     MOST_STALL,
     AssistCosts,
@@ -20,9 +21,11 @@ from manylora.costs.cold_start import (
     Expected,
     Question,
     Route,
+    _assist_chunks,
     choose,
     expect,
 )
+from manylora.costs.take_over import count_on_cpu, remaining_s
 from manylora.types import ColdStart
 
 WAIT, ASSIST, LAYERS = ColdStart
@@ -45,6 +48,9 @@ def question(**changes: object) -> Question:
         "num_sharing": 1,
         "row_rank": 64 * 64,
         "rank": 64,
+        "num_tokens": 64,
+        "chunk_tokens": 64,
+        "token_s": 1e-4,
     }
     return Question(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -89,6 +95,38 @@ def test_the_stall_is_the_longest_that_any_layer_is_waited_for(
     assert asked.stall_s(step_s, num_layers) == pytest.approx(stall_s, abs=1e-9)
 
 
+def layers_on_cpu(begins_s: float, layer_s: float, delay_s: float, copied_s: float, copy_s: float) -> int:
+    """Return the layers that have not arrived when a step of 32 comes to them, one by one."""
+    at, count = begins_s, 0
+    for layer in range(LAYERS_OF_7B):
+        is_there = copied_s - (LAYERS_OF_7B - 1 - layer) * (copy_s / LAYERS_OF_7B) <= at
+        count += not is_there
+        at += layer_s if is_there else layer_s + delay_s
+    return count
+
+
+@given(
+    begins_s=st.floats(0.0, 0.3),
+    layer_s=st.floats(0.0001, 0.01),
+    delay_s=st.floats(0.0, 0.01),
+    copied_s=st.floats(0.0, 0.5),
+    copy_s=st.floats(0.0, 0.3),
+)
+def test_the_device_takes_over_the_layers_that_have_arrived_when_the_step_comes_to_them(
+    begins_s, layer_s, delay_s, copied_s, copy_s
+):
+    counted = count_on_cpu(begins_s, layer_s, delay_s, copied_s, copy_s / LAYERS_OF_7B, LAYERS_OF_7B)
+    # A layer that arrives in the very moment may be counted on either side.
+    nearby = [layers_on_cpu(begins_s + shift, layer_s, delay_s, copied_s, copy_s) for shift in (-1e-9, 0.0, 1e-9)]
+    assert min(nearby) <= counted <= max(nearby)
+
+
+def test_a_rate_is_extrapolated_from_those_that_are_done():
+    assert remaining_s(4, 4, 1.0) == 0.0
+    assert remaining_s(2, 5, 1.0) == pytest.approx(1.5)
+    assert remaining_s(0, 1, 1.0) == math.inf
+
+
 @given(
     copy_s=st.floats(0.0, 0.3),
     num_tokens=st.integers(1, 2000),
@@ -98,9 +136,10 @@ def test_the_stall_is_the_longest_that_any_layer_is_waited_for(
 def test_the_gain_of_assisting_is_that_of_the_formula(copy_s, num_tokens, rank, step_s):
     row_rank = num_tokens * rank
     found = predict(question(route=route(copy_s=copy_s), step_s=step_s, prompt_s=step_s, row_rank=row_rank))
-    layers = LAYERS_OF_7B
-    exposed_s = max(0.0, BESIDE_ROW_RANK_S * row_rank - step_s / layers)
-    gain_s = copy_s - layers * exposed_s - 2 * layers * BESIDE_HANDOFF_S
+    layer_s = step_s / LAYERS_OF_7B
+    layer_delay_s = max(0.0, BESIDE_ROW_RANK_S * row_rank - layer_s) + 2 * BESIDE_HANDOFF_S
+    num_layers = count_on_cpu(0.0, layer_s, layer_delay_s, copy_s, copy_s / LAYERS_OF_7B, LAYERS_OF_7B)
+    gain_s = copy_s - num_layers * layer_delay_s
     assert found[WAIT].first_token_s - found[ASSIST].first_token_s == pytest.approx(gain_s, abs=1e-9)
     best = choose(found, (WAIT, ASSIST), 1)
     assert best is (ASSIST if gain_s > 0 else WAIT) or gain_s == pytest.approx(0, abs=1e-9)
@@ -164,20 +203,65 @@ def test_alone_a_request_begins_when_no_layer_is_waited_for_and_at_once_if_it_mu
     assert timed.first_token_s == pytest.approx(forced.first_token_s) == pytest.approx(stall_s + 0.032)
 
 
-def test_an_assisted_prompt_is_refused_where_the_batch_would_pay_for_it():
-    """The CPU takes 4096 x 0.53 us a layer, beside a millisecond of the device: 38 ms for each of the others."""
-    asked = question(route=route(copy_s=0.060), row_rank=64 * 64)
-    alone, beside = predict(asked), predict(question(route=route(copy_s=0.060), row_rank=64 * 64, num_others=8))
-    assert choose(alone, (WAIT, ASSIST), 1) is ASSIST
-    assert choose(beside, (WAIT, ASSIST), 1) is WAIT
+def test_an_assisted_prompt_is_cut_or_refused_where_the_batch_would_pay_for_it():
+    """The CPU takes 64 x 34 us a layer, beside a millisecond of the device: 38 ms for each of the others.
+
+    In chunks of 25 tokens the device hides it, and a handoff is all that the others pay.
+    """
+    alone, beside, crowd = (
+        predict(question(route=route(copy_s=0.060), num_others=others))[ASSIST] for others in (0, 8, 60)
+    )
+    assert alone.chunk_tokens is None and beside.chunk_tokens == crowd.chunk_tokens == 25
+    for num_tokens, is_hidden in ((25, True), (26, False)):
+        layer_s = (0.032 - (64 - num_tokens) * 1e-4) / LAYERS_OF_7B
+        assert (BESIDE_ROW_RANK_S * 64 * num_tokens <= layer_s) == is_hidden
+    handoffs_s = 2 * LAYERS_OF_7B * BESIDE_HANDOFF_S
+    assert beside.others_s <= 8 * 3 * handoffs_s and beside.first_token_s > alone.first_token_s
+    for others, mode in ((0, ASSIST), (8, ASSIST), (60, WAIT)):
+        found = predict(question(route=route(copy_s=0.060), num_others=others))
+        assert choose(found, (WAIT, ASSIST), 1) is mode
+
+
+@given(
+    copy_s=st.floats(0.001, 0.5),
+    num_tokens=st.integers(1, 512),
+    num_others=st.integers(0, 40),
+    num_sharing=st.integers(1, 8),
+    rank=st.sampled_from([8, 64, 128]),
+)
+def test_a_prompt_is_cut_only_if_the_others_save_more_than_the_request_loses(
+    copy_s, num_tokens, num_others, num_sharing, rank
+):
+    chunk = min(num_tokens, 256)
+    step_s = 0.025 + 1e-4 * chunk
+    asked = question(
+        route=route(copy_s=copy_s),
+        step_s=step_s,
+        prompt_s=step_s * math.ceil(num_tokens / chunk),
+        num_others=num_others,
+        num_sharing=num_sharing,
+        row_rank=chunk * rank,
+        rank=rank,
+        num_tokens=num_tokens,
+        chunk_tokens=chunk,
+    )
+    assist = AssistCosts(is_beside=True)
+    found = expect(asked, assist, Corrections())[ASSIST]
+    whole = _assist_chunks(asked, assist, chunk)
+    later_s = found.first_token_s - whole.first_token_s
+    assert later_s * num_sharing <= whole.others_s - found.others_s + 1e-9
+    assert (found.chunk_tokens is None) == (found == whole)
+    assert found.chunk_tokens is None or LEAST_CHUNK <= found.chunk_tokens < chunk
 
 
 def test_chunks_of_a_prompt_are_assisted_until_the_copy_has_arrived():
-    """A chunk takes 32 ms and 37.7 ms of the CPU's, of four; the copy takes 100 ms, so two chunks are assisted."""
-    asked = question(route=route(copy_s=0.100), prompt_s=4 * 0.032)
+    """A chunk takes 32 ms and 38 ms of the CPU's, of four; in the second, the copy has a lead of 17 layers."""
+    asked = question(route=route(copy_s=0.130), prompt_s=4 * 0.032, num_tokens=4 * 64)
     delay_s = AssistCosts(is_beside=True).delay_s(asked.row_rank, asked.step_s, asked.num_layers)
     assert delay_s == pytest.approx(32 * (BESIDE_ROW_RANK_S * 64 * 64 - 0.001 + 2 * BESIDE_HANDOFF_S))
-    assert predict(asked)[ASSIST].first_token_s == pytest.approx(4 * 0.032 + 2 * delay_s)
+    num_in_second = layers_on_cpu(0.032 + delay_s, 0.001, delay_s / 32, 0.130, 0.130)
+    assert 0 < num_in_second < 32 - 17
+    assert predict(asked)[ASSIST].first_token_s == pytest.approx(4 * 0.032 + (1 + num_in_second / 32) * delay_s)
 
 
 def test_a_correction_approaches_the_error_in_closed_form_and_fades():
@@ -198,9 +282,12 @@ def test_a_correction_approaches_the_error_in_closed_form_and_fades():
 
 
 def test_a_model_that_believes_in_a_link_four_times_too_fast_finds_the_right_choice():
-    """Waiting is believed to take ``W`` and takes ``4 W``; assisting takes a time between the two, as predicted."""
+    """Waiting is believed to take ``W`` and takes ``4 W``; assisting takes a time between the two, as predicted.
+
+    The prompt is so long that one layer on the CPU, until the next ones have arrived, takes longer than ``W``.
+    """
     assist, corrections = AssistCosts(is_beside=True), Corrections()
-    asked = question(route=route(copy_s=0.020), row_rank=64 * 64)
+    asked = question(route=route(copy_s=0.020), row_rank=64 * 1500)
     at_first = expect(asked, assist, corrections)
     resident_s, wait_s = asked.prompt_s, 0.020
     assist_s = at_first[ASSIST].first_token_s - resident_s

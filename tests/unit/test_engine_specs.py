@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.config import EngineConfig, FleetConfig, MemoryConfig, ModelConfig
+from manylora.config import EngineConfig, FleetConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.errors import ConfigError
 from manylora.hosting.engine_specs import engine_specs
 from manylora.hosting.protocol import EngineSpec
+from manylora.hosting.ray.cluster import RayCluster
+from manylora.hosting.ray.resources import engine_resources
 
 ENGINE = EngineConfig(
     model=ModelConfig(model="demo", device="cpu"),
@@ -51,3 +53,32 @@ def test_engines_take_devices_in_turn_and_share_them(monkeypatch: pytest.MonkeyP
 def test_an_empty_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="names between commas"):
         FleetConfig(devices="cuda:0,,cuda:1")
+
+
+def test_engines_on_ray_take_what_they_ask_for() -> None:
+    found = specs(replicas=2, ray="auto", ray_resources={"CPU": "6", "GPU": 0.5, "memory": "32e9", "slot": 1})
+    assert [spec.num_threads for spec in found] == [6, 6]
+    assert [spec.config.memory.gpu_memory_utilization for spec in found] == [0.4, 0.4]
+    assert [spec.config.step_log for spec in found] == ["logs/steps.jsonl", "logs/steps.1.jsonl"]
+    assert engine_resources({}, "cuda") == {"CPU": 1, "GPU": 1}
+    assert engine_resources({"CPU": "2"}, "auto") == {"CPU": 2}
+    for amount in ("0", "-1", "many", "inf", None):
+        with pytest.raises(ConfigError, match=r"Got --ray-resource GPU=.*, expected an amount above 0"):
+            engine_resources({"GPU": amount}, "auto")
+
+
+def test_options_that_do_not_go_with_ray_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected --ray-resource GPU=1"):
+        FleetConfig(ray="auto", devices="cuda:0")
+    with pytest.raises(ConfigError, match="expected one of them"):
+        ServerConfig(in_process=True, fleet=FleetConfig(ray="auto"))
+
+
+def test_an_address_that_ray_cannot_join_and_a_lack_of_ray_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora.hosting.ray.cluster.find_spec", lambda name: object())
+    for address in ("ray://head:10001/", "head", "head:"):
+        with pytest.raises(ConfigError, match="expected auto or HOST:PORT"):
+            RayCluster(FleetConfig(ray=address), {"CPU": 1.0})
+    monkeypatch.setattr("manylora.hosting.ray.cluster.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Ray is not installed"):
+        RayCluster(FleetConfig(ray="auto"), {"CPU": 1.0})

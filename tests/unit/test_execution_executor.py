@@ -23,6 +23,7 @@ from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
+from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.lora.batch import LORA_KERNELS
 from manylora.execution.storage.link import Link
 from manylora.plan import IN_HOST, AdapterLoad, PlannedSequence, StepPlan, StepResult
@@ -327,3 +328,18 @@ def test_sixteen_bit_models_and_adapters_are_near_float32(
         half.close()
     assert half.base.page.element_bytes == 2 and half.base.fingerprint != parts.base.fingerprint
     torch.testing.assert_close(rows[1], rows[0], atol=0.03, rtol=0.1)
+
+
+def test_a_load_makes_what_the_compiled_kernels_keep_with_weights(parts: EngineParts, folders: dict[str, Path]) -> None:
+    """So the first step on the adapter takes no longer than any other."""
+    if find_compiled() is None:
+        pytest.skip("nothing is compiled here")
+    version = parts.reader.read("one", str(folders["one"]))
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    groups = executor_of(parts)._resident[version.key].groups.values()
+    before = [dict(group.prepared) for group in groups]
+    assert all(before)
+    assert run(parts, sequence([1, 2], 0, 2, 0, version.key)).isfinite().all()
+    for group, kept in zip(groups, before, strict=True):
+        assert group.prepared.keys() == kept.keys()
+        assert all(group.prepared[key] is value for key, value in kept.items())

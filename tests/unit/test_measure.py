@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -25,6 +26,7 @@ from manylora.measure import (
     percentiles,
     summarise,
 )
+from manylora.measure.tables import failures, figures
 from manylora.types import AdapterKey, FinishReason, Tier
 
 KEY = AdapterKey("k")
@@ -196,3 +198,12 @@ def test_the_interval_of_repeated_runs_is_students():
     interval = interval_of_runs([1.0, 2.0, 3.0])
     assert (interval.middle, interval.high) == pytest.approx((2.0, 2.0 + 4.303 / 3**0.5), rel=1e-3)
     assert interval_of_runs([1.0]).high == inf
+
+
+def test_the_limits_of_an_slo_are_named_and_failures_have_reasons():
+    assert str(Slo(ttft_s=1.0, tbt_s=0.05)) == "first token 1 s, longest gap 0.05 s"
+    assert str(Slo()) == "no limit"
+    summary = summarise([record(0)], slo=Slo(ttft_s=1.0))
+    assert ("within the SLO (first token 1 s)", "100.0%") in figures(summary, slo=Slo(ttft_s=1.0)).rows
+    failed = [replace(record(0), error=text) for text in ("5 wait, 5 allowed", "cancelled", "17 wait, 5 allowed")]
+    assert failures([record(0), *failed]).rows == (("5 wait, 5 allowed", "2"), ("cancelled", "1"))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from manylora.server.metrics.prometheus import BatchHistogram
+from manylora.server.metrics.histogram import BatchHistogram
 
 EDGES = (0.1, 1.0, 2.5)
 

@@ -206,16 +206,14 @@ def test_chats_go_through_the_template(engine: Engine) -> None:
 
 
 def test_errors_of_one_request_do_not_lose_the_others(engine: Engine) -> None:
-    good, unknown, long, nameless, foreign, bad_schema = engine.generate(
-        ["hello", "hello", list(range(3, 300)), "hello", [10**6], "hello"],
-        adapter=["one", "nobody", None, "", None, None],
-        sampling=[SamplingParams()] * 5 + [SamplingParams(constraint=Constraint("json", "{broken"))],
+    good, long, foreign, bad_schema = engine.generate(
+        ["hello", list(range(3, 300)), [10**6], "hello"],
+        adapter=["one", None, None, None],
+        sampling=[SamplingParams()] * 3 + [SamplingParams(constraint=Constraint("json", "{broken"))],
     )
     assert good.error is None and good.text
     for answer, part in [
-        (unknown, "'nobody' does not exist"),
         (long, "297 tokens"),
-        (nameless, "without a name"),
         (foreign, "token ids outside"),
         (bad_schema, "cannot be followed"),
     ]:
@@ -223,6 +221,15 @@ def test_errors_of_one_request_do_not_lose_the_others(engine: Engine) -> None:
         assert answer.error is not None and part in answer.error
     refused, fine = engine.chat([[{"role": "pirate", "content": "arr"}], [{"role": "user", "content": "hi"}]])
     assert "unknown role" in str(refused.error) and fine.error is None
+
+
+@pytest.mark.parametrize("name", ["nope", "", "base:nope"])
+def test_an_unknown_adapter_is_an_error_of_the_call(engine: Engine, name: str) -> None:
+    with pytest.raises(AdapterNotFound, match=r"not loaded; 2 are: one, two"):
+        engine.generate(["hello", "hello"], adapter=["one", name])
+    with pytest.raises(AdapterNotFound):
+        engine.chat([{"role": "user", "content": "hi"}], adapter=name)
+    assert engine.stats().num_generated_tokens == 0
 
 
 def test_more_prompts_than_the_queue_holds_all_get_answers(make: Callable[..., Engine]) -> None:
@@ -243,7 +250,8 @@ def test_adapters_come_and_go(engine: Engine, adapter_paths: dict[str, Path], tm
     engine.unload_adapter("one")
     with pytest.raises(AdapterNotFound):
         engine.unload_adapter("one")
-    assert engine.generate("hello", adapter="one")[0].error is not None
+    with pytest.raises(AdapterNotFound, match="'one'"):
+        engine.generate("hello", adapter="one")
     assert engine.stats().num_registered == 1
 
 

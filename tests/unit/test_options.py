@@ -30,6 +30,7 @@ from manylora.options import check_options, option, option_of
 from manylora.plugins import options_for, options_of
 from manylora.scheduling import POLICIES, make_policy, make_predictor
 from manylora.sim.scenario import read_scenario
+from manylora.web_config import WebConfig
 
 __all__ = ["served"]  # a fixture
 
@@ -39,7 +40,13 @@ OF_COMMANDS = {
     "backbone": "model socket dtype log_level",
     **dict.fromkeys(("adapters", "experiment", "predictor", "bench"), ""),
     "": "_debug _version",
-    "serve": "model config lora_modules log_level builder",
+    "functions": "",
+    "functions serve": "config state_dir node log_level",
+    "functions controller": "config state_dir host port token_file log_level",
+    "functions agent": "controller state_dir node token_file log_level",
+    "functions ps": "state_dir controller token_file all_functions as_json",
+    "functions bill": "state_dir by since until as_csv prices",
+    "serve": "download_dir model config lora_modules log_level builder",
     "generate": "model prompts adapter lora_modules lora_dir chat system max_tokens temperature top_p top_k stop "
     "json_schema as_json",
     "adapters inspect": "path model as_json",
@@ -95,6 +102,7 @@ def test_every_option_of_every_command_is_a_field_or_the_command_s_own() -> None
 def test_every_field_in_a_panel_is_an_option_of_serve() -> None:
     asked = {flag.field.name for path, _, flags in commands() if path == "serve" for flag in flags}
     owners = [ModelConfig, MemoryConfig, SchedulerConfig, AdapterConfig, EngineConfig, FleetConfig, ServerConfig]
+    owners.append(WebConfig)
     owners += [owner for kind in ("policy", "predictor", "eviction") for owner in options_of(PLUGINS[kind]).values()]
     assert asked == {flag.field.name for flag in flags_of(*owners)}
 
@@ -252,6 +260,7 @@ def test_predictors_and_evictions_get_theirs_as_an_argument(tmp_path: Path) -> N
 
 def test_every_option_says_what_it_means() -> None:
     owners = [ModelConfig, MemoryConfig, SchedulerConfig, AdapterConfig, EngineConfig, FleetConfig, ServerConfig]
+    owners.append(WebConfig)
     for owner in [*owners, *(one for ours in PLUGINS.values() for one in options_of(ours).values())]:
         for name, field in owner.__dataclass_fields__.items():
             known = option_of(field)

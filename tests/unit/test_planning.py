@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from manylora.cli.views.plan_progress import PlanProgress
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
 from manylora.errors import ConfigError
@@ -18,6 +19,7 @@ from manylora.planning import (
     Objective,
     SearchBudget,
     TrafficDemand,
+    expected_load_tests,
     find_capacity,
     make_plan,
 )
@@ -245,3 +247,31 @@ def test_a_promise_that_cannot_be_kept_is_a_plan_for_nothing() -> None:
 def test_wrong_values_are_named(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_progress_says_how_long_it_takes_and_is_quiet_without_a_terminal() -> None:
+    times = iter((0.0, 0.0, 4.0, 12.0, 16.0, 40.0))
+    lines: list[str] = []
+    progress = PlanProgress(10, lines.append, is_live=False, now=lambda: next(times))
+    for _ in range(5):
+        progress.begin_run("1 req/s")
+    assert lines == [
+        "about 10 runs of the simulator; the first ones tell how long they take",
+        "run 3 of about 10, about 48 s left: 1 req/s",
+        "run 5 of about 10, about 60 s left: 1 req/s",
+    ]
+    live: list[str] = []
+    progress = PlanProgress(1, live.append, is_live=True, now=lambda: 0.0)
+    for _ in range(2):
+        progress.begin_run("")
+    assert len(live) == 3
+    assert live[-1].startswith("run 2 of about 2")
+
+
+@pytest.mark.parametrize(("tolerance", "most"), [(0.5, 1), (0.1, 1), (0.02, 1)])
+def test_the_number_of_load_tests_is_about_as_expected(tolerance: float, most: int) -> None:
+    def load_test(rate: float) -> LoadTest:
+        return LoadTest(rate=rate, num_replicas=1, is_kept=rate <= 7.3, measured={})
+
+    found = find_capacity(load_test, start=6.0, tolerance=tolerance)
+    assert abs(len(found.load_tests) - expected_load_tests(tolerance)) <= most

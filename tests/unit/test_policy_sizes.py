@@ -6,6 +6,8 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manylora.scheduling.policies.chameleon.clustering import choose, cluster, cut_offs
 from manylora.scheduling.policies.chameleon.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
@@ -113,6 +115,26 @@ def test_minima_that_do_not_fit_give_way_to_what_queues_hold_at_busy_times():
     loads = [load(1000, 2.0, 8.0, mean_tokens=100), load(2000, 4.0, 1.0, mean_tokens=400)]
     assert sum(minimum_quota(one, 10.0) for one in loads) > 5600
     assert share_out(5600, loads, 10.0) == (2400, 3200)
+
+
+LOADS = st.builds(
+    load,
+    st.integers(1, 20_000),
+    st.floats(0.01, 100.0),
+    st.floats(0.0, 50.0),
+    mean_tokens=st.floats(1.0, 5_000.0),
+)
+
+
+@given(st.lists(LOADS, min_size=1, max_size=4), st.integers(400, 60_000), st.integers(1, 100), st.floats(0.1, 100.0))
+def test_a_queue_lacks_tokens_only_when_all_smaller_ones_have_theirs(loads, total, least, slo_s):
+    """The guarantee of a fast lane, at any load."""
+    shares = share_out(total, loads, slo_s, least=least)
+    assert sum(shares) == total and min(shares) >= least
+    if sum(minimum_quota(one, slo_s) for one in loads) <= total or sum(one.busy_tokens for one in loads) <= total:
+        return
+    for place, (share, one) in enumerate(zip(shares, loads, strict=True)):
+        assert share >= one.busy_tokens or all(larger == least for larger in shares[place + 1 :])
 
 
 def test_shares_are_whole_and_never_nothing():

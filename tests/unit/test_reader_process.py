@@ -21,12 +21,14 @@ import torch
 from bad_adapters import tiny_base, write_good_adapter
 from safetensors.numpy import load_file
 
+from manylora.adapters.hash_cache import HashCache
 from manylora.adapters.read import read_adapter
 from manylora.errors import AdapterError, AdapterNotFound
-from manylora.execution.storage import reader_process
+from manylora.execution.storage import reader_messages, reader_service
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.reader import HostReader
-from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
+from manylora.execution.storage.reader_messages import Again, Packed, ReaderSettings, Refused
+from manylora.execution.storage.reader_process import ReaderProcess
 from manylora.types import AdapterVersion
 
 BASE = tiny_base()
@@ -71,26 +73,25 @@ def test_it_refuses_by_the_same_name(helper: ReaderProcess, tmp_path: Path) -> N
 def test_only_urgent_reads_have_the_priority_of_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A step that waits for layers would wait long for a read of lower priority."""
     found: list[int] = []
-    served = reader_process._Served.read_layers
+    served = reader_service._Served.read_layers
 
-    def note_and_read(self: reader_process._Served, version: AdapterVersion) -> None:
+    def note_and_read(self: reader_service._Served, version: AdapterVersion) -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         served(self, version)
 
-    monkeypatch.setattr(reader_process._Served, "read_layers", note_and_read)
+    monkeypatch.setattr(reader_service._Served, "read_layers", note_and_read)
     here, there = Pipe()
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     version = read_adapter("mine", write_good_adapter(tmp_path / "a", BASE), BASE, max_bytes=LIMIT).version
     nowhere = replace(version, source=str(tmp_path / "nowhere"))
-    thread = threading.Thread(target=reader_process.serve, args=(there,), daemon=True)
+    thread = threading.Thread(target=reader_service.serve, args=(there, SETTINGS), daemon=True)
     thread.start()
-    here.send(SETTINGS)
     for is_urgent in (True, False, True):
-        here.send(reader_process._Again(nowhere, is_urgent))
-        assert isinstance(here.recv(), reader_process._Refused)
+        here.send(Again(nowhere, is_urgent))
+        assert isinstance(reader_messages.receive(here, 60), Refused)
     here.close()
     thread.join()
-    assert found == [usual, min(19, usual + reader_process.NICENESS), usual]
+    assert found == [usual, min(19, usual + reader_service.NICENESS), usual]
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def test_a_pickled_weight_file_is_read_there_too(reader: HostReader, tmp_path: P
 
 
 def test_the_process_starts_without_torch() -> None:
-    code = "import sys, manylora.execution.storage.reader_process as p; sys.exit('torch' in sys.modules)"
+    code = "import sys, manylora.execution.storage.reader_service as p; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 
@@ -212,15 +213,16 @@ def test_the_next_engine_knows_the_content(tmp_path: Path, monkeypatch: pytest.M
     folders = [write_good_adapter(tmp_path / name, BASE, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
     asked = [(folder.name, str(folder)) for folder in folders]
     # The reading half of a reader process, in this one, with a clock by which the files are old.
-    monkeypatch.setattr(reader_process.time, "time", lambda: 2.0**33)
+    monkeypatch.setattr(reader_service.time, "time", lambda: 2.0**33)
     here, there = Pipe()
     with ThreadPoolExecutor(1) as thread, here:
-        serving = thread.submit(reader_process.serve, there)
-        here.send(replace(SETTINGS, hashes=str(tmp_path / "hashes")))
+        serving = thread.submit(reader_service.serve, there, SETTINGS, HashCache(tmp_path / "hashes"))
         contents = []
         for name, path in asked:
             here.send((name, path))
-            contents.append(here.recv().version.key)
+            answer = reader_messages.receive(here, 60)
+            assert isinstance(answer, Packed)
+            contents.append(answer.version.key)
             os.close(recv_handle(here))
         here.close()
         serving.result()

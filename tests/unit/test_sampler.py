@@ -71,6 +71,9 @@ def oracle(logits: np.ndarray, seq: PlannedSequence) -> int:
     if len(generated) < sp.min_tokens:
         for token in {EOS, *sp.stop_token_ids}:
             x[token] = -math.inf
+    for run in sp.bad_words_token_ids:
+        if len(run) == 1 or generated[1 - len(run) :] == list(run[:-1]):
+            x[run[-1]] = -math.inf
     for token in range(len(x)):
         if token in prompt or token in generated:
             x[token] = x[token] / sp.repetition_penalty if x[token] > 0 else x[token] * sp.repetition_penalty
@@ -121,6 +124,7 @@ def sampling_params(draw: st.DrawFn, vocab: int) -> SamplingParams:
         frequency_penalty=draw(st.sampled_from([0.0, 0.0, 0.7, -1.1])),
         repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.4, 0.6])),
         stop_token_ids=tuple(draw(st.lists(token, max_size=2))),
+        bad_words_token_ids=tuple(draw(st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=2))),
         logit_bias=tuple(draw(st.lists(st.tuples(token, st.floats(-5, 5, width=16)), max_size=3))),
     )
 
@@ -373,6 +377,16 @@ def test_an_absurd_top_k_means_all() -> None:
 
 def test_nothing_to_sample() -> None:
     assert Sampler(3, ()).sample(torch.empty(0, 3), []) == []
+
+
+def test_a_bad_word_is_cut_before_its_last_token_and_only_in_the_answer() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    bad = SamplingParams(temperature=0.0, bad_words_token_ids=((1, 3), (0, 0, 3)))
+    chosen = {
+        (tuple(prompt), tuple(generated)): sample_ids(logits, [sequence(bad, prompt=prompt, generated=generated)])
+        for prompt, generated in (([2], [1]), ([1], []), ([2], [0, 0]), ([0], [0]), ([2], [1, 2]))
+    }
+    assert list(chosen.values()) == [[2], [3], [2], [3], [3]]
 
 
 def test_only_allowed_tokens_are_chosen() -> None:

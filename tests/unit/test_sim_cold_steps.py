@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -14,7 +15,7 @@ from manylora.costs.model import FixedCost
 from manylora.costs.roofline import RooflineCost
 from manylora.costs.synthetic_plan import Part, synthetic_plan
 from manylora.costs.workers import AssistCost, CpuWorkers
-from manylora.plan import ARRIVING, IN_HOST, AdapterLoad, Placement, StepPlan
+from manylora.plan import ARRIVING, IN_HOST, AdapterLoad, Placement, StepPlan, StepResult
 from manylora.sim.alone import prompt_step
 from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.run.cold_steps import LoadTimeline
@@ -162,3 +163,24 @@ def test_a_cpu_reads_the_host_image_at_no_cost_of_its_own() -> None:
     copied(target, [A])
     at = target.launch(step((A, IN_HOST, 7)), 0.0).ready_at
     assert at == SimulatedExecutor(FixedCost(), vocab_size=100).launch(step((A, None, 7)), 0.0).ready_at
+
+
+def test_a_layer_that_has_not_arrived_is_left_to_the_workers_again() -> None:
+    """The link is so slow that the device overtakes the copy: the workers then compute every second layer or so."""
+    cost = RooflineCost("llama-2-7b", dataclasses.replace(COST.hardware, link_bytes_per_s=3e9), targets=QKV)
+    assist = AssistCost(cost, CpuWorkers(cores=2, takes_over=True))
+    target = SimulatedExecutor(cost, vocab_size=100, num_layers=LAYERS, assist=assist)
+    copied(target, [A])
+    plan = step((A, IN_HOST, 64))
+    copy_s = cost.load_time_s(AdapterLoad(version=A, tier=Tier.DEVICE)) / LAYERS
+    layer_s, assisted_s = cost.step_time_s(plan) / LAYERS, assist.step_time_s(plan, plan.sequences) / LAYERS
+    assert layer_s < copy_s < assisted_s
+    at, num_on_cpu = 0.0, 0
+    for layer in range(LAYERS):
+        is_there = (layer + 1) * copy_s <= at
+        at += layer_s if is_there else assisted_s
+        num_on_cpu += not is_there
+    assert 2 < num_on_cpu < LAYERS - 2
+    work = target.launch(plan, 0.0)
+    assert work.ready_at == pytest.approx(at)
+    assert isinstance(work.result, StepResult) and work.result.cpu_share == pytest.approx(num_on_cpu / LAYERS)

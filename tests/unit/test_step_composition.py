@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 from harness import make_rig, policy_context, request, sequence
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manylora.config import AdapterConfig
+from manylora.engine.steps.peak import peak_pages
 from manylora.errors import ConfigError
 from manylora.events import RequestPreempted, StepLaunched
 from manylora.scheduling import STEP_COMPOSITIONS, Outcome, StrictFifoPolicy, make_step_composition
@@ -37,6 +40,21 @@ def test_so_many_steps_run_between_two_admissions():
         steps.append(tokens_in_flight(rig))
         rig.step()
     assert steps == [[5], *[[1]] * 10, [5]]
+    rig.drain()
+
+
+def test_prefetches_at_the_steps_of_s_lora_are_all_at_once():
+    rig = make_rig(step_composition="s-lora-prefetch", num_pages=64)
+    for name in "xyz":
+        rig.register(name)
+    rig.add(request("runs", max_tokens=30))
+    rig.step()
+    rig.add(*[request(name, model=name) for name in "xyz"])
+    loads = []
+    for _ in range(9):
+        loads.append(len(rig.executor.loads))
+        rig.step()
+    assert loads == [0, 0, 0, 0, 0, 3, 0, 0, 0], "none before the fifth decode step, then all"
     rig.drain()
 
 
@@ -84,14 +102,35 @@ def test_a_failed_load_lets_the_step_go():
 
 
 def test_reserving_answers_leaves_nobody_to_preempt():
-    for reserve_output in (False, True):
+    for reserve_output in ("none", "whole", "peak"):
         rig = make_rig(num_pages=10, prefix_caching=False, reserve_output=reserve_output)
         for name in "abcd":
             rig.add(request(name, num_prompt=4, max_tokens=16))
         rig.drain()
-        assert any(isinstance(event, RequestPreempted) for event in rig.events) is not reserve_output
+        assert any(isinstance(event, RequestPreempted) for event in rig.events) is (reserve_output == "none")
         most = max(event.num_sequences for event in rig.events if isinstance(event, StepLaunched))
-        assert most == (2 if reserve_output else 4)
+        assert most == (4 if reserve_output == "none" else 2)
+
+
+def test_at_the_peak_more_run_than_with_whole_answers_reserved():
+    most = {}
+    for reserve_output in ("whole", "peak"):
+        rig = make_rig(num_pages=13, prefix_caching=False, reserve_output=reserve_output)
+        rig.add(*[request(f"{length}", num_prompt=4, max_tokens=length) for length in (4, 8, 15, 16)])
+        rig.drain()
+        assert not any(isinstance(event, RequestPreempted) for event in rig.events)
+        most[reserve_output] = max(event.num_sequences for event in rig.events if isinstance(event, StepLaunched))
+    assert most["whole"] < most["peak"]
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=8), st.integers(1, 8))
+def test_the_peak_bounds_every_moment(sequences, block_size):
+    """Against all steps one by one; with pages of one token it is exact."""
+    peak = 0
+    for step in range(max(left for _, left in sequences) + 1):
+        peak = max(peak, sum(-(-(now + step) // block_size) for now, left in sequences if left >= step))
+    bound = peak_pages(sequences, block_size)
+    assert bound >= peak and (block_size > 1 or bound == peak)
 
 
 def test_nobody_passes_under_strict_fifo():

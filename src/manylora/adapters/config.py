@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, NoReturn
 
-from manylora.adapters.tensors import open_regular
+from manylora.adapters.folder import CONFIG_FILE, AdapterFolder
 from manylora.errors import AdapterError
 
-__all__ = ["CONFIG_FILE", "parse_config", "read_config", "read_config_file", "unique_pairs"]
+__all__ = ["parse_config", "read_config", "read_config_file", "unique_pairs"]
 
-CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1024 * 1024
 
 
-def read_config(name: str, directory: Path) -> dict[str, Any]:
-    """Read the configuration in an adapter's directory; errors as of the two functions below."""
-    return parse_config(name, read_config_file(name, directory))
+def read_config(folder: AdapterFolder) -> dict[str, Any]:
+    """Read the configuration in an adapter's folder; errors as of the two functions below."""
+    return parse_config(folder.name, read_config_file(folder))
 
 
-def read_config_file(name: str, directory: Path) -> bytes:
-    """Return the content of the configuration in an adapter's directory.
+def read_config_file(folder: AdapterFolder) -> bytes:
+    """Return the content of the configuration in an adapter's folder.
 
     Raises:
-        AdapterError: It is missing or too large; names the adapter ``name``.
+        AdapterError: It is missing or too large.
     """
-    with open_regular(name, directory / CONFIG_FILE, MAX_CONFIG_BYTES) as file:
+    with folder.open(CONFIG_FILE, MAX_CONFIG_BYTES) as file:
         return file.read(MAX_CONFIG_BYTES)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from manylora.adapters.tensors import open_regular
+from manylora.adapters.folder import CONFIG_FILE, open_regular
 from manylora.errors import AdapterError, ConfigError
 from manylora.generation import (
     GENERATION_FILE,
@@ -26,6 +26,7 @@ __all__ = ["AdapterExtras", "read_extras"]
 
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 256 * 1024
+MAX_NAME_CHARS = 200
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 
 
@@ -38,13 +39,19 @@ class AdapterExtras:
         chat_template: Its chat template, if it has one.
         tokens: Tokens that its tokenizer adds to a vocabulary, with their ids. Those that the base's tokenizer lacks
             are not served.
+        base_model: The base it was trained on, as its author called it.
         problems: Files, or settings in them, that have no effect, with the reason.
     """
 
     defaults: GenerationDefaults = NO_DEFAULTS
     chat_template: str | None = None
     tokens: tuple[tuple[str, int], ...] = ()
+    base_model: str | None = None
     problems: tuple[str, ...] = ()
+
+
+class _AdapterConfig(msgspec.Struct):
+    base_model_name_or_path: str | None = None
 
 
 class _AddedToken(msgspec.Struct):
@@ -106,8 +113,14 @@ def read_extras(name: str, directory: Path) -> AdapterExtras:
     if template is not None and len(template) > MAX_TEMPLATE_BYTES:
         problems.append(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
         template = None
+    config = decode(CONFIG_FILE, _AdapterConfig)
+    base_model = None if config is None else config.base_model_name_or_path
     return AdapterExtras(
-        defaults=defaults, chat_template=template, tokens=tuple(tokens.items()), problems=tuple(problems)
+        defaults=defaults,
+        chat_template=template,
+        tokens=tuple(tokens.items()),
+        base_model=None if not base_model else base_model[:MAX_NAME_CHARS],
+        problems=tuple(problems),
     )
 
 

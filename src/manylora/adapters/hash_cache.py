@@ -49,6 +49,22 @@ class HashCache:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: dict[str, KnownContent] | None = None  # read at the first question
+        self._file: int | None = None
+
+    def open(self) -> int | None:
+        """Read the file, and keep it open for entries: for a process that will open no more files.
+
+        Entries go astray once another process has replaced the file, and their adapters are read once more.
+
+        Returns:
+            Its descriptor; ``None`` if it cannot be opened.
+        """
+        self._known = self._read()
+        try:
+            self._file = self._open()
+        except OSError as error:
+            logger.warning("hash_cache_not_written path=%s error=%s", self._path, error)
+        return self._file
 
     def get(self, stamp: str) -> KnownContent | None:
         """Return the content of the files with this stamp, if it is known."""
@@ -63,15 +79,19 @@ class HashCache:
         assert self._known is not None
         self._known[stamp] = content
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+            fd = self._open() if self._file is None else self._file
             try:
                 if os.fstat(fd).st_size < MAX_BYTES:
                     os.write(fd, _line(stamp, content))
             finally:
-                os.close(fd)
+                if fd != self._file:
+                    os.close(fd)
         except OSError as error:
             logger.warning("hash_cache_not_written path=%s error=%s", self._path, error)
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
 
     def _read(self) -> dict[str, KnownContent]:
         known: dict[str, KnownContent] = {}

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from manylora.adapters.config import parse_config, read_config_file
+from manylora.adapters.folder import open_folder
 from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.layout import make_version
 from manylora.adapters.methods import find_method
 from manylora.adapters.precision import choose_dtype_unread
-from manylora.adapters.read import check_directory, find_weights, read_adapter
+from manylora.adapters.read import read_adapter
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import make_stamp, provisional_key
 from manylora.adapters.tensors import StoredTensor
+from manylora.adapters.weight_file import check_size
 from manylora.adapters.weight_source import LocalFile, parse_header, read_header_bytes
 from manylora.types import AdapterVersion
 
@@ -40,7 +42,9 @@ class HeaderReader:
     Args:
         base: The base model.
         max_bytes: Largest weight file.
-        dtype: Type of the packed weights, as of ``read_adapter``.
+        max_pages: As of ``read_adapter``.
+        roots: As of ``read_adapter``.
+        dtype: As of ``read_adapter``.
         known: Returns the content of files by their stamp, if they were read before.
     """
 
@@ -49,11 +53,15 @@ class HeaderReader:
         base: BaseShape,
         *,
         max_bytes: int,
+        max_pages: int | None = None,
+        roots: Collection[str] | None = None,
         dtype: str | None = None,
         known: Callable[[str], KnownContent | None] = lambda stamp: None,
     ) -> None:
         self._base = base
         self._max_bytes = max_bytes
+        self._max_pages = max_pages
+        self._roots = roots
         self._dtype = dtype or base.page.dtype
         self._known = known
         self._shapes: dict[tuple[object, ...], AdapterVersion] = {}
@@ -64,23 +72,36 @@ class HeaderReader:
         Raises:
             AdapterError: It cannot be served on this base, as far as its header shows.
         """
-        directory = check_directory(name, path)
-        config = read_config_file(name, directory)
-        weights = find_weights(name, directory)
-        if weights.suffix == ".bin":
-            return read_adapter(name, directory, self._base, max_bytes=self._max_bytes, dtype=self._dtype).version
-        source = LocalFile(name, weights, self._max_bytes)
+        folder = open_folder(name, path, self._roots)
+        config = read_config_file(folder)
+        weights = folder.find_weights()
+        if weights.endswith(".bin"):
+            return self._read_whole(name, path)
+        source = LocalFile(name, folder.open(weights, self._max_bytes))
         try:
             status = source.status()
             header = read_header_bytes(name, source)
         finally:
             source.close()
-        stamp = make_stamp(self._base, self._dtype, config, weights, status)
+        stamp = make_stamp(self._base, self._dtype, config, str(folder.path / weights), status)
         content = self._known(stamp)
         shape = self._shape(name, config, header, status.st_size, None if content is None else content.dtype)
         if content is None:
-            return replace(shape, key=provisional_key(stamp), source=str(directory), stamp=stamp)
-        return replace(shape, key=content.key, source=str(directory), layer_digests=content.layer_digests, stamp=stamp)
+            return replace(shape, key=provisional_key(stamp), source=str(folder.path), stamp=stamp)
+        return replace(
+            shape, key=content.key, source=str(folder.path), layer_digests=content.layer_digests, stamp=stamp
+        )
+
+    def _read_whole(self, name: str, path: str | Path) -> AdapterVersion:
+        return read_adapter(
+            name,
+            path,
+            self._base,
+            max_bytes=self._max_bytes,
+            max_pages=self._max_pages,
+            roots=self._roots,
+            dtype=self._dtype,
+        ).version
 
     def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
         """Return the version of all adapters with this configuration and header, without key and source."""
@@ -109,6 +130,7 @@ class HeaderReader:
     ) -> AdapterVersion:
         method = find_method(config)
         weights = method.parse(name, config).match(tensors, self._base)
+        check_size(name, weights, self._base, self._max_pages)
         ranks = {w.module.name: w.rank for w in weights}
         layout = method.lay_out(ranks, self._base, dtype or choose_dtype_unread(weights, self._dtype))
         return make_version(layout, self._base.page, key="", source="", disk_bytes=num_bytes)

@@ -5,28 +5,24 @@ Every fault of an adapter is found here, before a request can wait for its name.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from manylora.adapters.bin_file import read_bin
 from manylora.adapters.config import read_config
 from manylora.adapters.content import by_layer, content_key, digest_layer
+from manylora.adapters.folder import open_folder
 from manylora.adapters.layout import make_version
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.methods import find_method
 from manylora.adapters.packed import Allocate, PackedAdapter, own_memory, pack
 from manylora.adapters.precision import choose_dtype
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.tensors import StoredTensor, read_safetensors
-from manylora.errors import AdapterError, AdapterNotFound
+from manylora.adapters.weight_file import WeightFile, check_size
+from manylora.errors import AdapterError
 
-__all__ = ["WEIGHT_FILES", "check_directory", "check_finite", "find_weights", "read_adapter", "read_tensors"]
-
-WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-"""In PEFT's order: the first that exists is read. If it is damaged, the adapter is refused."""
+__all__ = ["check_finite", "read_adapter"]
 
 
 def read_adapter(
@@ -35,6 +31,8 @@ def read_adapter(
     base: BaseShape,
     *,
     max_bytes: int,
+    max_pages: int | None = None,
+    roots: Collection[str] | None = None,
     dtype: str | None = None,
     allocate: Allocate = own_memory,
 ) -> PackedAdapter:
@@ -42,9 +40,11 @@ def read_adapter(
 
     Args:
         name: The adapter, for messages.
-        path: The directory, already permitted by ``sources.resolve_path``.
+        path: The directory.
         base: The base model.
         max_bytes: Largest weight file.
+        max_pages: Pages of the pool; an adapter that cannot fit is refused before its weights are read.
+        roots: As of ``AdapterFolder``.
         dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``precision``), the page's own when
             ``None``.
         allocate: Returns the memory for the image.
@@ -52,12 +52,14 @@ def read_adapter(
     Raises:
         AdapterError: The adapter cannot be served on this base, with the reason.
     """
-    directory = check_directory(name, path)
-    config = read_config(name, directory)
+    folder = open_folder(name, path, roots)
+    config = read_config(folder)
     method = find_method(config)
     settings = method.parse(name, config)
-    tensors, disk_bytes = read_tensors(name, directory, max_bytes)
-    weights = settings.match(tensors, base)
+    with WeightFile(folder, max_bytes) as file:
+        weights = settings.match(file.tensors, base)
+        check_size(name, weights, base, max_pages)
+        weights = tuple(file.fetch(weights))
     check_finite(name, weights)
     ranks = {w.module.name: w.rank for w in weights}
     layout = method.lay_out(ranks, base, choose_dtype(weights, dtype or base.page.dtype))
@@ -67,45 +69,11 @@ def read_adapter(
         layout,
         base.page,
         key=content_key(base, digests),
-        source=str(directory),
-        disk_bytes=disk_bytes,
+        source=str(folder.path),
+        disk_bytes=file.num_bytes,
         layer_digests=b"".join(digests),
     )
     return PackedAdapter(version, layout, image)
-
-
-def check_directory(name: str, path: str | Path) -> Path:
-    """Return ``path`` if it is a directory, else raise ``AdapterNotFound``."""
-    directory = Path(path)
-    try:
-        is_directory = directory.is_dir()
-    except (OSError, ValueError) as error:
-        raise AdapterNotFound(name, "its path cannot be looked up") from error
-    if not is_directory:
-        raise AdapterNotFound(name, "there is no directory at its path")
-    return directory
-
-
-def find_weights(name: str, directory: Path) -> Path:
-    """Return the weight file of a directory, or raise ``AdapterError`` if it has none."""
-    for file in WEIGHT_FILES:
-        if os.path.lexists(directory / file):
-            return directory / file
-    raise AdapterError(name, f"has no weight file ({' or '.join(WEIGHT_FILES)})")
-
-
-def read_tensors(name: str, directory: Path, max_bytes: int) -> tuple[dict[str, StoredTensor], int]:
-    """Return the tensors of a directory's weight file by key, and the file's size in bytes.
-
-    Raises:
-        AdapterError: The file is missing, damaged, or larger than ``max_bytes``.
-    """
-    file = find_weights(name, directory)
-    tensors = (read_bin if file.suffix == ".bin" else read_safetensors)(name, file, max_bytes)
-    try:
-        return tensors, file.stat().st_size
-    except OSError as error:
-        raise AdapterError(name, f"{file.name} went away while it was read") from error
 
 
 def check_finite(name: str, weights: Sequence[ModuleWeights]) -> None:

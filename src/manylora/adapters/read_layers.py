@@ -15,9 +15,8 @@ registered with before the first byte is read and after the last. Then its conte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,16 +24,17 @@ from numpy.typing import NDArray
 
 from manylora.adapters.config import read_config
 from manylora.adapters.content import by_layer, content_key, digest_layer, split_digests
+from manylora.adapters.folder import open_folder
 from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.layout import AdapterLayout
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.methods import find_method
 from manylora.adapters.packed import pack_groups
 from manylora.adapters.precision import choose_dtype, exact_dtypes
-from manylora.adapters.read import check_directory, check_finite, find_weights, read_tensors
+from manylora.adapters.read import check_finite
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import is_provisional, provisional_key, stamp_files
-from manylora.adapters.weight_source import LocalFile, fetch, read_header
+from manylora.adapters.weight_file import WeightFile
 from manylora.errors import AdapterError
 from manylora.types import AdapterKey, AdapterVersion
 
@@ -50,6 +50,7 @@ class LayerReader:
         version: The version, as it was registered.
         base: The base model.
         max_bytes: Largest weight file.
+        roots: As of ``read_adapter``.
         asked_dtype: Type of packed weights that is asked for, as of ``read_adapter``.
 
     Raises:
@@ -57,7 +58,13 @@ class LayerReader:
     """
 
     def __init__(
-        self, version: AdapterVersion, base: BaseShape, *, max_bytes: int, asked_dtype: str | None = None
+        self,
+        version: AdapterVersion,
+        base: BaseShape,
+        *,
+        max_bytes: int,
+        roots: Collection[str] | None = None,
+        asked_dtype: str | None = None,
     ) -> None:
         self.first_content: KnownContent | None = None
         """The content of a version with a provisional key, once it was read for the first time."""
@@ -67,23 +74,16 @@ class LayerReader:
         self._asked_dtype = asked_dtype or base.page.dtype
         self._digests = split_digests(version.layer_digests)
         self._is_first = is_provisional(version.key) and not self._digests
-        directory = check_directory(self._name, version.source)
+        self._folder = open_folder(self._name, version.source, roots)
         if self._is_first and self._stamp() != version.key:
             raise self._changed()
-        config = read_config(self._name, directory)
+        config = read_config(self._folder)
         method = find_method(config)
         settings = method.parse(self._name, config)
-        file = find_weights(self._name, directory)
-        self._source: LocalFile | None = None
-        if file.suffix == ".bin":
-            tensors, _ = read_tensors(self._name, directory, max_bytes)
-        else:
-            self._source = LocalFile(self._name, file, max_bytes)
+        self._file = WeightFile(self._folder, max_bytes)
         try:
-            if self._source is not None:
-                tensors = read_header(self._name, self._source)
-            weights = settings.match(tensors, base)
-            dtype = version.dtype or choose_dtype(self._fetch(weights), base.page.dtype)
+            weights = settings.match(self._file.tensors, base)
+            dtype = version.dtype or choose_dtype(self._file.fetch(weights), base.page.dtype)
             self.layout: AdapterLayout = method.lay_out({w.module.name: w.rank for w in weights}, base, dtype)
             self._layers = by_layer(weights)
             is_same = self.layout.num_pages == version.num_pages
@@ -104,8 +104,7 @@ class LayerReader:
 
     def close(self) -> None:
         """Close the files."""
-        if self._source is not None:
-            self._source.close()
+        self._file.close()
 
     def pack(self, image: NDArray[Any]) -> Iterator[int]:
         """Fill an image of the layout; yield the number of its pages, from the first on, that hold their final content.
@@ -141,7 +140,7 @@ class LayerReader:
 
     def _stamp(self) -> AdapterKey:
         """Return the provisional key that the files have now."""
-        stamp, _ = stamp_files(self._name, Path(self._version.source), self._base, self._asked_dtype)
+        stamp, _ = stamp_files(self._folder, self._base, self._asked_dtype)
         return provisional_key(stamp)
 
     def _is_content(self, digests: list[bytes]) -> bool:
@@ -150,11 +149,8 @@ class LayerReader:
             return content_key(self._base, digests) == self._version.key
         return self._is_first or digests == self._digests
 
-    def _fetch(self, weights: Sequence[ModuleWeights]) -> Sequence[ModuleWeights]:
-        return weights if self._source is None else fetch(self._source, weights)
-
     def _fetch_and_digest(self, weights: Sequence[ModuleWeights]) -> tuple[Sequence[ModuleWeights], bytes]:
-        weights = self._fetch(weights)
+        weights = self._file.fetch(weights)
         return weights, digest_layer(weights)
 
     def _changed(self) -> AdapterError:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from manylora.adapters.config import read_config
 from manylora.adapters.extras import AdapterExtras, read_extras
+from manylora.adapters.folder import open_folder
 from manylora.adapters.method import StoredModule
 from manylora.adapters.methods import find_method
-from manylora.adapters.read import check_directory, read_adapter, read_tensors
+from manylora.adapters.read import read_adapter
 from manylora.adapters.shape import BaseShape
+from manylora.adapters.weight_file import WeightFile
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
 
@@ -59,15 +61,15 @@ def inspect_adapter(path: str | Path, base: BaseShape | None = None, *, max_byte
         AdapterError: It cannot be read for any base. An adapter that does not fit ``base`` is reported, not raised.
     """
     name = str(path)
-    directory = check_directory(name, path)
-    config = read_config(name, directory)
+    folder = open_folder(name, path)
+    config = read_config(folder)
     settings = find_method(config).parse(name, config)
-    tensors, disk_bytes = read_tensors(name, directory, max_bytes)
-    modules = settings.stored_modules(tensors)
+    with WeightFile(folder, max_bytes) as file:
+        modules = settings.stored_modules(file.tensors)
     version, problem = None, None
     if base is not None:
         try:
-            version = read_adapter(name, directory, base, max_bytes=max_bytes).version
+            version = read_adapter(name, path, base, max_bytes=max_bytes).version
         except AdapterError as error:
             problem = error.reason
     return AdapterReport(
@@ -77,9 +79,9 @@ def inspect_adapter(path: str | Path, base: BaseShape | None = None, *, max_byte
         rank=max(m.rank for m in modules),
         use_rslora=settings.use_rslora,
         modules=modules,
-        disk_bytes=disk_bytes,
+        disk_bytes=file.num_bytes,
         fits=None if base is None else problem is None,
         problem=problem,
         version=version,
-        extras=read_extras(name, directory),
+        extras=read_extras(name, folder.path),
     )

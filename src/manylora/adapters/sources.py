@@ -11,8 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from manylora.adapters.config import CONFIG_FILE
-from manylora.adapters.read import WEIGHT_FILES
+from manylora.adapters.folder import CONFIG_FILE, WEIGHT_FILES, lies_in
 from manylora.errors import AdapterError, AdapterForbidden, AdapterNotFound
 
 __all__ = ["MAX_NAME_CHARS", "MAX_PATH_CHARS", "check_name", "resolve_path"]
@@ -60,7 +59,7 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
     pure = PurePosixPath(path)
     if ".." in pure.parts or path.startswith("~"):
         raise AdapterForbidden(shown, "its path may not contain '..' or begin with '~'")
-    real_roots = [Path(os.path.realpath(root)) for root in roots]
+    real_roots = [os.path.realpath(root) for root in roots]
     candidates = [
         root / pure for root, real in zip(roots, real_roots, strict=True) if _is_below(root / pure, root, real)
     ]
@@ -68,12 +67,12 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
         raise AdapterForbidden(shown, "its path lies outside the directories adapters may be loaded from")
     for candidate in candidates:
         resolved = Path(os.path.realpath(candidate))
-        if not _lies_in(resolved, real_roots):
+        if not lies_in(str(resolved), real_roots):
             raise AdapterForbidden(shown, "its path leads outside the directories adapters may be loaded from")
         if not os.path.isdir(resolved):
             continue
         for file in (CONFIG_FILE, *WEIGHT_FILES):
-            if not _lies_in(Path(os.path.realpath(resolved / file)), real_roots):
+            if not lies_in(os.path.realpath(resolved / file), real_roots):
                 raise AdapterForbidden(shown, f"{file} leads outside the directories adapters may be loaded from")
         return resolved
     if pure.is_absolute():
@@ -81,10 +80,6 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
     raise AdapterNotFound(shown, "it is in none of the directories adapters may be loaded from")
 
 
-def _is_below(candidate: Path, root: Path, real_root: Path) -> bool:
+def _is_below(candidate: Path, root: Path, real_root: str) -> bool:
     # By text alone: nothing outside the roots is ever looked up.
     return candidate.is_relative_to(root) or candidate.is_relative_to(real_root)
-
-
-def _lies_in(resolved: Path, real_roots: Sequence[Path]) -> bool:
-    return any(resolved.is_relative_to(root) for root in real_roots)

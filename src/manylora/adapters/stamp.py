@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 
 from manylora.adapters.config import read_config_file
 from manylora.adapters.content import HASH
-from manylora.adapters.read import find_weights
+from manylora.adapters.folder import AdapterFolder
 from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
 from manylora.types import AdapterKey
@@ -35,14 +34,14 @@ def is_provisional(key: AdapterKey) -> bool:
     return key.startswith(_PREFIX)
 
 
-def make_stamp(base: BaseShape, dtype: str, config: bytes, weights: Path, status: os.stat_result) -> str:
+def make_stamp(base: BaseShape, dtype: str, config: bytes, weights: str, status: os.stat_result) -> str:
     """Return the stamp of an adapter's files.
 
     Args:
         base: The base model.
         dtype: The asked type of packed weights, on which the type of a known version depends.
         config: Content of ``adapter_config.json``.
-        weights: The weight file.
+        weights: Path of the weight file.
         status: Its status, of the open file.
     """
     digest = hashlib.blake2b(digest_size=20)
@@ -53,16 +52,16 @@ def make_stamp(base: BaseShape, dtype: str, config: bytes, weights: Path, status
     return digest.hexdigest()
 
 
-def stamp_files(name: str, directory: Path, base: BaseShape, dtype: str) -> tuple[str, float]:
-    """Return the stamp of the files in a directory, and the time of their last change in seconds since the epoch.
+def stamp_files(folder: AdapterFolder, base: BaseShape, dtype: str) -> tuple[str, float]:
+    """Return the stamp of the files in a folder, and the time of their last change in seconds since the epoch.
 
     Raises:
-        AdapterError: A file is missing; names the adapter ``name``.
+        AdapterError: A file is missing.
     """
-    config = read_config_file(name, directory)
-    weights = find_weights(name, directory)
+    config = read_config_file(folder)
+    weights = folder.path / folder.find_weights()
     try:
         status = os.stat(weights)
     except OSError as error:
-        raise AdapterError(name, f"cannot open {weights.name}: {error.strerror}") from error
-    return make_stamp(base, dtype, config, weights, status), max(status.st_mtime, status.st_ctime)
+        raise AdapterError(folder.name, f"cannot open {weights.name}: {error.strerror}") from error
+    return make_stamp(base, dtype, config, str(weights), status), max(status.st_mtime, status.st_ctime)

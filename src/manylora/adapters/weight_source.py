@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import numpy as np
@@ -19,10 +18,13 @@ from numpy.typing import NDArray
 
 from manylora.adapters.config import unique_pairs
 from manylora.adapters.method import ModuleWeights
-from manylora.adapters.tensors import MAX_HEADER_BYTES, StoredTensor, open_regular
+from manylora.adapters.tensors import StoredTensor
 from manylora.errors import AdapterError
 
 __all__ = ["LocalFile", "WeightSource", "fetch", "parse_header", "read_header", "read_header_bytes"]
+
+MAX_HEADER_BYTES = 8 * 1024 * 1024
+"""Largest safetensors header: thousands of times that of a real adapter, small enough to parse at once."""
 
 _BITS: Mapping[str, int] = (
     {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
@@ -50,16 +52,11 @@ class WeightSource(Protocol):
 
 
 class LocalFile:
-    """A file on disk; a ``WeightSource``. Messages name the adapter ``name``.
+    """An open file, which it closes; a ``WeightSource``. Messages name the adapter ``name``."""
 
-    Raises:
-        AdapterError: It is missing, unreadable, not regular, or larger than ``max_bytes``.
-    """
-
-    def __init__(self, name: str, path: Path, max_bytes: int) -> None:
+    def __init__(self, name: str, file: BinaryIO) -> None:
         self._name = name
-        self._path = path
-        self._file: BinaryIO = open_regular(name, path, max_bytes)
+        self._file = file
         self.size = self.status().st_size
 
     def status(self) -> os.stat_result:
@@ -73,9 +70,9 @@ class LocalFile:
             try:
                 part = os.pread(self._file.fileno(), length, offset)
             except OSError as error:
-                raise AdapterError(self._name, f"cannot read {self._path.name}: {error.strerror}") from error
+                raise AdapterError(self._name, f"cannot read the weight file: {error.strerror}") from error
             if not part:
-                raise AdapterError(self._name, f"{self._path.name} is damaged: it ends at byte {offset}")
+                raise AdapterError(self._name, f"the weight file is damaged: it ends at byte {offset}")
             parts.append(part)
             offset, length = offset + len(part), length - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -97,6 +97,14 @@ HARDWARE: dict[str, Hardware] = {
             link_bytes_per_s=PCIE_4,
             flops_share=0.5,
         ),
+        # Data sheet: A10G (300 W), the cloud's variant with about half of the tensor cores' rate.
+        Hardware(
+            name="a10g",
+            flops_per_s=70e12,
+            memory_bytes_per_s=600e9,
+            memory_bytes=int(22.5 * GIB),
+            link_bytes_per_s=PCIE_4,
+        ),
         # Data sheet: A40 (300 W).
         Hardware(
             name="a40",

@@ -4,55 +4,77 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+from collections.abc import Collection
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from manylora.cli.commands.adapters import adapters_app
-from manylora.cli.commands.backbone import backbone
-from manylora.cli.commands.bench import bench_app
-from manylora.cli.commands.calibrate import calibrate
-from manylora.cli.commands.demo import demo
-from manylora.cli.commands.experiment import experiment_app
-from manylora.cli.commands.generate import generate
-from manylora.cli.commands.plan import plan_command
-from manylora.cli.commands.route import route
-from manylora.cli.commands.serve import ServeCommand, serve
-from manylora.cli.commands.simulate import simulate_command
-from manylora.cli.commands.top import top
 from manylora.cli.views.terminal import fail
 from manylora.errors import ManyloraError
+from manylora.hosting.early_start import TORCH_BUILDER, start_early
 
-__all__ = ["app", "main"]
+__all__ = ["main", "make_app"]
 
 _DEBUG = "MANYLORA_DEBUG"
 
-app = typer.Typer(
-    name="manylora",
-    help="Serve many LoRA adapters of one base model from shared hardware.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command(cls=ServeCommand)(serve)
-app.command()(route)
-app.command()(generate)
-app.command()(backbone)
-app.add_typer(adapters_app, name="adapters")
-app.command()(calibrate)
-app.command()(top)
-app.command(name="simulate")(simulate_command)
-app.command(name="plan")(plan_command)
-app.add_typer(experiment_app, name="experiment")
-app.add_typer(bench_app, name="bench")
-app.command()(demo)
+_COMMANDS = {
+    "serve": "serve:serve",
+    "route": "route:route",
+    "generate": "generate:generate",
+    "backbone": "backbone:backbone",
+    "functions": "functions:functions_app",
+    "adapters": "adapters:adapters_app",
+    "calibrate": "calibrate:calibrate",
+    "top": "top:top",
+    "simulate": "simulate:simulate_command",
+    "plan": "plan:plan_command",
+    "experiment": "experiment:experiment_app",
+    "bench": "bench:bench_app",
+    "demo": "demo:demo",
+}
+"""Commands by name: a module below ``commands``, and in it a function or a tree of commands."""
 
 
-@app.command(name="version")
+def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
+    """Return the tree of these commands, and import no others: a server does not wait for those of a simulator."""
+    app = typer.Typer(
+        name="manylora",
+        help="Serve many LoRA adapters of one base model from shared hardware.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_options)
+    for name in names:
+        module, _, attribute = _COMMANDS[name].partition(":")
+        found = getattr(import_module(f"manylora.cli.commands.{module}"), attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name=name, cls=getattr(found, "command_class", None))(found)
+    app.command(name="version")(show_version)
+    return app
+
+
+_OTHER_ENGINES = """
+    -h --help --builder --config --device --devices --in-process --max-replicas --replicas --simulate
+"""
+_NO_EARLY_ENGINE = frozenset(_OTHER_ENGINES.split())
+"""Options of `serve` with which the first engine may be another one, or there is none."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        return make_app()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def show_version() -> None:
     """Print the versions that a bug report needs."""
     lines = [f"manylora {version('manylora')}", f"python {python_version()}"]
@@ -75,7 +97,6 @@ def _show_tracebacks(wanted: bool) -> None:
         os.environ[_DEBUG] = "1"
 
 
-@app.callback()
 def _options(
     _debug: Annotated[
         bool,
@@ -93,8 +114,11 @@ def main() -> None:
 
     Exit codes: 0 success, 1 failure, 2 invalid options, model or adapter, 130 interrupted.
     """
+    asked = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
+    if asked == "serve" and not _NO_EARLY_ENGINE.intersection(arg.partition("=")[0] for arg in sys.argv):
+        start_early(TORCH_BUILDER)
     try:
-        app()
+        make_app((asked,) if asked in _COMMANDS else tuple(_COMMANDS))()
     except Exception as error:
         if os.environ.get(_DEBUG):
             raise

@@ -13,8 +13,8 @@ the others, and all predictions counted from now:
 
 * *Assisting* computes the adapter's product of a layer on the CPU while the device computes the layer: each of ``G``
   layers takes ``max(0, t_cpu - t_gpu)`` longer, and two handoffs. The gain over waiting is
-  ``W - sum over G layers of max(0, t_cpu - t_gpu) - 2 G handoff``. A step keeps its placement to its end, so ``G`` is
-  the number of layers, once for each step until the copy has arrived.
+  ``W - sum over G layers of max(0, t_cpu - t_gpu) - 2 G handoff``. ``G`` counts the layers that have not arrived when a
+  step comes to them: the device takes over the others within the step (``take_over``).
 * *Layers* stall a step by ``S = max over layers of (arrival - compute)``. Until ``S`` is over, the request may as well
   wait without a step: it starts no later for it, and others lose nothing. So it begins ``S`` from now if it is alone.
   Beside others it can begin only between steps. Beginning at the last step before ``S`` is over saves it
@@ -33,6 +33,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from manylora.costs.take_over import count_on_cpu
 from manylora.types import ColdStart
 
 __all__ = ["AssistCosts", "Corrections", "Expected", "Question", "Route", "choose", "expect"]
@@ -49,6 +50,9 @@ MOST_HANDOFF_S = 100e-6
 
 MOST_STALL = 0.5
 """Longest stall of others, in steps, whatever is gained."""
+
+LEAST_CHUNK = 16
+"""Fewest tokens of a chunk that is cut for the sake of others: fewer are not worth a step."""
 
 LEARN = 0.2
 """Weight of an observation against all earlier ones."""
@@ -129,6 +133,9 @@ class Question:
         num_sharing: Requests that wait for this adapter, this one included; all of them gain.
         row_rank: Sum of ranks over the tokens that its first step computes from host memory.
         rank: Its adapter's rank.
+        num_tokens: Tokens of its prompt.
+        chunk_tokens: Those of its first step.
+        token_s: Duration that a token more adds to a step.
     """
 
     route: Route
@@ -140,6 +147,9 @@ class Question:
     num_sharing: int
     row_rank: int
     rank: int
+    num_tokens: int
+    chunk_tokens: int
+    token_s: float
 
 
 class Expected(NamedTuple):
@@ -149,11 +159,13 @@ class Expected(NamedTuple):
         first_token_s: Time to the first token.
         others_s: Delay of the others, summed over them.
         begins_s: Time until the request's first step.
+        chunk_tokens: Most tokens of its prompt in a step while it is assisted, ``None`` for no limit of its own.
     """
 
     first_token_s: float
     others_s: float
     begins_s: float
+    chunk_tokens: int | None = None
 
 
 class AssistCosts:
@@ -176,13 +188,23 @@ class AssistCosts:
         exposed_s = max(0.0, self._row_rank_s * row_rank - step_s / num_layers)
         return num_layers * (exposed_s + 2 * self._handoff_s)
 
-    def observe(self, row_rank: int, step_s: float, num_layers: int, took_s: float) -> None:
+    def hidden_tokens(self, question: Question) -> float:
+        """Return the most tokens of a request in a step beside which the device hides the CPU's part."""
+        num_layers, num_tokens = question.num_layers, question.chunk_tokens
+        layer_s = (question.step_s - num_tokens * question.token_s) / num_layers
+        others_s = self._row_rank_s * (question.row_rank - num_tokens * question.rank)
+        exposed_s = self._row_rank_s * question.rank - question.token_s / num_layers
+        return max(0.0, layer_s - others_s) / exposed_s if exposed_s > 0.0 else math.inf
+
+    def observe(self, row_rank: int, step_s: float, num_layers: int, took_s: float, cpu_share: float = 1.0) -> None:
         """Learn that such a step took ``took_s``, and ``step_s`` without the rows.
+
+        ``cpu_share``, above 0, is the share of the layers in which the CPU computed them, and not the device.
 
         A step that should have hidden the CPU's part teaches the handoff. Any other teaches the rate; so does a delay
         that no handoff explains.
         """
-        layer_s, excess_s = step_s / num_layers, (took_s - step_s) / num_layers
+        layer_s, excess_s = step_s / num_layers, (took_s - step_s) / (num_layers * cpu_share)
         handoff_s = self._handoff_s
         if is_hidden := self._row_rank_s * row_rank <= layer_s:
             # Noise counts in both directions, and the estimate alone is bounded by zero: else noise would raise it.
@@ -274,7 +296,7 @@ def choose(expected: Mapping[ColdStart, Expected], allowed: Collection[ColdStart
 
 def _corrected(one: Expected, resident_s: float, factor: float) -> Expected:
     delay_s = one.first_token_s - resident_s
-    return Expected(resident_s + factor * delay_s, one.others_s, factor * one.begins_s)
+    return one._replace(first_token_s=resident_s + factor * delay_s, begins_s=factor * one.begins_s)
 
 
 def _wait(question: Question) -> Expected:
@@ -283,14 +305,35 @@ def _wait(question: Question) -> Expected:
 
 
 def _assist(question: Question, assist: AssistCosts) -> Expected:
-    num_layers = question.num_layers
+    """Return the prediction for whole chunks, or for such that delay the others less, whichever is worth more."""
+    whole = _assist_chunks(question, assist, question.chunk_tokens)
+    num_hidden = assist.hidden_tokens(question)
+    if not whole.others_s or not LEAST_CHUNK <= num_hidden < question.chunk_tokens:
+        return whole
+    cut = _assist_chunks(question, assist, int(num_hidden))
+    later_s = cut.first_token_s - whole.first_token_s
+    if later_s * question.num_sharing > whole.others_s - cut.others_s:
+        return whole
+    return cut._replace(chunk_tokens=int(num_hidden))
+
+
+def _assist_chunks(question: Question, assist: AssistCosts, chunk_tokens: int) -> Expected:
+    """Return the prediction for a prompt in chunks of so many tokens, until its adapter is on the device."""
+    num_layers, num_fewer = question.num_layers, question.chunk_tokens - chunk_tokens
     begins_s = _next_step_s(question.route.host_s, question)
-    copied_s = question.route.device_s(num_layers)
-    step_delay_s = assist.delay_s(question.row_rank, question.step_s, num_layers)
-    num_chunks = round(question.prompt_s / question.step_s)
-    num_assisted = math.ceil((copied_s - begins_s) / (question.step_s + step_delay_s))
-    delay_s = step_delay_s * min(max(1, num_assisted), num_chunks)
-    first_token_s = begins_s + question.prompt_s + delay_s
+    copied_s, copy_layer_s = question.route.device_s(num_layers), question.route.copy_s / num_layers
+    step_s = question.step_s - num_fewer * question.token_s
+    row_rank = question.row_rank - num_fewer * question.rank
+    layer_delay_s = assist.delay_s(row_rank, step_s, num_layers) / num_layers
+    at_s, delay_s, num_left = begins_s, 0.0, question.num_tokens
+    while num_left > 0:
+        num_on_cpu = count_on_cpu(at_s, step_s / num_layers, layer_delay_s, copied_s, copy_layer_s, num_layers)
+        if not num_on_cpu:
+            break
+        delay_s += num_on_cpu * layer_delay_s
+        at_s += step_s + num_on_cpu * layer_delay_s
+        num_left -= chunk_tokens
+    first_token_s = at_s + question.step_s * math.ceil(max(0, num_left) / question.chunk_tokens)
     decode_delay_s = assist.delay_s(question.rank, question.beat_s, num_layers)
     num_decodes = math.ceil(max(0.0, copied_s - first_token_s) / max(1e-9, question.beat_s + decode_delay_s))
     return Expected(first_token_s, question.num_others * (delay_s + num_decodes * decode_delay_s), begins_s)

@@ -118,6 +118,8 @@ def step_features(plan: StepPlan) -> StepFeatures:
                 num_adapted_prompts += 1
                 num_adapted_prompt_tokens += num_tokens
                 prompt_rank += rank
+    for rows in plan.prompt_rows:
+        num_sampled += rows.stop - rows.start
     return StepFeatures(
         num_decodes=num_decodes,
         num_prompts=len(plan.sequences) - num_decodes,

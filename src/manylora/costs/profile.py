@@ -162,8 +162,8 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
         num_steps: Steps held out.
         mean_s: Their mean time, in seconds.
         r2: Share of the variance explained.
-        median_error: Median of the relative error.
-        p90_error: 90th percentile of the relative error.
+        median_error: Median of the relative error of the typical duration, which has the median of the noise.
+        p90_error: Its 90th percentile.
         steady_r2: ``r2`` without the machine's drift, as estimated from the steps before and after; ``None`` for a
             steady machine.
     """

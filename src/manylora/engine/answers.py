@@ -9,13 +9,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 
 from manylora.engine.adapters.cache import AdapterCache
+from manylora.engine.prompt_logprobs import PromptReports
 from manylora.engine.queue_wait import QueueWait
 from manylora.engine.status import Counters
 from manylora.engine.steps.running import RunningSet
 from manylora.events import EventSink, RequestFinished
-from manylora.plan import ARRIVING
+from manylora.plan import ARRIVING, StepResult
 from manylora.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
 from manylora.types import AdapterKey, FinishReason, Output, SampledToken
 
@@ -30,6 +32,7 @@ class Answers:
 
     Args:
         sequences: All requests in flight by id; one that ends is removed.
+        reports: Log-probabilities of prompts.
         predictor: Learns the lengths of answers.
         queue_wait: Forgets requests that ended.
         counters: Counts answers and their tokens.
@@ -39,6 +42,7 @@ class Answers:
         self,
         *,
         sequences: dict[str, Sequence],
+        reports: PromptReports,
         running: RunningSet,
         policy: Policy,
         cache: AdapterCache,
@@ -48,6 +52,7 @@ class Answers:
         emit: EventSink,
     ) -> None:
         self._sequences = sequences
+        self._reports = reports
         self._running = running
         self._policy = policy
         self._cache = cache
@@ -97,6 +102,10 @@ class Answers:
                 )
             )
 
+    def report_prompts(self, result: StepResult, served: Seq[Sequence]) -> None:
+        """Give the log-probabilities of prompts to requests that a step serves for the first time."""
+        self._outputs += self._reports.take(result, served)
+
     def fail_adapter(self, key: AdapterKey, error: str, now: float) -> None:
         """End the sequences that wait for an adapter that failed to load, or run on its weights as they arrive."""
         for sequence in list(self._sequences.values()):
@@ -129,6 +138,7 @@ class Answers:
             self._counters.answers += 1
             self._counters.answer_tokens += sequence.num_output_tokens
         self._running.forget(sequence)
+        self._reports.forget(sequence)
         self._queue_wait.ended(sequence)
         request_id = sequence.request.request_id
         del self._sequences[request_id]

@@ -33,6 +33,7 @@ from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.answers import Answers
 from manylora.engine.integrity import check_integrity
 from manylora.engine.limits import RequestLimits
+from manylora.engine.prompt_logprobs import PromptReports
 from manylora.engine.queue_wait import QueueWait
 from manylora.engine.snapshot import take_snapshot
 from manylora.engine.status import Counters, EngineStats
@@ -51,6 +52,7 @@ from manylora.scheduling import (
     SequenceStatus,
     make_policy,
     make_predictor,
+    make_step_composition,
 )
 from manylora.types import FinishReason, Output, Request
 
@@ -160,10 +162,12 @@ class EngineCore:
             max_step_tokens=scheduler.max_num_batched_tokens,
             emit=self._emit,
         )
+        composition = make_step_composition(scheduler.step_composition)
         self._running = RunningSet(
             page_cache=self.page_cache,
             cache=self._cache,
             policy=self._policy,
+            composition=composition,
             scheduler=scheduler,
             memory=memory,
             costs=costs,
@@ -176,11 +180,13 @@ class EngineCore:
             cache=self._cache,
             page_cache=self.page_cache,
             policy=self._policy,
+            composition=composition,
             config=adapters,
             block_size=memory.block_size,
         )
         self._steps = StepsInFlight(self._costs, plans_ahead=bool(scheduler.plan_ahead))
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
+        self._reports = PromptReports()
         self._queue_wait = QueueWait(
             scheduler=scheduler,
             predictor=predictor,
@@ -189,6 +195,7 @@ class EngineCore:
         )
         self._answers = Answers(
             sequences=self._sequences,
+            reports=self._reports,
             running=self._running,
             policy=self._policy,
             cache=self._cache,
@@ -284,10 +291,11 @@ class EngineCore:
             stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
             seed=seed,
             arrived_at=now,
-            reserves_output=self._scheduler.reserve_output,
+            reserves_output=self._scheduler.reserve_output == "whole",
         )
         self._next_seq_id += 1
         self._sequences[request.request_id] = sequence
+        self._reports.add(sequence)
         if named:
             self._registry.note_request(named)
             self._counters.adapter_requests += 1
@@ -366,6 +374,8 @@ class EngineCore:
         self._counters.generated_tokens += len(served)
         if self._cold_starts.is_awaiting:
             self._cold_starts.took_token(served, now)
+        if self._reports:
+            self._answers.report_prompts(result, served)
         if served and self._sinks:
             self._emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in served])))
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
@@ -378,7 +388,7 @@ class EngineCore:
         self._counters.steps += 1
         took_s = now - step.began_at
         self._queue_wait.stepped(step.began_at, now)
-        if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s):
+        if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s, result.cpu_share):
             self._costs.step.observe(step.num_tokens, took_s)
             self._running.took(step.load, took_s)
             if step.rank_load is not None:
@@ -406,6 +416,7 @@ class EngineCore:
         num_tokens = sum([num_tokens for _, num_tokens in draft.parts])
         plan = StepPlan(
             step_id=self._counters.steps + num_ahead,
+            prompt_rows=self._reports.plan(draft.parts) if self._reports else (),  # before the launches below
             sequences=tuple([sequence.launched(num_tokens) for sequence, num_tokens in draft.parts]),
             released=self._answers.take_released(),
         )

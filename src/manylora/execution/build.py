@@ -32,7 +32,9 @@ from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import describe_machine, make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.step import fuse_launches
+from manylora.execution.kernels.linear import bound_caches
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
+from manylora.execution.lora.grouped import prepare_grouped
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.base_weights import BaseWeights, check_complete, share_weights
 from manylora.execution.model.describe import describe_model
@@ -43,12 +45,13 @@ from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner, TokenSampler
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
+from manylora.execution.stages import Stages
 from manylora.execution.storage.host_memory import HOST_SHARE, available_bytes
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.reader import FileReader, HostReader, open_processes
-from manylora.execution.storage.reader_process import ReaderSettings
+from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.execution.storage.tile_tables import GroupDirectory
 from manylora.ports import EngineParts
@@ -57,6 +60,9 @@ from manylora.types import AdapterKey
 __all__ = ["build_parts"]
 
 logger = logging.getLogger(__name__)
+
+READER_BYTES = 1024**3
+"""Memory for a reader's work, beside the largest adapter: its file in a wider type, and its image."""
 
 HASHES_FILE = "adapter-hashes-1"
 """Name of the hash cache; another number for other content hashes or another format."""
@@ -88,6 +94,7 @@ def build_parts(
     Raises:
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
     """
+    bound_caches()
     readers = readers or open_processes()
     try:
         return _build(config, clock, readers, make_sampler, load, weights, open_assistant, is_checked)
@@ -108,12 +115,14 @@ def _build(
     is_checked: bool,
 ) -> EngineParts:
     """Build the parts, with readers that may be starting; the stages of the picture, in order."""
+    stages = Stages()
     if weights is None:
         loaded, weights = load_weights(config.model, load)
     elif weights.manifest.model != config.model.model:
         raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {config.model.model!r}")
     else:
         loaded = load_skeleton(config.model)
+    stages.done("weights", then="modules and memory")
     device, model = loaded.device, loaded.model
     base = describe_model(
         loaded,
@@ -156,15 +165,27 @@ def _build(
     resident: dict[AdapterKey, ResidentAdapter] = {}
     assistant = open_assistant(device, base)
     runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs, assistant)
+    stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
     if not is_checked:
         check_sequences_are_separate(runner, base, num_pages)
     if graphs is not None and device.type == "cuda":
+        stages.done("check", then="graphs of decode steps")
         graphs.warm()
+    stages.done("graphs" if graphs is not None else "check", then="adapters")
 
     host = HostTier(is_pinned=device.type == "cuda", directory=directory)
     dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
     hashes = None if config.cache_dir is None else os.path.join(config.cache_dir, HASHES_FILE)
-    settings = ReaderSettings(base=base, max_bytes=config.adapters.max_adapter_bytes, dtype=dtype, hashes=hashes)
+    settings = ReaderSettings(
+        base=base,
+        max_bytes=config.adapters.max_adapter_bytes,
+        max_pages=num_pages,
+        roots=config.adapters.real_roots,
+        dtype=dtype,
+        hashes=hashes,
+        limit_s=config.adapters.read_timeout_s,
+        memory_bytes=READER_BYTES + 4 * min(config.adapters.max_adapter_bytes, num_pages * base.page.num_bytes),
+    )
     reader = HostReader(settings, host, readers)
     executor = TorchExecutor(
         runner=runner,
@@ -176,6 +197,7 @@ def _build(
         clock=clock,
         # Tables hold places in the pool alone: without an assistant, they cannot name an image.
         reads_host=assistant is not None or (device.type == "cpu" and directory is None),
+        prepare=_preparation(kernel, device.type),
     )
 
     def close() -> None:
@@ -216,6 +238,11 @@ def _context(config: ModelConfig, loaded: LoadedModel) -> int:
     if wanted is not None and wanted > limit:
         raise ConfigError(f"Got max_model_len = {wanted}, but the model's context is {limit} tokens")
     return limit if wanted is None else wanted
+
+
+def _preparation(kernel: str, device_type: str) -> Callable[[ResidentAdapter], None]:
+    """Return the kernel's work for each adapter that is brought to the device."""
+    return prepare_grouped if kernel == "grouped" and device_type == "cpu" else lambda adapter: None
 
 
 def _host_bytes() -> int:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -61,7 +62,8 @@ class FutureWork(Generic[ResultT]):
 class TorchExecutor:
     """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``.
 
-    ``reads_host`` says whether the kernels can read an adapter's weights from the host tier.
+    ``reads_host`` says whether the kernels can read an adapter's weights from the host tier. ``prepare`` makes a
+    kernel's data for an adapter in its pages.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class TorchExecutor:
         resident: dict[AdapterKey, ResidentAdapter],
         clock: Clock,
         reads_host: bool = False,
+        prepare: Callable[[ResidentAdapter], None] = lambda adapter: None,
     ) -> None:
         self._runner = runner
         self._host = host
@@ -91,7 +94,7 @@ class TorchExecutor:
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
         self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
-        self._copies = CopyContext(pages, link, self._copy_thread)
+        self._copies = CopyContext(pages, link, self._copy_thread, prepare)
 
     @property
     def logits_hook(self) -> LogitsHook | None:
@@ -106,7 +109,7 @@ class TorchExecutor:
         """Start a step; behind a step in flight, it gets the tokens it awaits from that step directly.
 
         The step holds the host images that it reads from here on, so they may leave the host tier meanwhile; likewise
-        the loads that it waits for.
+        the loads that it waits for, and those that it may use as far as they are.
         """
         images: dict[AdapterKey, HostAdapter | AdapterVersion] = {}
         loads: dict[AdapterKey, DeviceLoad] = {}
@@ -115,7 +118,7 @@ class TorchExecutor:
                 continue
             if part.placement.tier is Tier.HOST:
                 images[key] = self._host.get(key) or self._copied[key]
-            elif (load := self._arriving.get(key)) is not None:
+            if (load := self._arriving.get(key)) is not None:
                 loads[key] = load
         return self._watch(self._steps.submit(self._run, plan, images, loads))
 
@@ -141,7 +144,7 @@ class TorchExecutor:
             # An eviction at the same time as a second registration can lose the host copy; the files still have it.
             logger.warning("host_copy_gone adapter=%s", key)
             self._reads.submit(_carry_out, self._read, load)
-        return self._watch(arriving.result)
+        return self._watch(self._behind_steps(arriving.result))
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
@@ -180,12 +183,16 @@ class TorchExecutor:
         An image that was lost (see ``load_adapter``) is given by its version, to be read again.
         """
         began_at = time.perf_counter()
-        in_host = {key: self._in_place(image) for key, image in images.items()}
+        # Between the plan and the step an adapter may have arrived: its sequences run, so its pages are theirs.
+        in_host = {key: self._in_place(image) for key, image in images.items() if key not in self._resident}
         plan = fill_in(plan, self._tokens, self._failed)
         arriving: dict[AdapterKey, ArrivingAdapter] = {}
         gone: dict[AdapterKey | None, str] = {}
+        coming: dict[AdapterKey, DeviceLoad] = {}
         for key, load in loads.items():
-            if key not in self._resident:
+            if key in in_host:
+                coming[key] = load
+            elif key not in self._resident:
                 try:
                     arriving[key] = load.arriving()
                 except Gone as error:
@@ -193,12 +200,26 @@ class TorchExecutor:
         failed = {part.seq_id: gone[part.adapter] for part in plan.sequences if part.adapter in gone} if gone else {}
         if failed:
             kept = tuple([part for part in plan.sequences if part.seq_id not in failed])
-            plan = StepPlan(step_id=plan.step_id, sequences=kept, released=plan.released)
-        result = self._runner.run(plan, in_host, arriving)
+            plan = replace(plan, sequences=kept)
+        result = self._runner.run(plan, in_host, arriving, coming)
         if failed:
             result = replace(result, failed=failed | result.failed)
         self._tokens, self._failed = result.tokens, result.failed
         return replace(result, device_s=time.perf_counter() - began_at)
+
+    def _behind_steps(self, result: Future[LoadResult]) -> Future[LoadResult]:
+        """Return a load's result; that of a failure comes once no step reads the pages that had arrived."""
+        settled: Future[LoadResult] = Future()
+
+        def settle(done: Future[LoadResult]) -> None:
+            if done.result().error is None:
+                settled.set_result(done.result())
+            else:
+                with suppress(RuntimeError):  # the executor is closed
+                    self._steps.submit(settled.set_result, done.result())
+
+        result.add_done_callback(settle)
+        return settled
 
     def _in_place(self, image: HostAdapter | AdapterVersion) -> ResidentAdapter:
         adapter = image if isinstance(image, HostAdapter) else self._reader.read_again(image, is_urgent=True)

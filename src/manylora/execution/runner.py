@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
+from manylora.execution.assist.take_over import Coming, TakeOver
 from manylora.execution.attention.step import AttentionKernel, TorchAttentionKernel
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps, make_device_ops
+from manylora.execution.lora.assisted import Assist
 from manylora.execution.lora.batch import ArrivingBatch, LoraBatch, LoraSegment, StepContext, StepLora
 from manylora.execution.lora.tables import LoraSpace
+from manylora.execution.model.head import RecordedPass
+from manylora.execution.prompt_rows import PromptPiece, cut_into_slices, pieces_of, rows_and_targets
+from manylora.execution.sampling.logprobs import report_tokens
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.plan import PlannedSequence, StepPlan, StepResult
-from manylora.types import AdapterKey, Constraint, SampledToken
+from manylora.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
 
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
@@ -34,6 +41,7 @@ NOT_FINITE = "the logits of the next token are not finite: the weights overflow 
 
 _NONE: Mapping[AdapterKey, ResidentAdapter] = {}
 _NONE_ARRIVING: Mapping[AdapterKey, ArrivingAdapter] = {}
+_NONE_COMING: Mapping[AdapterKey, Coming] = {}
 
 _LOST = "a worker on the CPU failed while it computed the adapter's part of a step"
 
@@ -93,6 +101,7 @@ class ModelRunner:
         self._graphs = graphs
         self._assistant = assistant
         self._last_lora: LoraBatch | None = None
+        self._recorded = RecordedPass(model)
         self.logits_hook: LogitsHook | None = None
 
     @torch.inference_mode()
@@ -101,6 +110,7 @@ class ModelRunner:
         plan: StepPlan,
         in_host: Mapping[AdapterKey, ResidentAdapter] = _NONE,
         arriving: Mapping[AdapterKey, ArrivingAdapter] = _NONE_ARRIVING,
+        coming: Mapping[AdapterKey, Coming] = _NONE_COMING,
     ) -> StepResult:
         """Run the step and return its tokens.
 
@@ -109,6 +119,8 @@ class ModelRunner:
             in_host: The adapters that it reads from host memory.
             arriving: The adapters that it has to wait for, group by group. The sequences of one that does not arrive
                 have failed; the others are not affected.
+            coming: The loads of adapters that it reads from host memory: the device takes over the groups that arrive
+                in time from the assistant.
         """
         self._sampler.release(plan.released)
         self._attention.release(plan.released)
@@ -118,22 +130,28 @@ class ModelRunner:
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
         elsewhere = {**in_host, **{key: one.weights for key, one in arriving.items()}} if arriving else in_host
         segments, assisted = self._segments(sequences, elsewhere, in_host)
-        lora = self._lora_batch(segments)
-        assist = self._assistant.begin(assisted) if self._assistant is not None and assisted else None
+        lora: StepLora | None = self._lora_batch(segments)
+        assist = self._begin_assist(tuple(assisted.values()))
+        take_over = None
+        if assist is not None and coming:
+            loads = [coming.get(key) for key in assisted]
+            lora = take_over = TakeOver(segments, assist, loads, self._make_batch)
+        is_recorded = bool(plan.prompt_rows)
         failed: dict[int, str] = {}
         try:
             logits: torch.Tensor | None = None
             if arriving:
                 assert lora is not None, "the adapters on their way are those of sequences"
-                logits = self._forward(sequences, ArrivingBatch(lora, tuple(arriving.values())), assist)
+                waiting = ArrivingBatch(lora, tuple(arriving.values()))
+                logits = self._forward(sequences, waiting, take_over or assist, is_recorded=is_recorded)
                 failed = {s.seq_id: error for s in sequences if (error := _error_of(s, arriving)) is not None}
             elif self._graphs is not None and assist is None:
                 logits = self._graphs.run(sequences, segments)
             if logits is None:
-                logits = self._forward(sequences, lora, assist)
+                logits = self._forward(sequences, lora, take_over or assist, is_recorded=is_recorded)
             if failed:
                 kept = tuple(s for s in plan.sequences if s.seq_id not in failed)
-                plan = StepPlan(step_id=plan.step_id, sequences=kept)
+                plan = replace(plan, sequences=kept, released=())
                 logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in failed]]
                 sampled = [s for s in sampled if s.seq_id not in failed]
             tokens, broken = self._sample(plan, logits, sampled)
@@ -142,8 +160,15 @@ class ModelRunner:
             lost = assist.finish() if assist is not None else ()
         if lost:
             failed |= dict.fromkeys(_find_lost(sequences, lost), _LOST)
+        reported: dict[int, PromptLogprobs] = {}
+        if is_recorded:
+            pieces = [piece for piece in pieces_of(sequences, plan.prompt_rows) if piece.sequence.seq_id not in failed]
+            reported, unreported = self._report(pieces, logits.shape[-1], elsewhere, in_host)
+            failed |= unreported
+        if failed:
             tokens = {key: token for key, token in tokens.items() if key not in failed}
-        return StepResult(tokens=tokens, failed=failed)
+        cpu_share = take_over.cpu_share if take_over is not None else 1.0
+        return StepResult(tokens=tokens, failed=failed, prompt_logprobs=reported, cpu_share=cpu_share)
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor, sampled: Sequence[PlannedSequence]
@@ -163,6 +188,59 @@ class ModelRunner:
             return tokens, {}
         return tokens, {s.seq_id: NOT_FINITE for s in sampled if s.seq_id not in tokens}
 
+    def _report(
+        self,
+        pieces: Sequence[PromptPiece],
+        vocab_size: int,
+        elsewhere: Mapping[AdapterKey, ResidentAdapter],
+        in_host: Mapping[AdapterKey, ResidentAdapter],
+    ) -> tuple[dict[int, PromptLogprobs], dict[int, str]]:
+        """Return the log-probabilities of prompts in the step that ran, and the reason of each that has none."""
+        parts: dict[int, list[PromptLogprobs]] = {}
+        failed: dict[int, str] = {}
+        for taken in cut_into_slices(pieces, vocab_size):
+            segments, assisted = self._slice_segments(taken, elsewhere, in_host)
+            assist = self._begin_assist(assisted)
+            self._step.lora, self._step.assist = LoraBatch(segments, self._space) if segments else None, assist
+            try:
+                rows, targets = rows_and_targets(taken)
+                logits = self._recorded.logits(self._ops.upload(rows)).float()
+                report = report_tokens(logits, targets, max(piece.num_top for piece in taken), self._ops)
+            finally:
+                self._step.lora = self._step.assist = None
+                lost = assist.finish() if assist is not None else ()
+            if lost:
+                failed |= {piece.sequence.seq_id: _LOST for piece in taken if piece.sequence.adapter in in_host}
+            first = 0
+            for piece in taken:
+                packed = report.pack(first, first + piece.stop - piece.start, piece.num_top)
+                parts.setdefault(piece.sequence.seq_id, []).append(packed)
+                first += piece.stop - piece.start
+        self._recorded.forget()
+        return {key: PromptLogprobs.join(part) for key, part in parts.items() if key not in failed}, failed
+
+    def _slice_segments(
+        self,
+        pieces: Sequence[PromptPiece],
+        elsewhere: Mapping[AdapterKey, ResidentAdapter],
+        in_host: Mapping[AdapterKey, ResidentAdapter],
+    ) -> tuple[tuple[LoraSegment, ...], tuple[LoraSegment, ...]]:
+        """Return the segments of a slice, all of whose rows count as sampled; as ``_segments``."""
+        segments: list[LoraSegment] = []
+        assisted: list[LoraSegment] = []
+        row = 0
+        for key, same in groupby(pieces, key=lambda piece: piece.sequence.adapter):
+            start, row = row, row + sum(piece.stop - piece.start for piece in same)
+            if key is not None:
+                weights = elsewhere[key] if key in elsewhere else self._resident[key]
+                chosen = assisted if self._assistant is not None and key in in_host else segments
+                chosen.append(LoraSegment(weights, start, row, start, row))
+        return tuple(segments), tuple(assisted)
+
+    def _begin_assist(self, segments: tuple[LoraSegment, ...]) -> AssistedStep | None:
+        """Wake the workers for the segments that they compute, if there are any."""
+        return self._assistant.begin(segments) if self._assistant is not None and segments else None
+
     def forget_batch(self) -> None:
         """Let go of the last step's adapters, which are kept for the next: they may hold images of the host tier."""
         self._last_lora = None
@@ -170,7 +248,12 @@ class ModelRunner:
             self._assistant.forget()
 
     def _forward(
-        self, sequences: Sequence[PlannedSequence], lora: StepLora | None, assist: AssistedStep | None
+        self,
+        sequences: Sequence[PlannedSequence],
+        lora: StepLora | None,
+        assist: Assist | None,
+        *,
+        is_recorded: bool,
     ) -> torch.Tensor:
         """Call the model; return logits ``[n, vocab]`` of the sampled rows, float32."""
         batch = self._attention.prepare(sequences)
@@ -178,13 +261,14 @@ class ModelRunner:
         token_ids = self._ops.upload(np.asarray(ids, dtype=np.int64))
         self._step.lora, self._step.token_ids, self._step.assist = lora, token_ids, assist
         try:
-            output = self._model(
-                input_ids=token_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=self._ops.upload(np.asarray(_sampled_rows(sequences), dtype=np.int64)),
-                paged=batch,
-            )
+            with self._recorded.recording() if is_recorded else nullcontext():
+                output = self._model(
+                    input_ids=token_ids[None],
+                    position_ids=batch.positions[None],
+                    use_cache=False,
+                    logits_to_keep=self._ops.upload(np.asarray(_sampled_rows(sequences), dtype=np.int64)),
+                    paged=batch,
+                )
         finally:
             self._step.lora = self._step.token_ids = self._step.assist = None
         logits: torch.Tensor = output.logits
@@ -195,10 +279,10 @@ class ModelRunner:
         sequences: Sequence[PlannedSequence],
         elsewhere: Mapping[AdapterKey, ResidentAdapter],
         in_host: Mapping[AdapterKey, ResidentAdapter],
-    ) -> tuple[tuple[LoraSegment, ...], tuple[LoraSegment, ...]]:
-        """Return the step's segments: those of the kernels here, and those that the assistant computes."""
+    ) -> tuple[tuple[LoraSegment, ...], dict[AdapterKey, LoraSegment]]:
+        """Return the step's segments: those of the kernels here, and by adapter those that the assistant computes."""
         segments: list[LoraSegment] = []
-        assisted: list[LoraSegment] = []
+        assisted: dict[AdapterKey, LoraSegment] = {}
         row = sampled = first = 0
         while first < len(sequences):
             key = sequences[first].adapter
@@ -209,10 +293,13 @@ class ModelRunner:
                 last += 1
             if key is not None:
                 weights = elsewhere[key] if key in elsewhere else self._resident[key]
-                chosen = assisted if self._assistant is not None and key in in_host else segments
-                chosen.append(LoraSegment(weights, start, row, sampled_start, sampled))
+                segment = LoraSegment(weights, start, row, sampled_start, sampled)
+                if self._assistant is not None and key in in_host:
+                    assisted[key] = segment
+                else:
+                    segments.append(segment)
             first = last
-        return tuple(segments), tuple(assisted)
+        return tuple(segments), assisted
 
     def _lora_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
         """Return the batch of these segments, ``None`` when there are none."""
@@ -221,6 +308,12 @@ class ModelRunner:
         elif self._last_lora is None or self._last_lora.segments != segments:
             self._last_lora = LoraBatch(segments, self._space)
         return self._last_lora
+
+    def _make_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
+        """Return a batch of these segments, for one step unless it is the last one's."""
+        if self._last_lora is not None and self._last_lora.segments == segments:
+            return self._last_lora
+        return LoraBatch(segments, self._space) if segments else None
 
 
 def _error_of(sequence: PlannedSequence, arriving: Mapping[AdapterKey, ArrivingAdapter]) -> str | None:

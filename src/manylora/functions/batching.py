@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from manylora.errors import ConfigError
 
-__all__ = ["BatchWindow", "FirstTokenTime", "deadline_margin_s", "most_urgent"]
+__all__ = ["BatchWindow", "FirstTokenFit", "FirstTokenTime", "deadline_margin_s", "most_urgent"]
 
 T = TypeVar("T")
 
@@ -87,3 +87,30 @@ def deadline_margin_s(window: BatchWindow, oldest_at: float, size: int, now: flo
 def most_urgent(margins: Iterable[tuple[float, T]]) -> list[T]:
     """Return what the margins belong to, in order of margin; of equal ones in the order given."""
     return [one for _, one in sorted(margins, key=lambda pair: pair[0])]
+
+
+class FirstTokenFit:
+    """Learns ``FirstTokenTime`` from batches: least squares of time over size, in which old batches fade.
+
+    Args:
+        first: The times until batches have been seen.
+        fade: Weight that earlier batches keep at each new one.
+    """
+
+    def __init__(self, first: FirstTokenTime, *, fade: float = 0.9) -> None:
+        self.time = first
+        self._fade = fade
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of the weight, x, y, xx, xy
+
+    def observe(self, size: int, took_s: float) -> None:
+        """Take a batch of ``size`` into account, whose last first token came after ``took_s`` seconds alone."""
+        x = size - 1
+        new = (1.0, x, took_s, x * x, x * took_s)
+        self._sums = (weight, sum_x, sum_y, sum_xx, sum_xy) = tuple(  # type: ignore[assignment]
+            self._fade * old + one for old, one in zip(self._sums, new, strict=True)
+        )
+        spread = weight * sum_xx - sum_x * sum_x
+        each_s = self.time.each_s
+        if spread > 1e-6 * weight * weight:
+            each_s = max(0.0, (weight * sum_xy - sum_x * sum_y) / spread)
+        self.time = FirstTokenTime(max(1e-4, (sum_y - each_s * sum_x) / weight), each_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ from manylora.hosting.client import EngineClient
 from manylora.hosting.protocol import AdapterIdentity
 
 __all__ = ["AdapterBook", "LoadedAdapter", "LoraModule"]
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +88,14 @@ class AdapterBook:
         """Record the adapters given at start, before an engine loads the model.
 
         Raises:
-            ConfigError: Two models have one name.
+            ConfigError: Two models that are required have one name.
             AdapterNotFound: A required adapter has no directory.
         """
         for module in modules:
             if module.name in self.adapters or module.name == self._served_name:
+                if not module.is_required:
+                    logger.warning("adapter_skipped name=%a reason='another model has the name'", module.name)
+                    continue
                 raise ConfigError(f"Got the name {module.name!r} twice, expected every model to have its own")
             if module.is_required and not os.path.isdir(module.path):
                 raise AdapterNotFound(module.name, f"there is no directory {module.path!r}")

@@ -102,6 +102,11 @@ class EngineClient:
         """Return the id of the engine's process."""
         return self._link.pid
 
+    @property
+    def node(self) -> str | None:
+        """Return the node of a cluster that the engine runs on; ``None`` for this machine."""
+        return self._link.node
+
     async def start(self) -> EngineInfo:
         """Start the engine and wait until it serves.
 

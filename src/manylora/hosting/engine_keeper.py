@@ -15,7 +15,7 @@ from enum import Enum
 
 import zmq
 
-from manylora.errors import AdapterError, EngineDead, ManyloraError
+from manylora.errors import AdapterError, EngineDead, ManyloraError, NoPlace
 from manylora.hosting.adapter_book import AdapterBook, LoadedAdapter
 from manylora.hosting.client import EngineClient
 from manylora.hosting.flight import Loss
@@ -26,8 +26,8 @@ __all__ = ["EngineKeeper", "RestartPolicy", "State"]
 
 logger = logging.getLogger(__name__)
 
-SCARCITY = (OSError, zmq.ZMQError, MemoryError)
-"""Errors of a start for lack of descriptors, processes, memory or disk."""
+SCARCITY = (OSError, zmq.ZMQError, MemoryError, NoPlace)
+"""Errors of a start for lack of descriptors, processes, memory, disk or nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class RestartPolicy:
 
 
 class _Outcome(Enum):
-    """The outcome of a restart; ``SCARCE`` if the machine had no room for it, which is no fault of the engine."""
+    """The outcome of a restart; ``SCARCE`` if there was no room for it, which is no fault of the engine."""
 
     UP = "up"
     FAILED = "failed"
@@ -147,7 +147,7 @@ class EngineKeeper:
                 how = "it did not come up again"
                 if outcome is _Outcome.FAILED:
                     deaths += 1
-                else:  # the machine lacks descriptors, processes or memory: it may have them later
+                else:  # the machine or the cluster may have room later
                     deaths = min(deaths + 1, self._restarts.max_deaths - 1)
 
     def drain(self) -> None:

@@ -1,7 +1,8 @@
-"""The engine process: ``python -m manylora.hosting.engine_process``, started by ``link_process``.
+"""The engine process: ``python -m manylora.hosting.engine_process``, started as an ``EngineChild``.
 
-It reads its configuration from standard input, which stays open until the API process ends; then this process ends as
-well. Commands arrive on one socket, messages leave on the other (see ``protocol``).
+With the name of a builder as its argument it imports that first (``early_start``). Then it reads its set-up from
+standard input, which stays open until its parent ends; then this process ends as well. Its parent is the API process,
+or a Ray actor. Commands arrive on one socket, messages leave on the other (see ``protocol``).
 """
 
 from __future__ import annotations
@@ -12,88 +13,76 @@ import shutil
 import signal
 import sys
 import threading
-from pathlib import Path
+import time
 
 import msgspec
 import zmq
 
 from manylora.clock import WallClock
-from manylora.hosting.gc_freeze import freeze_start_up_heap
+from manylora.hosting.engine_sockets import CurveSockets, EngineSockets, UnixSockets, open_sockets
+from manylora.hosting.gc_freeze import collector_paused, freeze_start_up_heap
 from manylora.hosting.logs import configure_logging
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
-from manylora.hosting.service import EngineService
+from manylora.hosting.service import EngineService, load_builder
+from manylora.isolation.system import end_with_parent
 
-__all__ = ["bound_primitive_caches", "main", "pack_setup"]
+__all__ = ["main"]
 
 EXIT_BROKEN = 1
 EXIT_REFUSED = 3
 EXIT_ORPHANED = 4
 
-PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""Variables that bound the caches of oneDNN, and of the layer between it and torch; either alone bounds nothing."""
-
-NUM_PRIMITIVES = 128
-"""Those of about twenty sizes of a step, in 100 MB."""
-
 logger = logging.getLogger(__name__)
 
 
-def pack_setup(setup: ProcessSetup) -> bytes:
-    """Return the bytes of a set-up for the engine's standard input: a line with the length, then msgpack."""
-    body = encode(setup)
-    return b"%d\n" % len(body) + body
-
-
-def _read_setup() -> ProcessSetup:
-    num_bytes = int(sys.stdin.buffer.readline())
+def _read_setup() -> ProcessSetup | None:
+    """Return the set-up; ``None`` if the parent ended before it sent one."""
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return None
+    num_bytes = int(line)
     return msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=ProcessSetup)
 
 
-def _die_with_parent(sockets: Path) -> None:
-    """End this process at once when standard input ends; remove the sockets in place of the parent."""
+def _end_with_parent(sockets: EngineSockets) -> None:
+    """End this process at once when standard input ends; remove the sockets' directory in place of the parent."""
     sys.stdin.buffer.read()
-    shutil.rmtree(sockets, ignore_errors=True)
+    if isinstance(sockets, UnixSockets):
+        shutil.rmtree(sockets.directory, ignore_errors=True)
     os._exit(EXIT_ORPHANED)
 
 
-def _receive(context: zmq.Context[zmq.Socket[bytes]], address: str, service: EngineService) -> None:
-    socket = context.socket(zmq.PULL)
-    socket.set_hwm(0)
-    socket.bind(address)
+def _receive(commands: zmq.Socket[bytes], service: EngineService) -> None:
     try:
         while True:
-            service.handle(decode_command(socket.recv()))
+            service.handle(decode_command(commands.recv()))
     except zmq.ContextTerminated:
-        socket.close(linger=0)
-
-
-def bound_primitive_caches() -> None:
-    """Bound the memory of compiled products, unless the environment does; call it before torch is imported.
-
-    oneDNN compiles a product for every number of rows that it meets, and keeps half a megabyte for each, up to 1024 by
-    default; torch's layer above keeps as many again. Prompts of all lengths fill both with products that do not come
-    back, while those of decoding are used in every step.
-    """
-    for variable in PRIMITIVE_CACHES:
-        os.environ.setdefault(variable, str(NUM_PRIMITIVES))
+        commands.close(linger=0)
 
 
 def main() -> int:
     """Run one engine until the parent ends or the engine fails; return the exit code."""
+    began_at = time.perf_counter()
+    if is_early := len(sys.argv) > 1:
+        with collector_paused():
+            load_builder(sys.argv[1])
+    took_s = time.perf_counter() - began_at
     setup = _read_setup()
+    if setup is None:
+        return EXIT_ORPHANED
     configure_logging(setup.log_level, "engine")
+    if is_early:
+        logger.info("engine_start stage=imports took_s=%.2f next=%r", took_s, "weights")
     if setup.engine.num_threads is not None:  # before the libraries that read it are imported
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.engine.num_threads))
-    bound_primitive_caches()
     # Ctrl-C is handled by the API process, which drains and then closes our standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sockets = Path(setup.messages_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_die_with_parent, args=(sockets,), name="die-with-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(setup.sockets,), name="end-with-parent", daemon=True).start()
+    if isinstance(setup.sockets, CurveSockets):  # a process that is stopped does not see the end of its input
+        end_with_parent()
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    messages = context.socket(zmq.PUSH)
-    messages.set_hwm(0)  # a slow API process must not block a step
-    messages.connect(setup.messages_address)
+    commands, messages = open_sockets(context, setup.sockets)
 
     def send(message: Message) -> None:
         # The adapters registered at the start live as long as the engine.
@@ -102,10 +91,8 @@ def main() -> int:
         messages.send(encode(message), copy=False)
 
     service = EngineService(setup.engine, clock=WallClock(), send=send, base=setup.base)
-    # The socket is bound before Ready is sent, and the API process sends no command before Ready.
-    threading.Thread(
-        target=_receive, args=(context, setup.commands_address, service), name="commands", daemon=True
-    ).start()
+    # The API process sends no command before Ready.
+    threading.Thread(target=_receive, args=(commands, service), name="commands", daemon=True).start()
     try:
         return 0 if service.run() else EXIT_REFUSED
     except Exception:

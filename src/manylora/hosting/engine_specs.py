@@ -9,6 +9,7 @@ from pathlib import Path
 
 from manylora.config import EngineConfig, FleetConfig
 from manylora.hosting.protocol import EngineSpec
+from manylora.hosting.ray.resources import engine_resources
 
 __all__ = ["engine_specs"]
 
@@ -17,9 +18,11 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
     """Return the engines of a fleet.
 
     Engines on one device share it, even those that scaling has not started: each takes its part of
-    ``gpu_memory_utilization``, and of the CPU's cores. The step log of engine 1 has ``.1`` before its suffix; the
-    request log is one file.
+    ``gpu_memory_utilization``, and of the CPU's cores. On a Ray cluster each has the resources that it asks for. The
+    step log of engine 1 has ``.1`` before its suffix; the request log is one file.
     """
+    if fleet.ray is not None:
+        return _on_ray(engine, fleet, served_name, builder)
     if fleet.num_places == 1 and fleet.devices is None:
         return [EngineSpec(config=engine, served_name=served_name, builder=builder)]
     named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
@@ -37,6 +40,21 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
         )
         specs.append(EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads))
     return specs
+
+
+def _on_ray(engine: EngineConfig, fleet: FleetConfig, served_name: str, builder: str) -> list[EngineSpec]:
+    resources = engine_resources(fleet.ray_resources, engine.model.device)
+    num_threads = max(1, int(resources.get("CPU", 1)))
+    part = engine.memory.gpu_memory_utilization * min(1.0, resources.get("GPU", 1.0))
+    memory = replace(engine.memory, gpu_memory_utilization=part)
+    configs = [
+        replace(engine, memory=memory, step_log=None if engine.step_log is None else _numbered(engine.step_log, index))
+        for index in range(fleet.num_places)
+    ]
+    return [
+        EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads)
+        for config in configs
+    ]
 
 
 def _num_cores() -> int:

@@ -1,4 +1,4 @@
-"""Exclude the start-up heap from Python's gc.
+"""Keep Python's gc off the start-up heap.
 
 With a tokenizer's libraries imported there are 200,000 objects, with torch several times as many, and a full collection
 visits them all: some 150 ms on a quiet machine, in which no token is sent.
@@ -7,8 +7,22 @@ visits them all: some 150 ms on a quiet machine, in which no token is sent.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["freeze_start_up_heap"]
+__all__ = ["collector_paused", "freeze_start_up_heap"]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Run imports without gc: they leave no unreachable objects, and collections take a fifth of their time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def freeze_start_up_heap() -> None:

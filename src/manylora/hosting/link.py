@@ -26,6 +26,11 @@ class EngineLink(Protocol):
         """Return the id of the engine's process."""
         ...
 
+    @property
+    def node(self) -> str | None:
+        """Return the node of a cluster that the engine runs on; ``None`` for this machine."""
+        ...
+
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Start the engine; from now on ``deliver`` is called on the event loop with its messages.
 

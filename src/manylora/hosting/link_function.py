@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
 from manylora.errors import ManyloraError
+from manylora.hosting.engine_child import ending_of
 from manylora.hosting.functions.messages import FrameBuffer, FrameError, frame
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.protocol import (
@@ -40,8 +41,6 @@ MAX_BACKLOG_BYTES = 64 << 20
 """Most bytes of commands that a function may leave unread."""
 
 EXIT_S = 5.0
-
-SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +91,11 @@ class FunctionLink(asyncio.Protocol):
         """Return the function's process id; ``None`` before the fork."""
         return None if self._function is None else self._function.pid
 
+    @property
+    def node(self) -> None:
+        """Return ``None``: it runs on this machine."""
+        return None
+
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Fork the function, once the zygote is warm, and begin to receive."""
         self._deliver = deliver
@@ -137,11 +141,7 @@ class FunctionLink(asyncio.Protocol):
             code = await asyncio.wait_for(asyncio.shield(self._function.exited), EXIT_S)
             if code is None:
                 return Ending(f"function process {self.pid} ended with its zygote", is_external=True)
-            if code < 0:
-                with contextlib.suppress(ValueError):
-                    by = signal.Signals(-code)
-                    return Ending(f"function process {self.pid} was killed by {by.name}", by in SENT_BY_OTHERS)
-            return Ending(f"function process {self.pid} ended with exit code {code}")
+            return ending_of(code, f"function process {self.pid}")
         return Ending(f"function process {self.pid} closed its socket")
 
     async def stop(self) -> None:
@@ -158,8 +158,7 @@ class FunctionLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of asyncio's classes
 
     def data_received(self, data: bytes) -> None:
         """Deliver all messages that have arrived."""

@@ -1,8 +1,7 @@
 """An engine in its own process, connected by ZeroMQ over Unix sockets in a private directory.
 
-The process has its own process group, so that Ctrl-C reaches the API process alone. Its standard input is a pipe from
-the API process, and it ends with the pipe. Each side binds the socket that it receives on and connects the one that it
-sends on: a connected socket can queue at once.
+Each side binds the socket that it receives on and connects the one that it sends on: a connected socket can queue at
+once.
 """
 
 from __future__ import annotations
@@ -10,11 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -24,18 +19,15 @@ import zmq
 
 from manylora.errors import ConfigError, EngineDead
 from manylora.hosting.base_share import BaseShare
-from manylora.hosting.engine_process import pack_setup
-from manylora.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, Ready, decode_message, encode
+from manylora.hosting.engine_child import EngineChild, ending_of
+from manylora.hosting.engine_sockets import UnixSockets
+from manylora.hosting.inbox import Inbox
+from manylora.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, Ready, encode
 
 __all__ = ["ProcessLink"]
 
 LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 LAST_MESSAGES_S = 0.2
-
-SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)
-"""Signals that a process does not raise by a fault of its own; a crash is SIGSEGV, SIGABRT or SIGBUS."""
-
-logger = logging.getLogger(__name__)
 
 
 class ProcessLink:
@@ -52,18 +44,22 @@ class ProcessLink:
         self._share = share
         self._is_loader = False
         self._is_stopped = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: EngineChild | None = None
         self._exit_code: asyncio.Future[int] | None = None
         self._directory: str | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
-        self._messages: zmq.Socket[bytes] | None = None
-        self._broken: asyncio.Future[str] | None = None
+        self._inbox: Inbox | None = None
 
     @property
     def pid(self) -> int | None:
         """Return the engine process's id; ``None`` before it has started."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
+
+    @property
+    def node(self) -> None:
+        """Return ``None``: it runs on this machine."""
+        return None
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Start the process and begin to receive; wait before it if another process loads the base."""
@@ -75,30 +71,25 @@ class ProcessLink:
         self._directory = tempfile.mkdtemp(prefix="manylora-")
         if len(self._directory) > LONGEST_SOCKET_PATH - 5:
             raise ConfigError(f"Got the temporary directory {self._directory!r}, expected a shorter path (TMPDIR)")
-        setup = ProcessSetup(
-            engine=self._engine,
-            commands_address=f"ipc://{self._directory}/down",
-            messages_address=f"ipc://{self._directory}/up",
-            log_level=logging.getLogger().getEffectiveLevel(),
-            base=base,
-        )
-        loop = asyncio.get_running_loop()
+        sockets = UnixSockets(self._directory)
         self._context = zmq.Context()
-        self._messages = self._context.socket(zmq.PULL)
-        self._messages.set_hwm(0)
-        self._messages.bind(setup.messages_address)
+        messages = self._context.socket(zmq.PULL)
+        messages.set_hwm(0)
+        messages.bind(sockets.messages)
         self._commands = self._context.socket(zmq.PUSH)
         self._commands.set_hwm(0)
-        self._commands.connect(setup.commands_address)
-        self._broken = loop.create_future()
-        loop.add_reader(self._messages.fileno(), self._receive, self._messages, self._broken, deliver)
+        self._commands.connect(sockets.commands)
 
-        # -P: do not import files from the working directory.
-        command = [sys.executable, "-P", "-m", "manylora.hosting.engine_process"]
-        files = () if base is None else (base.file,)
-        process = self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=files
-        )
+        def deliver_and_share(messages: Sequence[Message]) -> None:
+            if self._is_loader:
+                self._note_base(messages)
+            deliver(messages)
+
+        self._inbox = Inbox(messages, deliver_and_share)
+        level = logging.getLogger().getEffectiveLevel()
+        setup = ProcessSetup(engine=self._engine, sockets=sockets, log_level=level, base=base)
+        child = self._child = EngineChild(setup, () if base is None else (base.file,))
+        loop = asyncio.get_running_loop()
         exit_code = self._exit_code = loop.create_future()
 
         def note_exit(code: int) -> None:
@@ -106,15 +97,11 @@ class ProcessLink:
                 exit_code.set_result(code)
 
         def wait_for_exit() -> None:
-            code = process.wait()
+            code = child.wait()
             with contextlib.suppress(RuntimeError):  # the event loop may be gone before the engine
                 loop.call_soon_threadsafe(note_exit, code)
 
         threading.Thread(target=wait_for_exit, name="engine-exit", daemon=True).start()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has died: `closed` returns why
-            process.stdin.write(pack_setup(setup))
-            process.stdin.flush()
 
     def send(self, command: Command) -> None:
         """Send a command."""
@@ -124,37 +111,24 @@ class ProcessLink:
     async def closed(self) -> Ending:
         """Wait until the process ends, or sends a message that cannot be decoded."""
         assert self._exit_code is not None
-        assert self._broken is not None
-        waiting: list[asyncio.Future[Any]] = [self._exit_code, self._broken]
+        assert self._inbox is not None
+        broken = self._inbox.broken
+        waiting: list[asyncio.Future[Any]] = [self._exit_code, broken]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         self._stop_loading()
         if not self._exit_code.done():
-            return Ending(f"lost the connection to engine process {self.pid}: {self._broken.result()}")
-        code = self._exit_code.result()
+            return Ending(f"lost the connection to engine process {self.pid}: {broken.result()}")
         await asyncio.sleep(LAST_MESSAGES_S)  # its last messages are still arriving
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                by = signal.Signals(-code)
-                return Ending(f"engine process {self.pid} was killed by {by.name}", is_external=by in SENT_BY_OTHERS)
-        return Ending(f"engine process {self.pid} ended with exit code {code}")
+        return ending_of(self._exit_code.result(), f"engine process {self.pid}")
 
     async def stop(self) -> None:
         """Kill the process group and remove the sockets."""
         self._is_stopped = True
         self._stop_loading()
-        process = self._process
-        if process is not None:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await asyncio.get_running_loop().run_in_executor(None, process.wait)
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
-        if self._messages is not None:
-            self._close_messages(self._messages)
-        if self._broken is not None and not self._broken.done():
-            self._broken.set_result("it was stopped")
+        if self._child is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._child.kill)
+        if self._inbox is not None:
+            self._inbox.close()
         if self._commands is not None:
             self._commands.close(linger=0)
         if self._context is not None:
@@ -163,31 +137,6 @@ class ProcessLink:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-
-    def _receive(
-        self,
-        socket: zmq.Socket[bytes],
-        broken: asyncio.Future[str],
-        deliver: Callable[[Sequence[Message]], None],
-    ) -> None:
-        """Deliver all messages that have arrived; the event loop calls this when the socket becomes readable.
-
-        The socket must be read until it is empty, because ZeroMQ signals only the change from empty. Messages that
-        arrived together are delivered together, so that several tokens share one write.
-        """
-        messages: list[Message] = []
-        try:
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    messages.append(decode_message(socket.recv(zmq.NOBLOCK)))
-            if messages:
-                if self._is_loader:
-                    self._note_base(messages)
-                deliver(messages)
-        except Exception as error:
-            self._close_messages(socket)
-            if not broken.done():
-                broken.set_result(repr(error))
 
     def _note_base(self, messages: Sequence[Message]) -> None:
         """Share the weights that this engine has loaded, once it is ready."""
@@ -201,8 +150,3 @@ class ProcessLink:
         if self._is_loader:
             self._is_loader = False
             self._share.give_up()
-
-    def _close_messages(self, socket: zmq.Socket[bytes]) -> None:
-        if not socket.closed:
-            asyncio.get_running_loop().remove_reader(socket.fileno())
-            socket.close(linger=0)

@@ -35,6 +35,11 @@ class ThreadLink:
         """Return this process's id."""
         return os.getpid()
 
+    @property
+    def node(self) -> None:
+        """Return ``None``: it runs on this machine."""
+        return None
+
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Start the thread."""
         event_loop = asyncio.get_running_loop()

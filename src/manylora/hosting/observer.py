@@ -14,6 +14,7 @@ from manylora.events import (
     RequestAdmitted,
     RequestArrived,
     RequestFinished,
+    StepFinished,
     TokensEmitted,
 )
 from manylora.hosting.protocol import FinishedRequest, Observations
@@ -24,10 +25,11 @@ __all__ = ["Observer"]
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that has not ended: the time of its arrival or last token, and its adapter."""
+    """A request that has not ended: the time of its arrival or last token, its adapter, its limit of tokens."""
 
     last_at: float
     adapter: str
+    max_tokens: int
     has_token: bool = False
     is_stopped: bool = False
 
@@ -53,8 +55,10 @@ class Observer:
                         values = into[request.adapter] = []
                     values.append(at - request.last_at)
                     request.last_at, request.has_token = at, True
-            case RequestArrived(at=at, request_id=request_id, name=name, num_answered=num_answered):
-                self._in_flight[request_id] = _InFlight(at, name, has_token=num_answered > 0)
+            case StepFinished(num_tokens=num_tokens):
+                gathered.step_tokens.append(num_tokens)
+            case RequestArrived(at=at, request_id=request_id, name=name, limit=limit, num_answered=num_answered):
+                self._in_flight[request_id] = _InFlight(at, name, limit, has_token=num_answered > 0)
             case RequestAdmitted(waited_s=waited_s):
                 gathered.queue_s.append(waited_s)
             case RequestFinished():
@@ -83,6 +87,7 @@ class Observer:
         reason = event.reason
         if request.is_stopped and reason is FinishReason.CANCELLED:
             reason = FinishReason.STOP
+        first_at, admitted_at = event.first_token_at, event.admitted_at
         self._gathered.finished.append(
             FinishedRequest(
                 request.adapter,
@@ -90,5 +95,9 @@ class Observer:
                 event.at - event.arrived_at,
                 event.num_prompt_tokens,
                 event.num_output_tokens,
+                event.num_cached_tokens,
+                request.max_tokens,
+                None if first_at is None or admitted_at is None else first_at - admitted_at,
+                None if first_at is None else event.at - first_at,
             )
         )

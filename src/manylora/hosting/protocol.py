@@ -23,6 +23,7 @@ import msgspec
 import manylora.errors as errors
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.hosting.engine_sockets import EngineSockets
 from manylora.isolation import Measure
 from manylora.ports import SharedBase
 from manylora.types import AdapterKey, Output, Request
@@ -81,15 +82,13 @@ class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         engine: The engine.
-        commands_address: The socket on which the engine receives commands.
-        messages_address: The socket to which it sends messages.
+        sockets: Its sockets for commands and messages.
         log_level: Level of its log on standard error.
         base: The base's weights, if another engine has loaded them; the process inherits the file.
     """
 
     engine: EngineSpec
-    commands_address: str
-    messages_address: str
+    sockets: EngineSockets
     log_level: int
     base: SharedBase | None = None
 
@@ -288,13 +287,21 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An ended request, for histograms; ``adapter`` is a name, empty for the base."""
+    """An ended request, for histograms; ``adapter`` is a name, empty for the base.
+
+    ``prefill_s`` is from the admission to the first token and ``decode_s`` from there to the end; ``None`` for a
+    request that ended before. ``max_tokens`` is the limit in effect.
+    """
 
     adapter: str
     reason: str
     e2e_s: float
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
+    max_tokens: int = 0
+    prefill_s: float | None = None
+    decode_s: float | None = None
 
 
 class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -308,6 +315,7 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
         device_loads_s: Durations of adapter copies to the device.
         host_loads_s: Durations of adapter reads to the host tier.
         num_failed_loads: Loads that failed.
+        step_tokens: Tokens of each step.
     """
 
     queue_s: list[float] = msgspec.field(default_factory=list)
@@ -317,6 +325,7 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
     device_loads_s: list[float] = msgspec.field(default_factory=list)
     host_loads_s: list[float] = msgspec.field(default_factory=list)
     num_failed_loads: int = 0
+    step_tokens: list[int] = msgspec.field(default_factory=list)
 
 
 class StartReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -397,7 +406,7 @@ _command_decoder = msgspec.msgpack.Decoder(Command | SharedPrompts)
 _message_decoder = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Command | Message | ProcessSetup) -> bytes:
+def encode(message: Command | Message | ProcessSetup | EngineSpec) -> bytes:
     """Return the message as msgpack."""
     if type(message) is AddRequests and len(message.requests) > 1:
         return _encoder.encode(SharedPrompts.of(message))

@@ -17,6 +17,7 @@ class Replica:
     Args:
         index: Its number, from 0.
         pid: Its process; ``None`` before it has started.
+        node: The node of a cluster that it runs on; ``None`` for this machine.
         num_restarts: Engines started in its place after the first.
         num_in_flight: Requests that it works on.
     """
@@ -24,6 +25,7 @@ class Replica:
     index: int
     state: State
     pid: int | None
+    node: str | None
     num_restarts: int
     num_in_flight: int
 
@@ -35,6 +37,7 @@ def describe(keepers: Sequence[EngineKeeper]) -> list[Replica]:
             index=index,
             state=keeper.state,
             pid=None if keeper.client is None else keeper.client.pid,
+            node=None if keeper.client is None else keeper.client.node,
             num_restarts=keeper.num_restarts,
             num_in_flight=0 if keeper.client is None else keeper.client.num_flights,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from manylora.engine.loop import EngineLoop
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, CapacityError, ConfigError, ManyloraError, RequestError
 from manylora.events import AdapterLoaded
+from manylora.hosting.early_start import TORCH_BUILDER
+from manylora.hosting.gc_freeze import collector_paused
 from manylora.hosting.observer import Observer
 from manylora.hosting.protocol import (
     AdapterIdentity,
@@ -59,7 +62,6 @@ BuildParts = Callable[..., EngineParts]
 Builder: TypeAlias = str | BuildParts
 """A function that builds an engine's parts, or its name as ``module:function``, for another process."""
 
-TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
 
 NUM_READERS = 2
@@ -91,6 +93,7 @@ class _Checked:
     command: LoadAdapters
     began_at: float
     found: dict[int, AdapterVersion | AdapterError] = field(default_factory=dict)
+    is_over: bool = False
 
 
 class EngineService:
@@ -130,7 +133,8 @@ class EngineService:
         """
         try:
             given = {} if self._base is None else {"shared": self._base}
-            parts = self._parts = load_builder(self._engine.builder)(self._config, self._clock, **given)
+            build = self._import()
+            parts = self._parts = build(self._config, self._clock, **given)
         except ManyloraError as error:
             self._send(Refused(Fault.of(error)))
             return False
@@ -164,6 +168,19 @@ class EngineService:
             with contextlib.suppress(OSError):  # of a disk that is full
                 files.close()
         return True
+
+    def _import(self) -> BuildParts:
+        """Return the builder, which may import torch; a process that was started early has imported it."""
+        builder = self._engine.builder
+        is_imported = not isinstance(builder, str) or builder.partition(":")[0] in sys.modules
+        if not is_imported:
+            logger.info("engine_start next=%r", "imports")
+        began_at = self._clock.now()
+        with collector_paused():
+            build = load_builder(builder)
+        if not is_imported:
+            logger.info("engine_start stage=imports took_s=%.2f next=%r", self._clock.now() - began_at, "weights")
+        return build
 
     def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
         """Return the log of finished requests, if configured; ``files`` closes it. ``ConfigError`` if not writable."""
@@ -337,11 +354,21 @@ class EngineService:
         adapters = [(name, path) for name, path, _, _ in gathered.command.adapters[part]]
         try:
             found = self._parts.reader.check(adapters)
+        except CapacityError as error:  # the machine's fault and not theirs: they are not given up
+            fault = Fault.of(error)
+            self._loop.post(lambda core, now: self._give_up(gathered, fault))
+            return
         except Exception as error:
             logger.exception("adapter_reader_failed num_adapters=%d", len(adapters))
             reason = f"checking it failed inside the server: {error!r}"
             found = [AdapterError(name, reason) for name, _ in adapters]
         self._loop.post(lambda core, now: self._gather(core, now, gathered, part.start, found))
+
+    def _give_up(self, gathered: _Checked, fault: Fault) -> None:
+        """Answer a command of which a part could not be checked."""
+        if not gathered.is_over:
+            gathered.is_over = True
+            self._send(Reply(gathered.command.call, fault))
 
     def _gather(
         self, core: EngineCore, now: float, gathered: _Checked, first: int, found: list[AdapterVersion | AdapterError]
@@ -349,7 +376,7 @@ class EngineService:
         """Register the adapters of a command once all are checked: background reads then delay no check."""
         gathered.found.update(enumerate(found, first))
         adapters = gathered.command.adapters
-        if len(gathered.found) < len(adapters):
+        if gathered.is_over or len(gathered.found) < len(adapters):
             return
         registered: dict[str, AdapterIdentity] = {}
         refused: dict[str, Fault] = {}
@@ -358,7 +385,8 @@ class EngineService:
             try:
                 if isinstance(one, AdapterError):
                     raise one
-                if known is not None and known.stamp == one.stamp != "" and known.key != one.key:
+                if known is not None and known.key != one.key:
+                    # Under its first key a file that changed since is refused where it is read, as without a restart.
                     one = replace(one, key=known.key, layer_digests=b"")
                 core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
                 registered[name] = AdapterIdentity(one.rank, one.key, one.stamp)

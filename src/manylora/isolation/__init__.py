@@ -4,8 +4,17 @@ Every measure of the kernel is taken that is to be had, and a report names those
 """
 
 from manylora.isolation.cgroups import Cgroup
-from manylora.isolation.confine import Confinement, Measure, confine
+from manylora.isolation.confine import READABLE_OF_SYSTEM, Confinement, Measure, confine
 from manylora.isolation.landlock import FileRules, landlock_version
 from manylora.isolation.seccomp import restrict_calls
 
-__all__ = ["Cgroup", "Confinement", "FileRules", "Measure", "confine", "landlock_version", "restrict_calls"]
+__all__ = [
+    "READABLE_OF_SYSTEM",
+    "Cgroup",
+    "Confinement",
+    "FileRules",
+    "Measure",
+    "confine",
+    "landlock_version",
+    "restrict_calls",
+]

@@ -2,8 +2,8 @@
 
 The order matters. Rights that are needed to give up others are given up last::
 
-    descriptors, environment -> (open folders) -> network -> user -> no_new_privs -> limits -> files -> calls
-                                                                                            Landlock  seccomp
+    descriptors, environment -> (open folders) -> network -> user -> capabilities -> no_new_privs -> limits
+                                                                         -> files (Landlock) -> calls (seccomp)
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from dataclasses import dataclass
 from manylora.errors import ConfigError
 from manylora.isolation.landlock import FileRules
 from manylora.isolation.seccomp import restrict_calls
-from manylora.isolation.system import MACHINE, prctl, unshare
+from manylora.isolation.system import MACHINE, keep_capabilities, prctl, unshare
 
-__all__ = ["Confinement", "Measure", "confine"]
+__all__ = ["READABLE_OF_SYSTEM", "Confinement", "Measure", "confine"]
+
+READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
+"""Files of the system that libraries read when they are first used."""
 
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS, _CAPBSET_DROP = 4, 38, 24
 _NEW_NETWORK, _NEW_USER, _NEW_IPC = 0x40000000, 0x10000000, 0x08000000
 _LAST_CAPABILITY = 40
+_READ_ANY_FILE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class Confinement:
         environment: Variables that stay, by name; all others are removed.
         memory_bytes: Most address space that it may add from here on; ``None`` for no limit of its own.
         num_files: Most descriptors.
+        file_bytes: Largest file, also of memory, that it may make or let grow.
     """
 
     readable: Collection[str] = ()
@@ -46,6 +51,7 @@ class Confinement:
     environment: Collection[str] = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS")
     memory_bytes: int | None = None
     num_files: int = 64
+    file_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.uid is not None and self.uid <= 0:
@@ -57,7 +63,8 @@ class Measure:
     """One measure, and why it is not in force if it is not.
 
     Args:
-        name: ``network``, ``user``, ``no_new_privs``, ``limits``, ``files``, ``calls``, ``memory``, ``descriptors``.
+        name: ``network``, ``user``, ``capabilities``, ``no_new_privs``, ``limits``, ``files``, ``calls``, ``memory``,
+            ``descriptors``.
         is_on: Whether it is in force.
         note: The reason if it is not; otherwise what it leaves open, if anything.
     """
@@ -87,6 +94,7 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
     measures += [
         _try("network", _leave_network),
         _try("user", lambda: _become(to.uid)),
+        _try("capabilities", _keep_reading),
         _try("memory", _hide_memory),
         _try("no_new_privs", _no_new_privs),
         _try("limits", lambda: _limit(to)),
@@ -151,6 +159,13 @@ def _become(uid: int | None) -> None:
     os.setresuid(uid, uid, uid)
 
 
+def _keep_reading() -> None:
+    """Drop every capability but that of reading any file, which a process that stays root needs for its folders."""
+    if not MACHINE:
+        raise OSError("only Linux has them")
+    keep_capabilities([_READ_ANY_FILE] if os.geteuid() == 0 else [])
+
+
 def _hide_memory() -> None:
     """Keep processes of the same user from reading this one's memory, and the kernel from dumping it."""
     prctl(_SET_DUMPABLE, 0)
@@ -164,7 +179,7 @@ def _no_new_privs() -> None:
 
 def _limit(to: Confinement) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (to.file_bytes, to.file_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (to.num_files, to.num_files))
     if to.memory_bytes is not None:
         with open("/proc/self/statm") as file:

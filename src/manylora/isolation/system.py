@@ -5,9 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
+from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["MACHINE", "SYSTEM_CALLS", "prctl", "system_call", "unshare"]
+__all__ = [
+    "MACHINE",
+    "SYSTEM_CALLS",
+    "end_with_parent",
+    "keep_capabilities",
+    "prctl",
+    "system_call",
+    "unshare",
+]
 
 MACHINE = platform.machine() if platform.system() == "Linux" else ""
 
@@ -44,6 +54,8 @@ SYSTEM_CALLS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """Numbers of system calls, by machine."""
 
+_SET_PARENT_DEATH_SIGNAL = 1
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -73,6 +85,31 @@ def prctl(option: int, *arguments: int) -> int:
     return _checked(_libc.prctl(option, *values))
 
 
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapabilitySets(ctypes.Structure):
+    _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
+
+
+def keep_capabilities(kept: Iterable[int]) -> None:
+    """Drop every capability of this thread but those of some numbers that it has.
+
+    Raises:
+        OSError: The kernel refused it.
+    """
+    header = _CapabilityHeader(version=0x20080522, pid=0)
+    sets = (_CapabilitySets * 2)()
+    _checked(_libc.capget(ctypes.byref(header), sets))
+    wanted = sum(1 << number for number in kept)
+    for place, one in enumerate(sets):
+        one.permitted &= wanted >> 32 * place & 0xFFFFFFFF
+        one.effective = one.permitted
+        one.inheritable = 0
+    _checked(_libc.capset(ctypes.byref(header), sets))
+
+
 def unshare(flags: int) -> None:
     """Leave namespaces that are shared with the parent.
 
@@ -80,3 +117,8 @@ def unshare(flags: int) -> None:
         OSError: The kernel refused it.
     """
     _checked(_libc.unshare(flags))
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, even while this process is stopped."""
+    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)

@@ -41,6 +41,15 @@ class Slo:
             if limit is not None and not limit > 0:
                 raise ConfigError(f"Got {name} = {limit!r}, expected above 0 seconds")
 
+    def __str__(self) -> str:
+        limits = (
+            ("first token", self.ttft_s),
+            ("longest gap", self.tbt_s),
+            ("mean gap", self.tpot_s),
+            ("whole answer", self.e2e_s),
+        )
+        return ", ".join(f"{name} {limit:g} s" for name, limit in limits if limit is not None) or "no limit"
+
     def is_met(self, record: RequestRecord) -> bool:
         """Whether a request got a full answer within the limits."""
         if record.error is not None or record.ttft_s is None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table as RichTable
 
+from manylora.measure.records import RequestRecord
 from manylora.measure.statistics import PercentileSummary
-from manylora.measure.summary import Summary
+from manylora.measure.summary import Slo, Summary
 
-__all__ = ["FigureTable", "compare", "figures", "groups", "latencies", "milliseconds"]
+__all__ = ["FigureTable", "compare", "failures", "figures", "groups", "latencies", "milliseconds"]
+
+MOST_REASONS = 5
+"""Reasons of failures that are listed."""
+
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +79,21 @@ def latencies(summary: Summary, title: str = "") -> FigureTable:
     return FigureTable(title=title, columns=columns, rows=tuple(cells))
 
 
-def figures(summary: Summary, title: str = "") -> FigureTable:
-    """Return the figures of a summary other than latencies, without those that do not apply."""
+def figures(summary: Summary, title: str = "", *, slo: Slo | None = None) -> FigureTable:
+    """Return the figures of a summary other than latencies, without those that do not apply.
+
+    Args:
+        summary: Of a run.
+        title: Of the table.
+        slo: The limits that ``summary`` was made with, to name them.
+    """
+    limits = "" if slo is None else f" ({slo})"
     rows: list[tuple[str, str]] = [
         ("requests", f"{summary.num_requests:,}"),
         ("requests per second", f"{summary.requests_per_s:.3g}"),
         ("answer tokens per second", f"{summary.output_tokens_per_s:,.0f}"),
         ("tokens per second, prompts too", f"{summary.total_tokens_per_s:,.0f}"),
-        ("within the SLO", f"{summary.slo_attainment:.1%}"),
+        (f"within the SLO{limits}", f"{summary.slo_attainment:.1%}"),
         ("requests per second within the SLO", f"{summary.goodput_per_s:.3g}"),
     ]
     if summary.num_errors:
@@ -99,6 +114,22 @@ def figures(summary: Summary, title: str = "") -> FigureTable:
         if share:
             rows.append((name, f"{share:.1%}"))
     return FigureTable(title=title, columns=("", ""), rows=tuple(rows))
+
+
+def failures(records: Iterable[RequestRecord], title: str = "") -> FigureTable:
+    """Return the reasons of requests without a full answer, the most frequent first.
+
+    Reasons that differ in their numbers alone are one, with the numbers of the first.
+    """
+    examples: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for record in records:
+        if record.error is not None:
+            kind = _NUMBER.sub("0", record.error)
+            examples.setdefault(kind, record.error)
+            counts[kind] += 1
+    rows = tuple((examples[kind], f"{count:,}") for kind, count in counts.most_common(MOST_REASONS))
+    return FigureTable(title=title, columns=("no full answer, because", "requests"), rows=rows)
 
 
 def groups(summary: Summary, title: str = "") -> FigureTable:

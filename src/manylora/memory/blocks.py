@@ -33,13 +33,13 @@ class BlockTable:
         self._digests: list[bytes] = []
         self._num_indexed = 0
 
-    def match(self, tokens: Seq[int], index: PrefixIndex) -> list[int]:
-        """Return pages that hold the longest computed prefix of ``tokens``, at least one token short of all.
+    def match(self, tokens: Seq[int], index: PrefixIndex, most: int | None = None) -> list[int]:
+        """Return pages that hold the longest computed prefix of ``tokens``, at most ``most`` tokens of it.
 
-        The last token is always run: the next token is drawn from its logits.
+        By default all but the last token, which is always run: the next token is drawn from its logits.
         """
         self._extend_digests(tokens, len(tokens))
-        return index.match(self._digests, (len(tokens) - 1) // self.block_size)
+        return index.match(self._digests, (len(tokens) - 1 if most is None else most) // self.block_size)
 
     def adopt(self, pages: Seq[int]) -> None:
         """Start from shared pages."""

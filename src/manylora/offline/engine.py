@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.engine.status import AdapterStatus, EngineStats
-from manylora.errors import ConfigError, EngineDead, ManyloraError, ModelNotFound
+from manylora.errors import AdapterNotFound, ConfigError, EngineDead, ManyloraError
 from manylora.generation import GenerationDefaults
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.base_share import BaseShare
@@ -92,7 +92,7 @@ class Engine:
         self._window = min(2 * config.scheduler.max_num_seqs, config.scheduler.max_waiting)
         self._ids = itertools.count()  # next() on it is atomic
         self._is_closed = False
-        served_name = config.model.served_model_name or config.model.model
+        served_name = self._served_name = config.model.served_model_name or config.model.model
         spec = EngineSpec(
             config=config, served_name=served_name, builder=build or builder_for(config), is_observed=False
         )
@@ -126,7 +126,7 @@ class Engine:
     ) -> list[Generation]:
         """Continue prompts, batched together over all adapters.
 
-        A request that cannot be served (unknown adapter, too long) fails alone, with the reason in its
+        A prompt that cannot be served (too long, or its adapter cannot be read) fails alone, with the reason in its
         ``Generation.error``.
 
         Args:
@@ -139,6 +139,7 @@ class Engine:
             One generation per prompt, in their order.
 
         Raises:
+            AdapterNotFound: An adapter is not loaded; no prompt was run.
             ValueError: The number of adapters or samplings is not that of prompts.
             EngineDead: The engine failed or was closed.
         """
@@ -265,12 +266,23 @@ class Engine:
         samplings = _one_each("samplings", sampling or self._defaults.sampling(), len(given), SamplingParams)
         if self._is_closed:
             raise EngineDead(CLOSED)
+        self._check_names(adapters)
         answers = [self._prepare(*asked, encode=encode) for asked in zip(given, adapters, samplings, strict=True)]
         jobs = [answer for answer in answers if isinstance(answer, Job)]
         with _progress(len(given), progress) as advance:
             advance(len(given) - len(jobs))
             self._call(Batch(self._fleet, jobs, window=self._window, on_ended=advance).run())
-        return [answer.generation() if isinstance(answer, Job) else answer for answer in answers]
+        return [answer.generation(self._tokenizer) if isinstance(answer, Job) else answer for answer in answers]
+
+    def _check_names(self, adapters: Sequence[str | None]) -> None:
+        """Refuse a call with an adapter that is not loaded."""
+        loaded = self._fleet.adapters.loaded
+        for name in dict.fromkeys(adapters):
+            is_known = name is None or name == self._served_name or name.removeprefix(f"{self._served_name}:") in loaded
+            if not is_known:
+                raise AdapterNotFound(
+                    str(name), f"it is not loaded; {len(loaded)} are: {', '.join(sorted(loaded)[:5])}"
+                )
 
     def _prepare(
         self,
@@ -283,8 +295,6 @@ class Engine:
         """Return the job of a prompt, or a failed generation if the prompt is invalid."""
         shown: str | tuple[int, ...] = asked if isinstance(asked, str | tuple) else ""
         try:
-            if adapter == "":
-                raise ModelNotFound("Got an adapter without a name, expected a name or None for the base")
             if sampling.constraint is not None:
                 from manylora.execution.sampling.grammar import check_constraint
 

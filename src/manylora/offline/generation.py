@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from manylora.text import Detokenizer, TokenLogprob
-from manylora.types import FinishReason, Output, Request
+from manylora.text import Detokenizer, Tokenizer, TokenLogprob, describe_prompt
+from manylora.types import FinishReason, Output, PromptLogprobs, Request
 
 __all__ = ["Generation", "Job"]
 
@@ -23,6 +23,7 @@ class Generation:
         stop_reason: The stop string or requested stop token that ended it, if any.
         adapter: The adapter that answered; ``None`` is the base.
         logprobs: One entry per token, if requested.
+        prompt_logprobs: One entry per token of the prompt, if requested; the first is ``None``.
         num_prompt_tokens: Tokens of the prompt.
         num_cached_tokens: Prompt tokens whose KV was in the prefix cache.
         error: The reason, if ``finish_reason`` is ``error``.
@@ -35,6 +36,7 @@ class Generation:
     adapter: str | None
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     error: str | None = None
@@ -51,6 +53,7 @@ class Job:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     finish_reason: str | None = None
@@ -59,6 +62,7 @@ class Job:
     def add(self, output: Output) -> None:
         """Add an output; sets ``finish_reason`` at the end of the answer."""
         self.num_cached_tokens = output.num_cached_tokens
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         delta = self.detokenizer.push(output.tokens, stop_token=output.stop_token)
         self._add(output, delta.text, delta.num_tokens, delta.logprobs)
         if not delta.finished and output.finish is not None:
@@ -76,7 +80,7 @@ class Job:
         """End the job with an error."""
         self.finish_reason, self.error = FinishReason.ERROR.value, error
 
-    def generation(self) -> Generation:
+    def generation(self, tokenizer: Tokenizer) -> Generation:
         """Return the answer."""
         assert self.finish_reason is not None
         return Generation(
@@ -87,10 +91,18 @@ class Job:
             stop_reason=self.stop_reason,
             adapter=self.adapter,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=self._describe_prompt(tokenizer),
             num_prompt_tokens=len(self.request.prompt),
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
         )
+
+    def _describe_prompt(self, tokenizer: Tokenizer) -> tuple[TokenLogprob | None, ...] | None:
+        if self.request.sampling.prompt_logprobs is None or self.error is not None:
+            return None
+        if self.prompt_logprobs is None:  # a prompt of one token
+            return (None,)
+        return (None, *describe_prompt(tokenizer, self.request.prompt, self.prompt_logprobs))
 
     def _add(self, output: Output, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob]) -> None:
         self.text.append(text)

@@ -6,13 +6,14 @@ the highest that met it. It returns the highest rate that met it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from manylora.errors import ConfigError
 from manylora.planning.load_test import LoadTest
 
-__all__ = ["Capacity", "find_capacity"]
+__all__ = ["Capacity", "expected_load_tests", "find_capacity"]
 
 WIDEN = 2.0
 """Factor between rates while there is no bracket."""
@@ -36,6 +37,11 @@ class Capacity:
     kept: LoadTest | None
     broken: LoadTest | None
     load_tests: tuple[LoadTest, ...]
+
+
+def expected_load_tests(tolerance: float) -> int:
+    """Return about how many load tests a search takes: two that bracket the capacity, then halvings of the bracket."""
+    return 2 + math.ceil(math.log2(math.log(WIDEN) / math.log1p(tolerance)))
 
 
 def find_capacity(try_rate: Callable[[float], LoadTest], *, start: float, tolerance: float = 0.02) -> Capacity:

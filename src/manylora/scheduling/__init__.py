@@ -12,6 +12,7 @@ from manylora.scheduling.policies.boost import BoostPolicy
 from manylora.scheduling.policies.chameleon.policy import ChameleonPolicy, StaticQueuesPolicy
 from manylora.scheduling.policies.fifo import FifoPolicy
 from manylora.scheduling.policies.keyed import KeyedPolicy
+from manylora.scheduling.policies.priority import PriorityPolicy
 from manylora.scheduling.policies.sjf import ShortestFirstPolicy
 from manylora.scheduling.policies.strict_fifo import StrictFifoPolicy
 from manylora.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
@@ -41,6 +42,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "PolicyContext",
+    "PriorityPolicy",
     "QueueStatus",
     "Sequence",
     "SequenceStatus",
@@ -58,6 +60,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "boost": BoostPolicy,
     "chameleon": ChameleonPolicy,
     "fifo": FifoPolicy,
+    "priority": PriorityPolicy,
     "sjf": ShortestFirstPolicy,
     "static-queues": StaticQueuesPolicy,
     "strict-fifo": StrictFifoPolicy,
@@ -68,6 +71,7 @@ STEP_COMPOSITIONS: dict[str, Callable[[], StepComposition]] = {
     "s-lora": SLoraSteps,
     "s-lora-chunked": ChunkedSLoraSteps,
     "s-lora-each-step": partial(SLoraSteps, steps_between_admissions=0),
+    "s-lora-prefetch": partial(SLoraSteps, prefetch_steps=(5, 7)),
     "separate-prompts": SeparatePromptSteps,
     "whole-prompts": WholePromptSteps,
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from manylora.memory import BlockTable
-from manylora.plan import ARRIVING, ON_DEVICE, Placement, PlannedSequence
+from manylora.plan import ARRIVING, ON_DEVICE, Placement, PlannedSequence, PromptRows
 from manylora.types import AdapterKey, AdapterVersion, FinishReason, Request
 
 __all__ = ["Sequence", "SequenceStatus"]
@@ -73,6 +73,7 @@ class Sequence:
     num_pending: int = field(default=0, init=False)  # tokens that steps in flight will yield
     num_in_flight: int = field(default=0, init=False)  # steps in flight that it is part of
     num_cached: int = field(default=0, init=False)
+    num_scored: int = field(default=0, init=False)  # positions of its prompt whose log-probabilities were launched
     num_preemptions: int = field(default=0, init=False)
     num_shared_pages: int = field(default=0, init=False)  # found in the prefix cache when it was admitted
     num_bypassed: int = field(default=0, init=False)
@@ -93,6 +94,8 @@ class Sequence:
             self.num_answered = len(begun.tokens)
             self.tokens.extend(begun.tokens)
         self.found_resident = self.version is None
+        if self.num_answered or self.request.sampling.prompt_logprobs is None:
+            self.num_scored = self.num_prompt_tokens - 1  # there are none to report, or they were reported
 
     def __repr__(self) -> str:
         return f"Sequence({self.seq_id}, {self.status.value}, {self.num_computed}/{len(self.tokens)} computed)"
@@ -111,6 +114,20 @@ class Sequence:
     def num_to_run(self) -> int:
         """Tokens whose KV is missing."""
         return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def has_unscored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.num_scored < self.num_prompt_tokens - 1
+
+    @property
+    def num_reusable(self) -> int:
+        """Tokens at its begin that need not run if their KV is found.
+
+        Not the last, from whose logits the next token is drawn, and none whose log-probabilities are to be reported.
+        """
+        last = len(self.tokens) - 1
+        return min(last, self.num_scored) if self.has_unscored else last
 
     @property
     def is_ending(self) -> bool:
@@ -177,6 +194,17 @@ class Sequence:
         return True
 
     # -- while it runs -----------------------------------------------------------------------------------------------
+
+    def scored(self, num_tokens: int) -> PromptRows | None:
+        """Return the positions that the next step reports, which runs ``num_tokens`` tokens; they count as reported."""
+        start = max(self.num_scored, self.num_computed)
+        stop = min(self.num_computed + num_tokens, self.num_prompt_tokens - 1)
+        if start >= stop:
+            return None
+        self.num_scored = stop
+        num_top = self.request.sampling.prompt_logprobs
+        assert num_top is not None, "it has positions to report"
+        return PromptRows(self.seq_id, start, stop, num_top)
 
     def launched(self, num_tokens: int) -> PlannedSequence:
         """``num_tokens`` of its tokens run in the next step; return its part of that step's plan."""

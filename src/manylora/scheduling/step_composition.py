@@ -15,6 +15,7 @@ published baselines do, so that their figures can be compared on this engine. ``
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol, TypeVar
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+ALL = sys.maxsize
 
 
 class StepComposition(Protocol):
@@ -71,6 +74,10 @@ class StepComposition(Protocol):
         """Learn that a step was planned and was not held back."""
         ...
 
+    def most_prefetches(self) -> int:
+        """Return how many loads for waiting sequences an idle link may begin beside the step just planned."""
+        ...
+
 
 class MixedSteps:
     """Prompts, cut to the step, run beside decoding; sequences join at every step, and copies overlap with steps."""
@@ -97,6 +104,10 @@ class MixedSteps:
 
     def step_planned(self) -> None:
         """Keep no state."""
+
+    def most_prefetches(self) -> int:
+        """Begin one, so that a load demanded later waits for at most one copy."""
+        return 1
 
 
 class WholePromptSteps(MixedSteps):
@@ -127,10 +138,14 @@ class SLoraSteps(SeparatePromptSteps):
 
     Args:
         steps_between_admissions: Steps that run before others are admitted, while any sequence runs.
+        prefetch_steps: Decode steps since the last admission beside which the adapters of waiting sequences are loaded,
+            all at once, as by S-LoRA's ``--prefetch`` (which is off by default); ``None`` for the engine's own rule,
+            one at a time whenever the link is idle.
     """
 
-    def __init__(self, steps_between_admissions: int = 10) -> None:
+    def __init__(self, steps_between_admissions: int = 10, prefetch_steps: tuple[int, ...] | None = None) -> None:
         self._gap = steps_between_admissions
+        self._prefetch_steps = prefetch_steps
         self._num_since_admission = steps_between_admissions
         self._is_held_back = False
 
@@ -148,6 +163,12 @@ class SLoraSteps(SeparatePromptSteps):
     def step_planned(self) -> None:
         """Count it."""
         self._num_since_admission += 1
+
+    def most_prefetches(self) -> int:
+        """Begin all beside the steps of prefetching, or one beside any."""
+        if self._prefetch_steps is None:
+            return 1
+        return ALL if self._num_since_admission in self._prefetch_steps else 0
 
 
 class ChunkedSLoraSteps(MixedSteps):

@@ -6,13 +6,17 @@ import logging
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from manylora.errors import ManyloraError
+from manylora.server.access import AccessLayer, request_id_of
 from manylora.server.api.adapters import admin_routes
 from manylora.server.api.chat import chat_routes
 from manylora.server.api.completions import completion_routes
+from manylora.server.api.docs import docs_routes
 from manylora.server.api.models import model_routes
 from manylora.server.api.request import Context
 from manylora.server.api.responses import response_routes
@@ -26,15 +30,37 @@ logger = logging.getLogger(__name__)
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer an unexpected exception; its details are logged and not sent."""
-    logger.error("bug path=%s error=%r", request.scope["path"], error)
+    logger.error("bug path=%s request_id=%s error=%r", request.scope["path"], request_id_of(request.scope), error)
     return error_response(HttpError(500, "The server failed on this request; see its log."))
 
 
-def make_app(context: Context) -> Starlette:
+def make_app(context: Context) -> ASGIApp:
     """Return the application that serves ``context``."""
+    web = context.config.web
+    routes = [*completion_routes, *chat_routes, *response_routes, *admin_routes, *model_routes, *status_routes]
+    if not web.disable_docs:
+        routes += docs_routes(routes, root_path=web.root_path)
     app = Starlette(
-        routes=[*completion_routes, *chat_routes, *response_routes, *admin_routes, *model_routes, *status_routes],
+        routes=routes,
         exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
     )
     app.state.context = context
-    return app
+    inner: ASGIApp = app
+    if web.allowed_origins:
+        inner = CORSMiddleware(
+            app,
+            allow_origins=web.allowed_origins,
+            allow_methods=web.allowed_methods or ("*",),
+            allow_headers=web.allowed_headers or ("*",),
+            allow_credentials=web.allow_credentials,
+            expose_headers=("X-Request-Id",),
+        )
+    return AccessLayer(
+        inner,
+        paths=[route.path for route in routes],
+        routes={route.endpoint: route.path for route in routes if route.param_convertors},
+        count=context.metrics.count_response,
+        monotonic_s=context.monotonic_s,
+        names_all=web.request_id_headers,
+        logs_all=web.log_requests,
+    )

@@ -9,12 +9,15 @@ from __future__ import annotations
 __all__ = [
     "INLINE_CHARS",
     "MAX_ARGUMENTS_BYTES",
+    "MAX_BAD_WORDS",
     "MAX_BIAS_BYTES",
     "MAX_CHOICES",
     "MAX_MESSAGES",
+    "MAX_PROMPT_LOGPROBS",
     "MAX_SCHEMA_BYTES",
     "MAX_STOP_TOKEN_IDS",
     "MAX_TEMPLATE_BYTES",
+    "MAX_TEMPLATE_CHARS",
     "MAX_TEMPLATE_DEPTH",
     "MAX_TEMPLATE_NUMBER",
     "MAX_TEXT_WAITING",
@@ -28,6 +31,12 @@ MAX_CHOICES = 128
 
 MAX_MESSAGES = 2048
 """Messages in a chat, and text parts in all of them."""
+
+MAX_BAD_WORDS = 128
+"""Entries of ``bad_words``; together at most ``INLINE_CHARS`` characters."""
+
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Log-probabilities of the prompts of a request: each is some 70 bytes of JSON."""
 
 MAX_STOP_TOKEN_IDS = 1024
 """Entries of ``stop_token_ids``."""
@@ -46,6 +55,9 @@ MAX_ARGUMENTS_BYTES = 64 * 1024
 
 MAX_TEMPLATE_BYTES = 16 * 1024
 """JSON of ``chat_template_kwargs``."""
+
+MAX_TEMPLATE_CHARS = 64 * 1024
+"""Characters of a request's ``chat_template``."""
 
 MAX_TEMPLATE_DEPTH = 16
 """Nesting of ``chat_template_kwargs``."""

@@ -129,10 +129,11 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, *, is_tls: bool = False) -> str:
     """Return the address at which this machine reaches the server."""
+    scheme = "https" if is_tls else "http"
     host, port = bound.getsockname()[:2]
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
         host = "127.0.0.1" if address.version == 4 else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from manylora.adapters.base_name import is_same_base
 from manylora.adapters.extras import read_extras
 from manylora.generation import GenerationDefaults
 from manylora.hosting.adapter_book import LoadedAdapter
@@ -21,6 +22,9 @@ from manylora.text import Tokenizer
 __all__ = ["ModelSettings", "Settings"]
 
 logger = logging.getLogger(__name__)
+
+MAX_OTHER_BASES = 100
+"""Names of other bases that are logged."""
 
 MAX_KEPT = 4096
 """Adapters whose settings are kept; the least recently requested are read again."""
@@ -43,6 +47,7 @@ class ModelSettings:
         adapters: The adapters that are loaded, by name.
         tokenizer: The base's tokenizer.
         trusts_templates: Whether chat templates of adapters are used.
+        base_names: All names of the base's model; an adapter that was trained on another one is logged.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class ModelSettings:
         adapters: Mapping[str, LoadedAdapter],
         tokenizer: Tokenizer,
         trusts_templates: bool,
+        base_names: Collection[str],
     ) -> None:
         self.base = Settings(defaults=base or GenerationDefaults())
         self._has_defaults = base is not None
@@ -60,6 +66,8 @@ class ModelSettings:
         self._adapters = adapters
         self._tokenizer = tokenizer
         self._trusts_templates = trusts_templates
+        self._base_names = tuple(base_names)
+        self._other_bases: set[str] = set()
         self._kept: OrderedDict[str, tuple[str, int, Settings]] = OrderedDict()
 
     async def of(self, model: str) -> Settings:
@@ -100,6 +108,17 @@ class ModelSettings:
         lacking = [token for token, number in extras.tokens if self._tokenizer.token_id(token) != number]
         if lacking:
             ignored.append(f"{len(lacking)} tokens that the base's tokenizer lacks, as {lacking[0][:50]!r}")
+        if extras.base_model is not None and not is_same_base(extras.base_model, self._base_names):
+            self._warn_of_base(name, extras.base_model)
         for one in ignored[:20]:
             logger.warning("adapter_setting_ignored name=%s: %s", name, one)
         return Settings(defaults=defaults, chat_template=template)
+
+    def _warn_of_base(self, name: str, base_model: str) -> None:
+        """Log an adapter of another base, once for each such base."""
+        if base_model not in self._other_bases and len(self._other_bases) < MAX_OTHER_BASES:
+            self._other_bases.add(base_model)
+            logger.warning(
+                "adapter_of_another_base name=%s trained_on=%r served=%r: its shapes fit; check the base",
+                *(name, base_model, self._base_name),
+            )

@@ -3,8 +3,10 @@
 The engine knows only token ids; the server and the offline API use this package.
 """
 
+from manylora.text.bad_words import bad_words_token_ids
 from manylora.text.detokenizer import Detokenizer, TextDelta, TokenLogprob
 from manylora.text.message_reader import MessageReader
+from manylora.text.prompt_logprobs import describe_prompt
 from manylora.text.reasoning import ReasoningSplitter
 from manylora.text.stop_strings import StopMatch, StopStrings
 from manylora.text.tokenizer import Tokenizer
@@ -18,4 +20,6 @@ __all__ = [
     "TextDelta",
     "TokenLogprob",
     "Tokenizer",
+    "bad_words_token_ids",
+    "describe_prompt",
 ]

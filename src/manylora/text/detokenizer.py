@@ -10,7 +10,7 @@ from manylora.text.stop_strings import StopMatch, StopStrings
 from manylora.text.tokenizer import Tokenizer
 from manylora.types import SampledToken, SamplingParams
 
-__all__ = ["Detokenizer", "TextDelta", "TokenLogprob"]
+__all__ = ["Detokenizer", "TextDelta", "TokenLogprob", "token_logprob"]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
         text: The token on its own (see ``Tokenizer.token_text``).
         raw: Its bytes.
         top: The most likely tokens at this position, most likely first; their own ``top`` is empty.
-        text_offset: Characters of the answer before it.
+        text_offset: Characters of the answer, or of the prompt that it is a token of, before it.
     """
 
     token_id: int
@@ -86,7 +86,9 @@ class Detokenizer:
         for taken, token in enumerate(tokens, 1):
             self._num_tokens += 1
             if token.logprob is not None:
-                logprobs.append(self._report(token.token_id, token.logprob, token.top))
+                logprobs.append(
+                    token_logprob(self._tokenizer, token.token_id, token.logprob, token.top, self._num_chars)
+                )
             is_stop = stop_token is not None and taken == len(tokens)
             if is_stop and not self._sampling.include_stop_str_in_output:
                 break
@@ -134,12 +136,16 @@ class Detokenizer:
             return text
         return self._stops.feed(text)
 
-    def _report(self, token_id: int, logprob: float, top: Sequence[tuple[int, float]]) -> TokenLogprob:
-        return TokenLogprob(
-            token_id=token_id,
-            text=self._tokenizer.token_text(token_id),
-            raw=self._tokenizer.token_bytes(token_id),
-            logprob=logprob,
-            top=tuple(self._report(other, value, ()) for other, value in top),
-            text_offset=self._num_chars,
-        )
+
+def token_logprob(
+    tokenizer: Tokenizer, token_id: int, logprob: float, top: Sequence[tuple[int, float]], text_offset: int
+) -> TokenLogprob:
+    """Return a token's log-probability with the texts of the tokens; ``top`` are the most likely ones."""
+    return TokenLogprob(
+        token_id=token_id,
+        text=tokenizer.token_text(token_id),
+        raw=tokenizer.token_bytes(token_id),
+        logprob=logprob,
+        top=tuple([token_logprob(tokenizer, other, value, (), text_offset) for other, value in top]),
+        text_offset=text_offset,
+    )

@@ -69,8 +69,10 @@ class Tokenizer:
         self._reserved = (frozenset(own) | _TEMPLATE_NAMES) - _TEMPLATE_ARGUMENTS
 
     @classmethod
-    def load(cls, path_or_name: str | Path, *, revision: str | None = None) -> Tokenizer:
-        """Load a tokenizer from a directory or, with a network, from the hub.
+    def load(
+        cls, path_or_name: str | Path, *, revision: str | None = None, chat_template: str | None = None
+    ) -> Tokenizer:
+        """Load a tokenizer from a directory or, with a network, from the hub; ``chat_template`` replaces its own.
 
         Raises:
             ConfigError: The tokenizer is missing, unreadable, or not a fast one.
@@ -87,6 +89,8 @@ class Tokenizer:
             # The loader's messages are paragraphs; the first line has the reason.
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ConfigError(f"Got no tokenizer from {name!r}: {place}{reason}") from error
+        if chat_template is not None:
+            hf.chat_template = chat_template
         return cls(hf, name)
 
     @property

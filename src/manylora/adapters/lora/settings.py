@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from manylora.adapters.config import CONFIG_FILE
+from manylora.adapters.folder import CONFIG_FILE
 from manylora.errors import AdapterError
 
 __all__ = ["MAX_RANK", "LoraSettings", "parse_settings"]
@@ -121,9 +121,11 @@ class _Parser:
             use_rslora=self._flag("use_rslora"),
             target_modules=target_modules,
             exclude_modules=self._names("exclude_modules"),
-            rank_pattern=tuple((k, self._rank(f"rank_pattern[{k!r}]", v)) for k, v in self._mapping("rank_pattern")),
+            rank_pattern=tuple(
+                (k, self._rank(f"rank_pattern[{_show(k)}]", v)) for k, v in self._mapping("rank_pattern")
+            ),
             alpha_pattern=tuple(
-                (k, self._alpha(f"alpha_pattern[{k!r}]", v)) for k, v in self._mapping("alpha_pattern")
+                (k, self._alpha(f"alpha_pattern[{_show(k)}]", v)) for k, v in self._mapping("alpha_pattern")
             ),
             layers_to_transform=layers,
             layers_pattern=(layers_pattern,) if isinstance(layers_pattern, str) else layers_pattern,

@@ -12,19 +12,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from manylora.adapters.lora.patterns import Budget, Pattern, PatternError
+from manylora.adapters.lora.patterns import Budget, Names, Pattern, PatternError, is_plain
 from manylora.adapters.lora.settings import LoraSettings
 from manylora.errors import AdapterError
 
 __all__ = ["Targeting"]
 
-MATCHING_S = 1.0
-"""Seconds for all patterns of an adapter on all modules; published adapters take milliseconds."""
+MATCHING_S = 0.5
+"""Processor time for all patterns of an adapter on all modules; published adapters take milliseconds."""
 
-# Without a quantifier or group matching takes linear time, and Python's own matcher is faster.
-_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
 _FIRST_INDEX = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 _T = TypeVar("_T")
@@ -47,32 +45,29 @@ class Targeting:
                 self._is_listed: Callable[[str], bool] = frozenset(all_linear).__contains__
             else:
                 self._is_listed = _name_matcher(settings.target_modules, budget)
-            self._ranks = [(_suffix_matcher(key, budget), key, rank) for key, rank in settings.rank_pattern]
-            self._alphas = [(_suffix_matcher(key, budget), key, alpha) for key, alpha in settings.alpha_pattern]
+            self._ranks = _ByPattern(settings.rank_pattern, budget)
+            self._alphas = _ByPattern(settings.alpha_pattern, budget)
+            self._layer_patterns = [_FIRST_INDEX]
+            if settings.layers_pattern:
+                self._layer_patterns = [_layer_pattern(pattern, budget) for pattern in settings.layers_pattern]
         except PatternError as error:
             raise AdapterError(name, str(error)) from error
+        self._budget = budget
+        self._layers = None if settings.layers_to_transform is None else frozenset(settings.layers_to_transform)
         self._exact = frozenset() if isinstance(settings.target_modules, str) else frozenset(settings.target_modules)
-        self._layer_patterns = [_FIRST_INDEX]
-        if settings.layers_pattern:
-            for pattern in settings.layers_pattern:
-                if not _PLAIN.fullmatch(pattern):
-                    raise AdapterError(name, f"layers_pattern {pattern[:80]!r} is no module name")
-            self._layer_patterns = [
-                re.compile(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.") for pattern in settings.layers_pattern
-            ]
 
     def is_target(self, module: str) -> bool:
         """Return whether PEFT would adapt the module of this name."""
         try:
             if self._is_excluded(module) or not self._is_listed(module):
                 return False
+            if self._layers is None or module in self._exact:
+                return True
+            with self._budget.spend():
+                found = next((m for p in self._layer_patterns if (m := p.match(module))), None)
         except PatternError as error:
             raise AdapterError(self._name, str(error)) from error
-        layers = self._settings.layers_to_transform
-        if layers is None or module in self._exact:
-            return True
-        found = next((m for p in self._layer_patterns if (m := p.match(module))), None)
-        return found is not None and int(found["idx"]) in layers
+        return found is not None and int(found["idx"]) in self._layers
 
     def rank(self, module: str) -> int:
         """Return the module's rank."""
@@ -84,16 +79,43 @@ class Targeting:
         rank = self.rank(module)
         return alpha / math.sqrt(rank) if self._settings.use_rslora else alpha / rank
 
-    def _look_up(self, patterns: Sequence[tuple[Callable[[str], bool], str, _T]], module: str, default: _T) -> _T:
+    def _look_up(self, patterns: _ByPattern[_T], module: str, default: _T) -> _T:
         try:
-            matched = (value for matches, _, value in patterns if matches(module))
-            found = next(matched, None)
+            return patterns.look_up(module, default)
         except PatternError as error:
             raise AdapterError(self._name, str(error)) from error
-        if found is None:
+
+
+class _ByPattern(Generic[_T]):
+    """Values by pattern; the first pattern that matches a module's end counts."""
+
+    def __init__(self, pairs: Sequence[tuple[str, _T]], budget: Budget) -> None:
+        self._values = [value for _, value in pairs]
+        self._own = {key: number for number, (key, _) in enumerate(pairs)}
+        self._names = Names(((number, key) for number, (key, _) in enumerate(pairs) if is_plain(key)), budget)
+        self._patterns = [
+            (number, Pattern(rf"(.*\.)?({key})", budget)) for number, (key, _) in enumerate(pairs) if not is_plain(key)
+        ]
+
+    def look_up(self, module: str, default: _T) -> _T:
+        first = self._names.first(module)
+        for number, pattern in self._patterns:
+            if first is not None and number > first:
+                break
+            if pattern.fullmatch(module):
+                first = number
+                break
+        if first is None:
             # PEFT then looks up the module's own name; this finds a name that does not match itself as a pattern.
-            found = next((value for _, key, value in patterns if key == module), default)
-        return found
+            first = self._own.get(module)
+        return default if first is None else self._values[first]
+
+
+def _layer_pattern(pattern: str, budget: Budget) -> re.Pattern[str]:
+    if not is_plain(pattern):
+        raise PatternError(f"layers_pattern {pattern[:80]!r} is no module name")
+    with budget.spend():
+        return re.compile(rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.")
 
 
 def _name_matcher(names: tuple[str, ...] | str, budget: Budget) -> Callable[[str], bool]:
@@ -110,12 +132,3 @@ def _name_matcher(names: tuple[str, ...] | str, budget: Budget) -> Callable[[str
         return True
 
     return matches
-
-
-def _suffix_matcher(key: str, budget: Budget) -> Callable[[str], bool]:
-    if not _PLAIN.fullmatch(key):
-        return Pattern(rf"(.*\.)?({key})", budget).fullmatch
-    pattern = re.compile(rf"(.*\.)?({key})$")
-    last = key.rpartition(".")[2]
-    # Some adapters have a rank for each of hundreds of modules: the cheap first test rejects most candidates.
-    return lambda module: module.endswith(last) and pattern.match(module) is not None

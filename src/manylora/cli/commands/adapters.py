@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from manylora.adapters.base_name import is_same_base, names_of_base
 from manylora.adapters.report import AdapterReport, inspect_adapter
 from manylora.adapters.shape import BaseShape
 from manylora.cli.options.shared import resolve_model
@@ -77,6 +78,8 @@ def _show(report: AdapterReport, base: BaseShape | None) -> None:
 
     facts.add_row("folder", report.path)
     facts.add_row("trained on", report.base_model or "unknown")
+    if base is not None and report.base_model and not is_same_base(report.base_model, names_of_base(base.name)):
+        facts.add_row("", Text("not the name of this model: check that it is the same one", "yellow"))
     facts.add_row("rank", _ranks(report))
     facts.add_row(
         "scale", _range([module.scale for module in report.modules]) + (" (rsLoRA)" if report.use_rslora else "")

@@ -11,9 +11,9 @@ import typer
 from rich.markdown import Markdown
 
 from manylora.cli.commands.bench_serve import BenchServeCommand, bench_serve
+from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, resolve_model
-from manylora.cli.options.values import collect_adapters
 from manylora.cli.views.terminal import note, notes, out
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.measure.tables import FigureTable

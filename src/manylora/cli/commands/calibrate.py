@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,15 @@ from manylora.errors import ConfigError
 __all__ = ["calibrate"]
 
 _RUN = "With --run"
+
+MOST_ERROR = 0.15
+"""Median error of a good fit, at most."""
+
+MOST_SPREAD = 2.0
+"""Ratio of the ninth to the first decile of equal steps' durations on an idle machine, at most."""
+
+FEW_STEPS = 50
+"""Steps held out below which an error says little."""
 
 _FLAGS = (
     *flags_of(SchedulerConfig, only=("max_num_seqs", "max_num_batched_tokens"), panel=_RUN),
@@ -84,6 +94,8 @@ def calibrate(
     _print_terms(profile, lines)
     _print_errors(profile)
     _print_components(profile)
+    for line in _advice(profile):
+        note(line)
     note(f"{profile.num_steps} steps on {profile.machine or 'an unnamed machine'}; the profile is in {output}")
 
 
@@ -152,6 +164,29 @@ def _print_errors(profile: CostProfile) -> None:
             f"{error.p90_error:.1%}",
         )
     out.print(table)
+
+
+def _advice(profile: CostProfile) -> Iterator[str]:
+    """Yield what to do about a fit that predicts a typical step badly."""
+    for error in profile.errors:
+        if error.median_error <= MOST_ERROR:
+            continue
+        noise = profile.noise.get("decode" if error.regime == "decode" else "prompt")
+        tenth = 0 if noise is None else (len(noise.quantiles) - 1) // 10
+        spread = 1.0 if noise is None else noise.quantiles[-1 - tenth] / max(noise.quantiles[tenth], 1e-9)
+        told = f"{error.regime} steps are predicted within {error.median_error:.0%} only"
+        if spread > MOST_SPREAD:
+            yield (
+                f"{told}: equal steps took times that differ {spread:.1f}-fold, so other processes held the machine; "
+                "calibrate on an idle one"
+            )
+        elif error.num_steps < FEW_STEPS:
+            yield f"{told}: {error.num_steps} were held out, too few to tell; give more --seconds, or longer logs"
+        else:
+            yield (
+                f"{told}, on a machine that is steady: the terms do not describe this model here; "
+                "do not rely on latencies simulated with this profile"
+            )
 
 
 def _print_components(profile: CostProfile) -> None:

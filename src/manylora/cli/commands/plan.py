@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +15,12 @@ from manylora.catalog.hardware import HARDWARE
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
 from manylora.cli.options.shared import panel
+from manylora.cli.views.plan_progress import PlanProgress
 from manylora.cli.views.terminal import note, notes, out
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.errors import ConfigError
 from manylora.memory import EVICTION_POLICIES
-from manylora.planning import Objective, Plan, make_plan
+from manylora.planning import Objective, Plan, expected_load_tests, make_plan
 from manylora.planning.report import as_json, comparison_table, plan_tables
 from manylora.planning.settings import PlanSettings, read_plan_settings
 from manylora.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
@@ -129,7 +131,8 @@ def plan_command(
 
     wanted = variants(table, settings.compare)
     _check(wanted, settings, folders, json_file)
-    plans = _make(wanted, plan)
+    tests_each = expected_load_tests(settings.tolerance) + (settings.rate is not None)
+    plans = _make(wanted, plan, num_runs=len(wanted) * tests_each * settings.seeds)
     if len(plans) == 1:
         for shown in plan_tables(plans[0][1]):
             out.print(shown.rich())
@@ -157,16 +160,20 @@ def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, .
         raise ConfigError(f"Got --json {str(json_file)!r}, and there is no folder {json_file.parent}")
 
 
-def _make(wanted: list[Variant], plan: Callable[[Variant, Callable[[str], None]], Plan]) -> list[tuple[Variant, Plan]]:
-    """Make all plans, with a status line."""
+def _make(
+    wanted: list[Variant], plan: Callable[[Variant, Callable[[str], None]], Plan], *, num_runs: int
+) -> list[tuple[Variant, Plan]]:
+    """Make all plans, and show the progress."""
     plans = []
     with notes.status("planning") as status:
+        write = status.update if notes.is_terminal else note
+        progress = PlanProgress(num_runs, write, is_live=notes.is_terminal, now=perf_counter)
         for number, variant in enumerate(wanted, 1):
             which = "".join(f"{name} {value}, " for name, value in variant.settings.items())
             prefix = f"{number}/{len(wanted)} {which}" if len(wanted) > 1 else ""
 
             def on_run(text: str, prefix: str = prefix) -> None:
-                status.update(f"{prefix}{text}")
+                progress.begin_run(f"{prefix}{text}")
 
             plans.append((variant, plan(variant, on_run)))
     return plans

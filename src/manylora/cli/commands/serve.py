@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from manylora.adapters.folder import vouched_roots
+from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, resolve_model
-from manylora.cli.options.values import collect_adapters, parse_adapter, parse_cache_dir
+from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, panel, resolve_model
+from manylora.cli.options.values import parse_adapter, parse_cache_dir, read_template
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
-from manylora.cli.options.vllm_flags import spread_lists, take_out
+from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
 from manylora.cli.views.terminal import note
 from manylora.config import (
     AdapterConfig,
@@ -32,6 +35,10 @@ from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import options_for, options_of
 from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
+from manylora.web_config import WebConfig
+
+if TYPE_CHECKING:
+    from manylora.server import LoraModule
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -41,7 +48,7 @@ _FLAGS = flags_of(
     *options_of(PREDICTORS).values(),
     *options_of(EVICTION_POLICIES).values(),
     *options_of(ROUTERS).values(),
-    *(EngineConfig, FleetConfig, ServerConfig),
+    *(EngineConfig, FleetConfig, ServerConfig, WebConfig),
 )
 _PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Debugging", "Simulation")
 
@@ -54,7 +61,13 @@ class ServeCommand(TyperCommand):
         ours, remarks = take_out(args)
         for remark in remarks:
             note(remark)
-        return super().parse_args(ctx, spread_lists(ours))
+        try:
+            return super().parse_args(ctx, spread_lists(ours))
+        except Exception as error:
+            if hasattr(error, "possibilities"):  # click's error of an unknown option; typer brings a copy of click
+                names = [name for param in self.params for name in param.opts if name.startswith("--")]
+                error.possibilities = near_names(getattr(error, "option_name", ""), names)
+            raise
 
 
 @with_flags(_FLAGS, panels=_PANELS)
@@ -69,6 +82,10 @@ def serve(
     ] = None,
     lora_modules: LoraModules = None,
     log_level: LogLevel = "info",
+    download_dir: Annotated[
+        str | None,
+        panel("Model", "Folder for models from the hub; by default that of Hugging Face's library.", metavar="DIR"),
+    ] = None,
     builder: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", hidden=True)] = None,
 ) -> None:
     """Serve a model and its adapters over HTTP, with OpenAI's API.
@@ -79,9 +96,12 @@ def serve(
 
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
-    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig))
+    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig), web=chosen.make(WebConfig))
+    if download_dir is not None:  # before that library is imported, here and in the engines
+        os.environ["HF_HUB_CACHE"] = str(Path(download_dir).expanduser())
     server = replace(
         server,
+        web=replace(server.web, chat_template=read_template(server.web.chat_template)),
         lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),
         allowed_lora_paths=tuple(str(Path(folder).expanduser()) for folder in server.allowed_lora_paths),
     )
@@ -89,7 +109,8 @@ def serve(
     if warning := exposure_warning(server):
         note(warning)
     base = chosen.of(ModelConfig)
-    typed = collect_adapters(lora_modules or (), server.lora_dirs)
+    roots = [os.path.realpath(folder) for folder in (*server.lora_dirs, *server.allowed_lora_paths)]
+    typed = collect_adapters(lora_modules or (), server.lora_dirs, roots)
     checkpoint, base["served_model_name"], adapters = resolve_model(model, base["served_model_name"], typed)
     engine = chosen.make(
         EngineConfig,
@@ -109,16 +130,27 @@ def serve(
     modules = [
         LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
     ]
+    engine = replace(engine, adapters=replace(engine.adapters, real_roots=_real_roots(roots, modules)))
     sys.exit(run(engine, server, modules, builder=builder))
+
+
+serve.command_class = ServeCommand  # type: ignore[attr-defined]
+
+
+def _real_roots(roots: Iterable[str], modules: Iterable[LoraModule]) -> tuple[str, ...]:
+    """Return the real folders in which files of adapters may lie: a link that a tenant makes leads no further."""
+    named = [root for module in modules if module.is_required for root in vouched_roots(module.path)]
+    return tuple(dict.fromkeys([*roots, *named]))
 
 
 def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:
     """Raise errors of the configuration before a model is loaded, which may take minutes."""
-    from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
-
     # A simulated engine reads the tokenizer alone.
     simulated = engine.model.tokenizer if engine.simulate is not None else None
-    check_checkpoint(simulated or engine.model.model, engine.model.revision)
+    if not Path(checkpoint := simulated or engine.model.model).is_dir():
+        from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
+
+        check_checkpoint(checkpoint, engine.model.revision)
     options_for("policy", engine.scheduler.policy, POLICIES, engine.scheduler.policy_options)
     options_for("eviction", engine.adapters.eviction, EVICTION_POLICIES, engine.adapters.eviction_options)
     make_predictor(engine.scheduler, engine.seed)

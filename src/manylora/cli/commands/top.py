@@ -10,9 +10,12 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
+from manylora.cli.views.keys import Keys
 from manylora.cli.views.status_source import Away, StatusSource
 from manylora.cli.views.terminal import out
-from manylora.cli.views.top_view import Rates, frame, rates_between
+from manylora.cli.views.top_narrow import NARROW_LINES_ABOVE
+from manylora.cli.views.top_rates import Rates, rates_between
+from manylora.cli.views.top_view import frame
 from manylora.config import ServerConfig
 from manylora.server.metrics.status_report import StatusReport
 
@@ -23,6 +26,9 @@ ROWS_ONCE = 20
 
 LINES_ABOVE = 22
 """Lines of a frame besides the adapters."""
+
+WIDE_COLUMNS, WIDE_LINES = 120, 34
+"""Size of a terminal from which a frame has every figure."""
 
 RATES_OVER = 5
 """Intervals over which rates are averaged."""
@@ -46,7 +52,7 @@ def top(
 ) -> None:
     """Watch a server: memory by owner, adapters by tier, queues, latency, loads and evictions per second.
 
-    Rates need two reports, so they appear after one interval.
+    Rates need two reports, so they appear after one interval. The key q ends it.
 
     [bold]manylora top http://127.0.0.1:8000[/bold]
     """
@@ -64,11 +70,12 @@ def top(
 
 
 def _watch(source: StatusSource, interval_s: float) -> None:
-    """Show frames until interrupted; retry while the server does not answer."""
+    """Show frames until ``q`` or an interrupt; retry while the server does not answer."""
     recent: deque[StatusReport] = deque(maxlen=RATES_OVER + 1)
-    with Live(console=out, screen=True, auto_refresh=False) as live:
+    with Keys(sys.stdin) as keys, Live(console=out, screen=True, auto_refresh=False) as live:
         while True:
-            num_rows = max(0, out.height - LINES_ABOVE)
+            is_narrow = out.width < WIDE_COLUMNS or out.height < WIDE_LINES
+            num_rows = max(0, out.height - (NARROW_LINES_ABOVE if is_narrow else LINES_ABOVE))
             problem: str | None = None
             try:
                 recent.append(source.fetch(num_rows))
@@ -76,8 +83,10 @@ def _watch(source: StatusSource, interval_s: float) -> None:
                 problem = str(error)
             report = recent[-1] if recent else None
             rates = None if problem else _rates(recent)
-            live.update(frame(report, rates, url=source.url, num_rows=num_rows, problem=problem), refresh=True)
-            time.sleep(interval_s)
+            shown = frame(report, rates, url=source.url, num_rows=num_rows, problem=problem, is_narrow=is_narrow)
+            live.update(shown, refresh=True)
+            if keys.pressed(interval_s) in ("q", "Q"):
+                return
 
 
 def _rates(recent: deque[StatusReport]) -> Rates | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
+from manylora.cli.options.vllm_page import vllm_section
 from manylora.config import (
     AdapterConfig,
     EngineConfig,
@@ -23,6 +24,7 @@ from manylora.plugins import options_of
 from manylora.proxy.config import ProxyConfig
 from manylora.sim.scenario import Scenario
 from manylora.sim.setup import Setup
+from manylora.web_config import WebConfig
 
 __all__ = ["options_page"]
 
@@ -42,6 +44,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Engine", EngineConfig, ""),
     ("Replicas", FleetConfig, ""),
     ("Server", ServerConfig, ""),
+    ("Server: address, TLS, browsers, names, log", WebConfig, ""),
     ("Route", ProxyConfig, "Of `manylora route`, which takes a file by `--config` as well."),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("CPU workers of a simulation", CpuWorkers, "In scenarios and experiments: `[setup.workers]`."),
@@ -69,7 +72,7 @@ def options_page() -> str:
             owners.setdefault(owner, []).append(f"`{name}`")
         for owner, names in owners.items():
             parts += [f"### {kind.capitalize()} {', '.join(names)}\n", f"{_PLUGIN_PLACES[kind]}\n", _table(owner)]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(part for part in (*parts, vllm_section()) if part)
 
 
 def _table(owner: type) -> str:

@@ -1,34 +1,25 @@
-"""Values on a command line: sizes, addresses, adapters by name, folders of adapters."""
+"""Values on a command line: sizes, addresses, adapters by name."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from manylora.adapters.config import CONFIG_FILE
-from manylora.adapters.read import WEIGHT_FILES
 from manylora.errors import ConfigError
 
 __all__ = [
-    "adapters_below",
-    "collect_adapters",
     "parse_adapter",
     "parse_address",
     "parse_cache_dir",
     "parse_setting",
     "parse_size",
+    "read_template",
     "repeat_option",
 ]
-
-logger = logging.getLogger(__name__)
-
-MAX_FOLDER_DEPTH = 4
-"""Levels below a `--lora-dir` that are searched, so that a link to a folder above ends."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
@@ -83,55 +74,15 @@ def parse_adapter(text: str) -> tuple[str, str]:
     return name, str(Path(path).expanduser())
 
 
-def adapters_below(folder: str) -> dict[str, str]:
-    """Return the adapters below a folder, which have an `adapter_config.json`, named by their paths in it.
-
-    Folders within adapters are not searched: trainers put checkpoints there. A folder with weights and no configuration
-    is skipped with a line in the log.
-
-    Raises:
-        ConfigError: There is no such folder, or it is an adapter itself.
-    """
-    root = Path(folder).expanduser()
-    if not root.is_dir():
-        raise ConfigError(f"Got --lora-dir {folder!r}, expected a folder that exists")
-    if (root / CONFIG_FILE).exists():
-        raise ConfigError(
-            f"Got --lora-dir {folder!r}, which is an adapter: expected the folder it is in, "
-            f"or --lora-modules {root.resolve().name}={folder}"
-        )
-    found: dict[str, str] = {}
-    _search(str(root), "", found, MAX_FOLDER_DEPTH)
-    return dict(sorted(found.items()))
-
-
-def _search(folder: str, prefix: str, found: dict[str, str], depth: int) -> None:
+def read_template(text: str | None) -> str | None:
+    """Return the chat template of ``--chat-template``, which is a file or the template; ``ConfigError`` if neither."""
+    if text is None or "{%" in text or "{{" in text:
+        return text
     try:
-        with os.scandir(folder) as entries:
-            below = [(entry.name, entry.path) for entry in entries if entry.is_dir()]
-    except OSError as error:
-        logger.warning("folder_skipped path=%s reason=%r", folder, error.strerror)
-        return
-    for name, path in below:
-        if os.path.exists(os.path.join(path, CONFIG_FILE)):
-            found[prefix + name] = path
-        elif any(os.path.exists(os.path.join(path, file)) for file in WEIGHT_FILES):
-            logger.warning("adapter_skipped path=%s reason='it has weights and no %s'", path, CONFIG_FILE)
-        elif depth > 1 and not name.startswith("."):
-            _search(path, f"{prefix}{name}/", found, depth - 1)
-
-
-def collect_adapters(modules: Iterable[str], folders: Iterable[str]) -> dict[str, str]:
-    """Return paths by name of `--lora-modules` and of every `--lora-dir`; ``ConfigError`` for a name with two paths."""
-    adapters: dict[str, str] = {}
-    found = [parse_adapter(text) for text in modules]
-    for folder in folders:
-        found.extend(adapters_below(folder).items())
-    for name, path in found:
-        other = adapters.setdefault(name, path)
-        if other != path and Path(other).resolve() != Path(path).resolve():
-            raise ConfigError(f"Got two adapters named {name!r}: {other} and {path}")
-    return adapters
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"Got --chat-template {text[:200]!r}, a file that cannot be read: {reason}") from None
 
 
 def parse_cache_dir(text: str | None) -> str | None:

@@ -1,71 +1,33 @@
-"""Flags of `vllm serve` that manylora does not have: ignored with a remark, or refused.
-
-A flag is ignored if manylora always does what it asks for, or does not need it. A flag for an unsupported feature is an
-error.
-"""
+"""A command line of `vllm serve`: its flags are translated, ignored with a remark, or refused with a reason."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Collection, Sequence
+from difflib import SequenceMatcher
 
 from manylora.cli.options.values import repeat_option
+from manylora.cli.options.vllm_flag_table import SAME_AS, TRANSLATED, VLLM_FLAGS
 from manylora.errors import ConfigError
 
-__all__ = ["VLLM_FLAGS", "VllmFlag", "spread_lists", "take_out"]
+__all__ = ["near_names", "spread_lists", "take_out"]
 
+_JSON_LISTS = ("--allowed-origins", "--allowed-methods", "--allowed-headers")
+_SEVERAL = ("--served-model-name", "--api-key")
+"""Flags with several values, if the model comes before them: after them, the last would be the model."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmFlag:
-    """One flag.
-
-    Args:
-        why: The reason, for the remark or the error.
-        has_value: Whether the flag has a value.
-        fine: Values that can be ignored; ``None`` for all.
-    """
-
-    why: str
-    has_value: bool = False
-    fine: tuple[str, ...] | None = None
-
-
-_ONE_DEVICE = "one engine runs on one device"
-
-VLLM_FLAGS: dict[str, VllmFlag] = {
-    "--enable-lora": VllmFlag(why="adapters are always enabled"),
-    "--max-lora-rank": VllmFlag(why="every adapter is kept at its own rank, there is no largest one", has_value=True),
-    "--lora-dtype": VllmFlag(why="--adapter-dtype chooses", has_value=True, fine=("auto",)),
-    "--fully-sharded-loras": VllmFlag(why=_ONE_DEVICE),
-    "--enable-auto-tool-choice": VllmFlag(why="it is on with --tool-call-parser"),
-    "--enable-prefix-caching": VllmFlag(why="it is on unless --no-prefix-caching is given"),
-    "--enable-chunked-prefill": VllmFlag(why="it is on unless --step-composition turns it off"),
-    "--tensor-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
-    "--pipeline-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
-    "--data-parallel-size": VllmFlag(why=_ONE_DEVICE, has_value=True, fine=("1",)),
-    "--kv-cache-dtype": VllmFlag(why="KV is kept in the type of the base", has_value=True, fine=("auto",)),
-    "--enforce-eager": VllmFlag(why="steps that cannot be captured run eagerly"),
-    "--swap-space": VllmFlag(why="pre-empted requests are computed again, not swapped", has_value=True),
-    "--disable-log-requests": VllmFlag(why="requests are never logged"),
-    "--disable-log-stats": VllmFlag(why="figures are at /metrics, not in the log"),
-}
-
-_SAME_AS = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-_TRANSLATED = {
-    "--no-enable-prefix-caching": "--no-prefix-caching",
-    "--no-chunked-prefill": "--step-composition=whole-prompts",
-    "--no-enable-chunked-prefill": "--step-composition=whole-prompts",
-}
+SAME_SPELLING = 0.9
+"""Share of equal letters from which a flag counts as a mistyped other one."""
 
 
 def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Remove vLLM's flags from a command line.
+    """Remove and translate vLLM's flags of a command line.
 
     Returns:
-        The other arguments, and a remark for every removed flag.
+        The arguments of this server, and a remark for every flag that was removed.
 
     Raises:
-        ConfigError: A flag is for an unsupported feature.
+        ConfigError: A flag is for an unsupported feature, or its value is missing.
     """
     ours: list[str] = []
     remarks: list[str] = []
@@ -75,29 +37,105 @@ def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
         if arg == "--":
             return [*ours, arg, *rest], remarks
         name, equals, value = arg.partition("=")
-        name = _SAME_AS.get(name, name)
-        if arg in _TRANSLATED:
-            ours.append(_TRANSLATED[arg])
-        elif (flag := VLLM_FLAGS.get(name)) is None:
-            ours.append(arg)
-        else:
-            if flag.has_value and not equals:
-                if not rest:
-                    raise ConfigError(f"Got {name} without its value")
-                value = rest.pop(0)
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+            arg = name + equals + value
+        name = SAME_AS.get(name, name)
+
+        def take_value(name: str = name, given: str | None = value if equals else None) -> str:
+            if given is not None:
+                return given
+            if not rest:
+                raise ConfigError(f"Got {name} without its value")
+            return rest.pop(0)
+
+        flag = VLLM_FLAGS.get(name)
+        opposite = VLLM_FLAGS.get(name.replace("--no-", "--", 1)) if name.startswith("--no-") else None
+        if name == "--model":
+            ours.insert(0, take_value())
+        elif name in TRANSLATED:
+            ours.append(_translate(name, "" if "" in TRANSLATED[name] else take_value()))
+        elif flag is not None:
+            value = take_value() if flag.has_value else ""
             if flag.fine is not None and value not in flag.fine:
                 raise ConfigError(f"{' '.join([name, value]).strip()} is not supported: {flag.why}")
             remarks.append(f"{name} is not needed: {flag.why}")
+        elif opposite is not None and opposite.fine == ():
+            remarks.append(f"{name} is not needed: {opposite.why}")
+        elif opposite is not None and opposite.fine is None and not opposite.has_value:
+            raise ConfigError(f"{name} is not supported: {opposite.why}")
+        else:
+            ours.append(arg)
     return ours, remarks
 
 
-def spread_lists(args: Sequence[str]) -> list[str]:
-    """Accept several adapters after one `--lora-modules`, as vLLM does: `--lora-modules a=x b=y`.
+def _translate(name: str, value: str) -> str:
+    by_value = TRANSLATED[name]
+    ours = by_value.get(value) or by_value.get("*")
+    if ours is None:
+        raise ConfigError(f"Got {name} {value!r}, expected one of {', '.join(by_value)}")
+    return ours.replace("*", value)
 
-    Only `name=path` and JSON objects count as adapters, so that a model may follow.
+
+def spread_lists(args: Sequence[str]) -> list[str]:
+    """Accept several values after one flag, and lists as JSON, as vLLM does.
+
+    After `--lora-modules a=x b=y` a model may follow: only `name=path` and JSON objects count as adapters. After
+    `--served-model-name a b` and `--api-key a b` none may; later names are aliases of the first.
     """
-    return repeat_option(args, ("--lora-modules",), _looks_like_adapter)
+    spread = repeat_option(args, ("--lora-modules",), _looks_like_adapter)
+    if spread and not spread[0].startswith("-"):
+        spread = repeat_option(spread, _SEVERAL)
+    return _as_aliases(_read_json(spread))
 
 
 def _looks_like_adapter(arg: str) -> bool:
     return not arg.startswith("-") and ("=" in arg or arg.startswith("{"))
+
+
+def _read_json(args: Sequence[str]) -> list[str]:
+    """Replace a JSON list of strings after a flag by one flag for each."""
+    out: list[str] = []
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        before = out[-1] if out else ""
+        if not (equals and flag in _JSON_LISTS):
+            flag, value = before, arg
+        if flag not in _JSON_LISTS or not value.startswith("["):
+            out.append(arg)
+            continue
+        try:
+            items = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"Got {flag} {value!r}, which is not JSON: {error}") from None
+        if not all(isinstance(item, str) for item in items):
+            raise ConfigError(f"Got {flag} {value!r}, expected a list of strings")
+        if flag is before:
+            out.pop()
+        out += [part for item in items for part in (flag, item)]
+    return out
+
+
+def _as_aliases(args: Sequence[str]) -> list[str]:
+    """Keep the first name after `--served-model-name`, and make the others aliases."""
+    out: list[str] = []
+    for arg in args:
+        is_later = arg == "--served-model-name" and arg in out
+        out.append("--alias" if is_later else arg)
+    return out
+
+
+def near_names(name: str, names: Collection[str]) -> list[str]:
+    """Return the flags that a mistyped one may have meant: all words but one, or nearly all letters, are the same.
+
+    Names that are near in letters alone (``--max-logs``, ``--max-loras``) mislead.
+    """
+    words = set(name.strip("-").split("-"))
+
+    def is_near(other: str) -> bool:
+        theirs = set(other.strip("-").split("-"))
+        num_others = max(len(words), len(theirs)) - len(words & theirs)
+        is_part = bool(words & theirs) and (words <= theirs or theirs <= words)
+        return is_part or num_others == 1 < len(words) - 1 or SequenceMatcher(None, name, other).ratio() > SAME_SPELLING
+
+    return sorted(other for other in names if is_near(other))

@@ -13,7 +13,7 @@ from rich.console import Console
 from manylora.config import GIB
 from manylora.measure import Summary
 from manylora.measure.plots import can_plot, plot_latencies, plot_memory, plot_queues
-from manylora.measure.tables import FigureTable, figures, groups, latencies
+from manylora.measure.tables import FigureTable, failures, figures, groups, latencies
 from manylora.sim.run.simulation import Run, SimulationConfig
 from manylora.sim.scenario import Scenario
 from manylora.types import Tier
@@ -104,7 +104,11 @@ def _headline(report: Report) -> str:
 
 
 def _tables(report: Report) -> list[FigureTable]:
-    tables = [figures(report.summary), latencies(report.summary)]
+    tables = [figures(report.summary, slo=report.scenario.slo)]
+    if report.summary.num_errors:
+        counted_at = min(one.arrived_at for one in report.run.records) + report.scenario.warm_up_s
+        tables.append(failures(one for one in report.run.records if one.arrived_at >= counted_at))
+    tables.append(latencies(report.summary))
     if len(report.summary.groups) > 1:
         tables.append(groups(report.summary))
     return [*tables, _replicas(report)]

@@ -3,64 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import floor
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from manylora.cli.views.top_cells import STATE_STYLES, as_seconds, as_size, as_span, known, memory_lines, p99s
+from manylora.cli.views.top_narrow import narrow_parts
+from manylora.cli.views.top_rates import Rates
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.scheduling import QueueStatus
-from manylora.server.metrics.status_report import AdapterRow, Latency, Percentiles, ReplicaRow, StatusReport
+from manylora.server.metrics.status_report import AdapterRow, ReplicaRow, StatusReport
 
-__all__ = ["Rates", "frame", "rates_between"]
+__all__ = ["frame"]
 
-BAR_WIDTH = 60
-OWNERS = (("KV", "█", "cyan"), ("prefix", "▓", "blue"), ("adapters", "▒", "magenta"), ("free", "·", "dim"))
 LEGEND = "times are P99, prices us saved per second and page"
-STATE_STYLES = {"serving": "bold green", "active": "green", "loading": "yellow", "evicting": "red"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Rates per second between two reports."""
-
-    tokens: float
-    steps: float
-    loads: float
-    evictions: float
-    preemptions: float
-
-
-def rates_between(older: StatusReport, newer: StatusReport) -> Rates | None:
-    """Return the rates between two reports; ``None`` without an engine, or unless the same engines answered both."""
-    before, after, elapsed_s = older.engine, newer.engine, newer.time - older.time
-
-    def engines(report: StatusReport) -> tuple[float, int, list[int]]:
-        answered = [row.index for row in report.replicas if row.num_running is not None]
-        return report.started_at, report.num_restarts, answered
-
-    is_same = engines(older) == engines(newer)
-    if before is None or after is None or not is_same or elapsed_s <= 0:
-        return None
-
-    def rate(name: str) -> float:
-        change: int = getattr(after, name) - getattr(before, name)
-        return change / elapsed_s
-
-    return Rates(
-        tokens=rate("num_generated_tokens"),
-        steps=rate("num_steps"),
-        loads=rate("num_loads"),
-        evictions=rate("num_evictions"),
-        preemptions=rate("num_preemptions"),
-    )
 
 
 def frame(
-    report: StatusReport | None, rates: Rates | None, *, url: str, num_rows: int, problem: str | None = None
+    report: StatusReport | None,
+    rates: Rates | None,
+    *,
+    url: str,
+    num_rows: int,
+    problem: str | None = None,
+    is_narrow: bool = False,
 ) -> RenderableType:
     """Return a frame.
 
@@ -70,16 +38,19 @@ def frame(
         url: Address of the server.
         num_rows: Most adapters to show.
         problem: The reason why the report is old, if it is.
+        is_narrow: Whether all must fit into 80 columns and few lines.
     """
     parts: list[RenderableType] = []
     if problem is not None:
-        parts.append(Text.assemble((problem, "bold red"), (" (trying again; Ctrl-C to leave)", "dim")))
+        parts.append(Text.assemble((problem, "bold red"), (" (trying again; q to leave)", "dim")))
     if report is None:
         return Group(*parts)
-    parts.append(_headline(report, url))
+    parts.append(_headline(report, None if is_narrow else url))
     if report.engine is None:
         parts.append(Text("No engine serves now.", "yellow"))
         return Group(*parts)
+    if is_narrow:
+        return Group(*parts, *narrow_parts(report, report.engine, rates, num_rows))
     parts += [_memory(report.engine, report.page_bytes), _activity(report, report.engine, rates), _latencies(report)]
     if len(report.replicas) > 1:
         parts.append(_replicas(report.replicas))
@@ -90,26 +61,21 @@ def frame(
     return Group(*parts)
 
 
-def _headline(report: StatusReport, url: str) -> Text:
+def _headline(report: StatusReport, url: str | None) -> Text:
     restarts = f"{report.num_restarts} restarts", "bold red" if report.num_restarts else "dim"
     return Text.assemble(
         ("manylora ", "bold"),
         (report.version, "dim"),
-        f"  {report.model} at {url}  ",
+        f"  {report.model}{'' if url is None else f' at {url}'}  ",
         (report.state, STATE_STYLES.get(report.state, "bold yellow")),
-        (f"  up {_span(report.time - report.started_at)}  ", "dim"),
+        (f"  up {as_span(report.time - report.started_at)}  ", "dim"),
         restarts,
     )
 
 
 def _memory(stats: EngineStats, page_bytes: int | None) -> RenderableType:
-    pages = (stats.num_kv_pages, stats.num_prefix_pages, stats.num_adapter_pages, stats.num_free_pages)
-    bar, legend = Text(), Text()
-    for (name, mark, style), cells, count in zip(OWNERS, _shares(pages, BAR_WIDTH), pages, strict=True):
-        bar.append(mark * cells, style)
-        legend.append(f"{mark} ", style)
-        legend.append(f"{name} {count:,} ({count / stats.num_pages:.0%})  ")
-    size = "" if page_bytes is None else f" of {_size(page_bytes)}"
+    bar, legend = memory_lines(stats)
+    size = "" if page_bytes is None else f" of {as_size(page_bytes)}"
     legend.append(f"{stats.num_pages:,} pages{size}", "dim")
     return Group(Text.assemble("\n", ("memory  ", "bold"), bar), Text.assemble("        ", legend))
 
@@ -156,7 +122,7 @@ def _cold_start(one: ColdStartStatus) -> str:
     """Return the number of cold starts, and the means of the expected and the actual time to first token."""
     if not one.num_measured:
         return f"{one.num_starts:,}"
-    expected, actual = (_seconds(total / one.num_measured) for total in (one.expected_s, one.actual_s))
+    expected, actual = (as_seconds(total / one.num_measured) for total in (one.expected_s, one.actual_s))
     return f"{one.num_starts:,} ({actual}, expected {expected})"
 
 
@@ -172,25 +138,27 @@ def _latencies(report: StatusReport) -> Table:
             table.add_row(title, "-", "-", "-", "0")
         else:
             figures = (durations.p50, durations.p90, durations.p99)
-            table.add_row(title, *map(_seconds, figures), f"{durations.count:,}")
+            table.add_row(title, *map(as_seconds, figures), f"{durations.count:,}")
     return table
 
 
 def _replicas(rows: Sequence[ReplicaRow]) -> Table:
     counts = ("restarts", "in flight", "running", "waiting", "free pages", "loads", "on the device")
-    table = _table("replica", "state", *counts, "pinned")
+    has_nodes = any(row.node is not None for row in rows)
+    table = _table("replica", "state", *counts, "pinned", *(["node"] if has_nodes else []))
     for row in rows:
         table.add_row(
             str(row.index),
             Text(row.state, STATE_STYLES.get(row.state, "bold yellow")),
             str(row.num_restarts),
             f"{row.num_in_flight:,}",
-            _known(row.num_running),
-            _known(row.num_waiting),
-            _known(row.num_free_pages),
-            _known(row.num_loads),
-            _known(row.num_resident),
+            known(row.num_running),
+            known(row.num_waiting),
+            known(row.num_free_pages),
+            known(row.num_loads),
+            known(row.num_resident),
             str(len(row.pinned)),
+            *([row.node or "-"] if has_nodes else []),
         )
     return table
 
@@ -206,10 +174,10 @@ def _queues(queues: Sequence[QueueStatus]) -> Table:
         table.add_row(
             str(number),
             f"{queue.num_waiting:,}",
-            _known(queue.num_running),
+            known(queue.num_running),
             "-" if queue.below is None else f"{queue.below:.4g}",
-            _known(queue.quota_tokens),
-            _known(queue.used_tokens),
+            known(queue.quota_tokens),
+            known(queue.used_tokens),
         )
     return table
 
@@ -230,7 +198,7 @@ def _adapters(rows: Sequence[AdapterRow], stats: EngineStats) -> Table:
             str(row.num_waiting or ""),
             f"{row.num_requests:,}",
             hits,
-            *_p99s(row.latency),
+            *p99s(row.latency),
         )
     if len(rows) < stats.num_registered:
         table.caption = f"{len(rows):,} of {stats.num_registered:,}; {LEGEND}"
@@ -245,52 +213,3 @@ def _table(first: str, *others: str) -> Table:
     for title in others:
         table.add_column(title, justify="left" if title in ("tier", "state") else "right", no_wrap=True)
     return table
-
-
-def _p99s(latency: Latency) -> tuple[str, str]:
-    def p99(durations: Percentiles | None) -> str:
-        return "" if durations is None else _seconds(durations.p99)
-
-    return p99(latency.ttft_s), p99(latency.inter_token_s)
-
-
-def _shares(parts: Sequence[int], width: int) -> list[int]:
-    """Divide ``width`` cells in proportion to ``parts``; the largest remainders round up."""
-    total = sum(parts)
-    exact = [part * width / total for part in parts]
-    cells = [floor(share) for share in exact]
-    by_remainder = sorted(range(len(parts)), key=lambda index: cells[index] - exact[index])
-    for index in by_remainder[: width - sum(cells)]:
-        cells[index] += 1
-    return cells
-
-
-def _known(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
-
-
-def _seconds(value_s: float) -> str:
-    if value_s < 1e-3:
-        return f"{value_s * 1e6:.0f} µs"
-    if value_s < 1.0:
-        value_ms = value_s * 1e3
-        return f"{value_ms:.{2 if value_ms < 10 else 1 if value_ms < 100 else 0}f} ms"
-    return f"{value_s:.2f} s" if value_s < 100 else _span(value_s)
-
-
-def _span(seconds: float) -> str:
-    """Return a duration in its two largest units."""
-    left = max(0, int(seconds))
-    days, hours, minutes = left // 86400, left // 3600 % 24, left // 60 % 60
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {left % 60} s" if minutes else f"{left} s"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes} B"

@@ -139,6 +139,16 @@ class ColdStarts:
         choice = self._choices[sequence.seq_id]
         return choice.chosen_at + choice.expected.begins_s
 
+    def room_for(self, sequence: Sequence, room: int) -> int:
+        """Return how many tokens of a prompt that is assisted run in a step with room for ``room``.
+
+        A request in the mode that was asked for takes the room there is.
+        """
+        choice = self._choices.get(sequence.seq_id)
+        if choice is None or self._forced is not None or choice.expected.chunk_tokens is None:
+            return room
+        return min(room, choice.expected.chunk_tokens)
+
     def held_up(self, sequence: Sequence) -> None:
         """Learn that a sequence waits for memory, or for a limit of the step."""
         if sequence.seq_id in self._choices:
@@ -185,6 +195,9 @@ class ColdStarts:
             num_sharing=residency.num_waiting,
             row_rank=assisted + rank * num_first,
             rank=rank,
+            num_tokens=num_tokens,
+            chunk_tokens=num_first,
+            token_s=step.marginal_s(1),
         )
 
     # -- learning ----------------------------------------------------------------------------------------------------
@@ -216,20 +229,23 @@ class ColdStarts:
         request_id, is_measured = sequence.request.request_id, not choice.is_held_up
         self._emit(ColdStartEnded(now, request_id, sequence.adapter, mode, expected_s, actual_s, is_measured))
 
-    def learn_step(self, plan: StepPlan, num_tokens: int, took_s: float) -> bool:
-        """Learn from a step with cold rows; return whether one with all weights on the device had taken as long."""
+    def learn_step(self, plan: StepPlan, num_tokens: int, took_s: float, cpu_share: float) -> bool:
+        """Learn from a step with cold rows; return whether one with all weights on the device had taken as long.
+
+        ``cpu_share`` is the share of the layers in which the CPU computed the assisted rows.
+        """
         is_next = plan.step_id == self._last_cold_step + 1
         self._num_cold_steps = self._num_cold_steps + 1 if is_next else 1
         self._last_cold_step = plan.step_id
         if any(part.placement is ARRIVING for part in plan.sequences):
             return False
         row_rank = sum([part.rank * part.num_tokens for part in plan.sequences if part.placement is IN_HOST])
-        if not row_rank or not self._assist.is_beside:
+        if not row_rank or not cpu_share or not self._assist.is_beside:
             return True
         step = self._costs.step
         if step.num_observed >= NUM_STEPS and self._num_cold_steps <= RECENT:
             step_s = max(1e-9, step.seconds(num_tokens) + step.last_residual_s)
-            self._assist.observe(row_rank, step_s, self._num_layers, took_s)
+            self._assist.observe(row_rank, step_s, self._num_layers, took_s, cpu_share)
         return False
 
     def statuses(self) -> tuple[ColdStartStatus, ...]:

@@ -7,7 +7,8 @@ sequences, in the policy's order, are searched for adapters to load meanwhile.
 Three rules keep a wrong guess harmless:
 
 * *It never delays a demanded load.* A link serves loads first in, first out. So a prefetch starts only on an idle link,
-  one at a time: a load demanded later waits for at most one copy, of an adapter that a sequence waits for already.
+  one at a time: a load demanded later waits for at most one copy, of an adapter that a sequence waits for already. (A
+  step composition after a published baseline may ask for more at once, or for none.)
 * *It claims only pages that sequences ahead will not need.* Pages come from free and idle ones (never from adapters
   that are wanted or in use), less the KV and adapter pages that the sequences before it in line need.
 * *It never evicts an item worth more than itself.* An adapter that a request waits for is certain to be used, an idle
@@ -27,21 +28,29 @@ from manylora.engine.adapters.background import BackgroundReads
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.forecast import Forecast
 from manylora.memory import Depth, PageCache, num_blocks
-from manylora.scheduling import Policy
+from manylora.scheduling import Policy, StepComposition
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["Prefetcher"]
 
 
 class Prefetcher:
-    """Starts at most one load on each idle link, for upcoming sequences or for forecast requests."""
+    """Starts loads on idle links, for upcoming sequences or for forecast requests: one, or as the composition asks."""
 
     def __init__(
-        self, *, cache: AdapterCache, page_cache: PageCache, policy: Policy, config: AdapterConfig, block_size: int
+        self,
+        *,
+        cache: AdapterCache,
+        page_cache: PageCache,
+        policy: Policy,
+        composition: StepComposition,
+        config: AdapterConfig,
+        block_size: int,
     ) -> None:
         self._cache = cache
         self._page_cache = page_cache
         self._policy = policy
+        self._composition = composition
         self._look_ahead = config.look_ahead
         self._block_size = block_size
         self._forecast = Forecast() if config.forecast else None
@@ -62,14 +71,16 @@ class Prefetcher:
         """Start prefetches, and a background read; ``is_busy`` says whether requests are in flight."""
         idle = [tier for tier in (Tier.HOST, Tier.DEVICE) if not self._cache.is_link_busy(tier)]
         if idle and self._look_ahead and len(self._policy):
-            self._prefetch_upcoming(idle, now)
+            self._prefetch_upcoming(dict.fromkeys(idle, self._composition.most_prefetches()), now)
         elif idle and self._forecast is not None and not len(self._policy):
             self._prefetch_due(self._forecast, idle, now)
         if self._background is not None and self._background.has_work:
             self._background.launch(now, is_busy=is_busy)
 
-    def _prefetch_upcoming(self, idle: list[Tier], now: float) -> None:
-        """Prefetch for waiting sequences, in their order."""
+    def _prefetch_upcoming(self, most: dict[Tier, int], now: float) -> None:
+        """Prefetch for waiting sequences, in their order: to each tier at most so many."""
+        if not any(most.values()):
+            return
         room = self._page_cache.num_claimable(Depth.IDLE)
         seen: set[AdapterKey] = set()
         for sequence in self._policy.upcoming(self._look_ahead):
@@ -77,10 +88,10 @@ class Prefetcher:
             if version is not None and version.key not in seen:
                 seen.add(version.key)
                 tier = self._missing_from(version.key)
-                if tier in idle and (tier is Tier.HOST or version.num_pages <= room):
-                    idle.remove(tier)
+                if tier is not None and most.get(tier) and (tier is Tier.HOST or version.num_pages <= room):
+                    most[tier] -= 1
                     self._prefetch(version, now)
-                    if not idle:
+                    if not any(most.values()):
                         return
                 if tier is not None:
                     room -= version.num_pages

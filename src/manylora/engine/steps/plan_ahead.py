@@ -83,7 +83,7 @@ def fill_in(plan: StepPlan, tokens: Mapping[int, SampledToken], failed: Containe
     elif not any(part.awaits_token for part in sequences):
         return plan
     filled = tuple([_fill_in(part, tokens) if part.awaits_token else part for part in sequences])
-    return StepPlan(step_id=plan.step_id, sequences=filled, released=plan.released)
+    return StepPlan(step_id=plan.step_id, sequences=filled, released=plan.released, prompt_rows=plan.prompt_rows)
 
 
 def _fill_in(part: PlannedSequence, tokens: Mapping[int, SampledToken]) -> PlannedSequence:

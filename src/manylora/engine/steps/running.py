@@ -27,10 +27,11 @@ from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.status import Counters
 from manylora.engine.steps.budget import StepBudget, target_s
+from manylora.engine.steps.peak import peak_pages
 from manylora.events import AdapterAwaited, EventSink, RequestAdmitted, RequestPreempted, RequestSquashed
 from manylora.memory import Depth, PageCache, num_blocks
 from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, Placement
-from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, make_step_composition
+from manylora.scheduling import Outcome, Policy, Sequence, SequenceStatus, StepComposition
 from manylora.types import AdapterKey, AdapterVersion, ColdStart
 
 __all__ = ["RunningSet", "StepDraft"]
@@ -89,6 +90,7 @@ class RunningSet:
         page_cache: PageCache,
         cache: AdapterCache,
         policy: Policy,
+        composition: StepComposition,
         scheduler: SchedulerConfig,
         memory: MemoryConfig,
         costs: OnlineCosts,
@@ -105,7 +107,7 @@ class RunningSet:
         self._costs = costs
         self._cold_starts = cold_starts
         self._counters = counters
-        self._composition = make_step_composition(scheduler.step_composition)
+        self._composition = composition
         self._on_hit = on_hit
         self._emit = emit
         # A running sequence needs at least one token of every step's budget.
@@ -216,7 +218,10 @@ class RunningSet:
 
     def _spend(self, sequence: Sequence, budget: StepBudget) -> int:
         """Return how many tokens of a prompt go into the step, and subtract them from the budget."""
-        num_tokens = self._composition.chunk(sequence.num_to_run, budget.room_for(sequence))
+        room = budget.room_for(sequence)
+        if sequence.placement is IN_HOST:
+            room = self._cold_starts.room_for(sequence, room)
+        num_tokens = self._composition.chunk(sequence.num_to_run, room)
         budget.spend(sequence, num_tokens)
         return num_tokens
 
@@ -294,6 +299,8 @@ class RunningSet:
 
     def _try_admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
         """Admit a waiting sequence if its adapter is where a step can read it and its KV has room."""
+        if self._scheduler.reserve_output == "peak" and not self._fits_at_peak(sequence):
+            return Outcome.NO_PAGES
         placement, was_resident = ON_DEVICE, True
         if (version := sequence.version) is not None:
             if self._is_capped(sequence):
@@ -309,7 +316,9 @@ class RunningSet:
                 if isinstance(cold, Outcome):
                     return cold
                 placement = cold
-        shared = sequence.table.match(sequence.tokens, self._page_cache.prefix) if self._memory.prefix_caching else []
+        shared: list[int] = []
+        if self._memory.prefix_caching:
+            shared = sequence.table.match(sequence.tokens, self._page_cache.prefix, sequence.num_reusable)
         num_missing = num_blocks(sequence.num_tokens_to_hold, self._memory.block_size) - len(shared)
         pages = self._page_cache.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=shared)
         if pages is None:
@@ -322,6 +331,17 @@ class RunningSet:
             self._cache.hold(sequence.adapter, now, placement)
             self._cache.unwant(sequence.adapter, now)
         return Outcome.ADMITTED
+
+    def _fits_at_peak(self, sequence: Sequence) -> bool:
+        """Whether all running sequences and this one can run to their longest answers, their adapters beside them."""
+        if not self._running:
+            return True  # alone it fits, or it would have been refused on arrival
+        together = [*self._running, sequence]
+        adapters = {one.adapter: one.num_adapter_pages for one in together}
+        # The last token needs no KV.
+        lengths = ((one.num_tokens, max(0, one.max_tokens - one.num_output_tokens - 1)) for one in together)
+        num_pages = self._page_cache.allocator.num_pages - sum(adapters.values())
+        return peak_pages(lengths, self._memory.block_size) <= num_pages
 
     def _start_cold(
         self, sequence: Sequence, version: AdapterVersion, residency: Residency, now: float, depth: Depth

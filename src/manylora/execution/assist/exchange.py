@@ -17,12 +17,14 @@ All exchanges of a step share one place for inputs and one for each worker's res
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from manylora.adapters.shape import BaseShape, ModuleKind
+from manylora.costs.take_over import remaining_s
 from manylora.execution.assist.shares import adapter_cost, split_rows
 from manylora.execution.assist.stream import DeviceStream
 from manylora.execution.assist.words import serve
@@ -143,21 +145,35 @@ class AssistedStep:
         self._groups = {
             name: group for name, group in groups.items() if any(name in s.adapter.groups for s in segments)
         }
-        self._replies: dict[tuple[str, bool], _Reply | None] = {}
+        self._replies: dict[tuple[str, bool, tuple[int, ...]], _Reply | None] = {}
         self._shares = {is_sampled: self._divide(workers, is_sampled) for is_sampled in (False, True)}
         used = {share.worker: None for shares in self._shares.values() for share in shares}
         self.workers = tuple(used)
         self._inputs = inputs
+        self._began_at = 0.0
 
-    def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> _Reply | None:
-        """Enqueue the inputs for a group."""
-        key = (group, is_sampled)
+    def send(
+        self, group: str, x: torch.Tensor, *, is_sampled: bool = False, without: tuple[int, ...] = ()
+    ) -> _Reply | None:
+        """Enqueue the inputs for a group; the device has taken over the segments whose numbers are in ``without``."""
+        key = (group, is_sampled, without)
         if key not in self._replies:
-            self._replies[key] = self._prepare(group, is_sampled)
+            self._replies[key] = self._prepare(group, is_sampled, without)
         reply = self._replies[key]
         if reply is not None:
             reply.send(x.reshape(-1, 1 if self._groups[group].is_embedding else x.shape[-1]))
         return reply
+
+    def begin(self) -> None:
+        """Wake the workers."""
+        self._began_at = time.perf_counter()
+        for worker in self.workers:
+            worker.begin()
+
+    def lag_s(self) -> float:
+        """Return the time by which the device is behind the launching thread: its exchanges so far tell its rate."""
+        num_done, num_posted = max([worker.progress() for worker in self.workers], key=lambda counts: counts[1])
+        return remaining_s(num_done, num_posted, time.perf_counter() - self._began_at) if num_done else 0.0
 
     def finish(self) -> list[LostRows]:
         """Let the workers sleep; return the rows of those that failed. The device has executed the step."""
@@ -192,10 +208,11 @@ class AssistedStep:
             shares.append(_Share(worker, first, last, tuple(runs)))
         return shares
 
-    def _prepare(self, name: str, is_sampled: bool) -> _Reply | None:
+    def _prepare(self, name: str, is_sampled: bool, without: tuple[int, ...]) -> _Reply | None:
         group = self._groups.get(name)
         if group is None or not self._shares[is_sampled]:
             return None
+        taken = [self.segments[number] for number in without]
         num_rows = self._shares[is_sampled][-1].last
         dtype = torch.int64 if group.is_embedding else torch.float32
         x = self._inputs.reserve(self._stream, num_rows * group.row_bytes).view(dtype).view(num_rows, -1)
@@ -206,7 +223,8 @@ class AssistedStep:
             own: list[Part] = []
             at = 0
             for start, stop, segment in share.runs:
-                if (weights := segment.adapter.groups.get(name)) is not None:
+                weights = segment.adapter.groups.get(name)
+                if weights is not None and segment not in taken:
                     inputs.append((start, stop, x[share.first + at : share.first + at + stop - start]))
                     own.append(Part(at, at + stop - start, weights))
                     parts.append(Part(start, stop, weights))
@@ -276,8 +294,7 @@ class Assistant:
             self._step = None
         if self._step is None or self._step.segments != segments:
             self._step = AssistedStep(self._stream, self._groups, self._inputs, self._workers, segments)
-        for worker in self._step.workers:
-            worker.begin()
+        self._step.begin()
         self._supervisor.watch(self._step.workers)
         return self._step
 

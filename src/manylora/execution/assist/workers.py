@@ -145,6 +145,11 @@ class Worker:
         """Enqueue the wait for an exchange's result."""
         self._stream.wait_value(self.words, DONE, number)
 
+    def progress(self) -> tuple[int, int]:
+        """Return how many of the step's exchanges the stream has come to, and how many are posted."""
+        num_ahead = (self._number - read_word(self.words, POSTED)) % MODULUS // STEP
+        return len(self._posted) - num_ahead, len(self._posted)
+
     def end(self) -> None:
         """Let it sleep once it has served the exchanges so far."""
         write_word(self.words, LAST, self._number)

@@ -9,12 +9,13 @@ that torch's compiler emits for linears. Where a build lacks them, or they are w
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
 from torch.nn import functional
 
-__all__ = ["has_onednn", "linear", "pack", "reorder"]
+__all__ = ["bound_caches", "has_onednn", "linear", "pack", "reorder"]
 
 # Multiply-adds from which the faster product outweighs the slower call.
 MIN_WORK = 1 << 20
@@ -22,6 +23,20 @@ MIN_ROWS = 2
 
 # Weights from which this holds for a product of one row too.
 MIN_PACKED = 1 << 18
+
+
+CACHED_PRIMITIVES = 128
+"""Compiled products that oneDNN keeps, and torch beside it: one for each number of rows and shape of a weight.
+
+At 1024, the default, they take most of a gigabyte once steps of all sizes were seen. To make one again takes a fraction
+of a millisecond, which the layers of a step share. Steps that decode rarely change their number of rows.
+"""
+
+
+def bound_caches() -> None:
+    """Bound the memory of oneDNN's caches; before the first product, when their sizes are read. The user's stay."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(CACHED_PRIMITIVES))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -138,7 +138,7 @@ class ArrivingBatch:
     One step's; the batch inside may be kept for the steps after it, which need not wait.
     """
 
-    def __init__(self, batch: LoraBatch, arriving: Sequence[ArrivingAdapter]) -> None:
+    def __init__(self, batch: StepLora, arriving: Sequence[ArrivingAdapter]) -> None:
         self._batch = batch
         self._arriving = arriving
 

@@ -18,13 +18,13 @@ import torch
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import linear
 from manylora.execution.lora.parts import GroupParts
-from manylora.execution.storage.resident import ResidentGroup
+from manylora.execution.storage.resident import ResidentAdapter, ResidentGroup
 
 if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.lora import LoraTables
     from manylora.execution.kernels.cpu.products import ProductTables
 
-__all__ = ["MAX_READ_ROWS", "apply_grouped", "apply_ragged"]
+__all__ = ["MAX_READ_ROWS", "apply_grouped", "apply_ragged", "prepare_grouped"]
 
 # Up to this many rows, reading the weights row by row is faster than tiles of a product.
 MAX_READ_ROWS = 8
@@ -46,6 +46,18 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None
         kernels.products(x, out, step.many)
     if step.few is not None:
         kernels.lora(x, out, step.few)
+
+
+def prepare_grouped(adapter: ResidentAdapter) -> None:
+    """Make what the compiled kernels keep with an adapter's weights, on a thread that no step waits for.
+
+    Else the first step of the adapter does it, and all sequences of that step wait: 0.25 ms for the 16 groups of a
+    model of four layers.
+    """
+    kernels = find_compiled()
+    if kernels is not None:
+        for weights in adapter.groups.values():
+            kernels.prepare(weights)
 
 
 def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from manylora.errors import ConfigError
 from manylora.execution.attention.paged import AttentionCall
+from manylora.execution.model.head import RecordedPass
 
 __all__ = ["ModelProbe", "measure_activations", "probe_model"]
 
@@ -97,7 +98,10 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     """
     sink = _ProbeSink(architecture)
     seen: dict[str, list[torch.Tensor]] = {}
-    with _watching(model, seen), torch.inference_mode():
+    if model.base_model is model:
+        raise sink.refusal("its decoder is no module of its own")
+    recorded = RecordedPass(model)
+    with torch.inference_mode(), recorded.recording(), _watching(model, seen):
         device = next(model.parameters()).device
         tokens = torch.arange(NUM_TOKENS, device=device)[None]
         keep = torch.arange(NUM_TOKENS - NUM_SAMPLED, NUM_TOKENS, device=device)
@@ -116,6 +120,9 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
         )
     if logits.shape[:2] != (1, NUM_SAMPLED):
         raise sink.refusal("it cannot compute logits of chosen rows only")
+    with torch.inference_mode():
+        if not torch.allclose(recorded.logits(keep), logits[0], equal_nan=True):
+            raise sink.refusal("its logits depend on more than its decoder's output")
     shapes = sorted(set(sink.layers.values()))
     if len(shapes) != 1:
         raise sink.refusal(f"its layers have keys of different shapes: {shapes} (heads, head size)")

@@ -2,7 +2,7 @@
 
 The order is vLLM's, so that parameters have vLLM's meaning::
 
-    raw logits -> (log-probabilities to report) -> logit bias, min_tokens, grammar -> penalties
+    raw logits -> (log-probabilities to report) -> logit bias, min_tokens, bad words, grammar -> penalties
                -> temperature -> min-p -> top-k -> top-p -> one draw
 
 A draw needs one uniform number, a pure function of ``(seed, tokens generated so far)`` (``philox``). So a seed gives
@@ -25,6 +25,7 @@ from manylora.config import ModelConfig
 from manylora.execution.device import make_device_ops
 from manylora.execution.sampling.draw import cut_weights, draw_at
 from manylora.execution.sampling.grammar import Grammars
+from manylora.execution.sampling.logprobs import finite, most_likely, reportable
 from manylora.execution.sampling.philox import philox_uniform
 from manylora.plan import PlannedSequence
 from manylora.types import Constraint, SampledToken
@@ -38,9 +39,6 @@ GREEDY_BELOW = 1e-5
 
 BROKEN = -1
 """Stands for the token of a row that has none, in the one tensor that is read back from the device."""
-
-LEAST_LOGPROB = -9999.0
-"""Log-probability reported for a token of probability zero, as by vLLM: JSON has no infinity."""
 
 
 class Sampler:
@@ -91,7 +89,7 @@ class Sampler:
         highest, best = logits.max(dim=-1)  # the first of equals, as documented by torch
         broken = ~highest.isfinite()  # a NaN or +inf anywhere in a row is its largest
         if not (self._can_branch and not bool(broken.any())):
-            logits = logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+            logits = finite(logits)
             highest, best = logits.max(dim=-1)
         raw = logits
         edited = self._edit(logits, sequences)
@@ -125,7 +123,7 @@ class Sampler:
         ]
 
     def _edit(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
-        """Apply bias, min_tokens, grammar and penalties; return the same tensor if no row has any.
+        """Apply bias, min_tokens, bad words, grammar and penalties; return the same tensor if no row has any.
 
         All but the grammar change few columns, so they are collected as (row, column) lists and scattered once.
         """
@@ -143,6 +141,8 @@ class Sampler:
             if sampling.min_tokens > num_generated(sequence):
                 ending = {*self._eos, *sampling.stop_token_ids}
                 banned.extend((row, token) for token in sorted(ending) if token < vocab)
+            if sampling.bad_words_token_ids:
+                banned.extend((row, token) for token in _bad_tokens(sequence) if token < vocab)
             if sampling.constraint is not None:
                 masks.append((row, self._grammar_mask(sequence, sampling.constraint)))
             if sampling.allowed_token_ids:
@@ -227,22 +227,13 @@ class Sampler:
         wanted = raw[self._upload(rows, np.int64)]
         totals = wanted.logsumexp(dim=-1)
         mine = wanted.gather(1, self._upload([chosen[i] for i in rows], np.int64)[:, None]).squeeze(1) - totals
-        counts = [min(sequences[i].sampling.logprobs or 0, self._vocab_size) for i in rows]
-        tops: list[list[tuple[int, float]]] = [[] for _ in rows]
-        if most := max(counts):
-            least = wanted.topk(most, dim=-1).values[:, -1:]
-            found = (wanted >= least).nonzero()  # at least `most` per row, more where equals straddle the cut
-            values = (wanted[found[:, 0], found[:, 1]] - totals[found[:, 0]]).cpu().numpy()
-            where = found.cpu().numpy()
-            order = np.lexsort((where[:, 1], -values, where[:, 0]))
-            for row, token, value in zip(
-                where[order, 0].tolist(), where[order, 1].tolist(), values[order].tolist(), strict=True
-            ):
-                if len(tops[row]) < counts[row]:
-                    tops[row].append((token, _reportable(value)))
+        counts = [sequences[i].sampling.logprobs or 0 for i in rows]
+        top_ids, top = (found.tolist() for found in most_likely(wanted, totals, max(counts)))
         return {
-            i: SampledToken(token_id=chosen[i], logprob=_reportable(value), top=tuple(top))
-            for i, value, top in zip(rows, mine.tolist(), tops, strict=True)
+            i: SampledToken(token_id=chosen[i], logprob=own, top=tuple(zip(ids[:count], values[:count], strict=True)))
+            for i, own, ids, values, count in zip(
+                rows, reportable(mine.cpu().numpy()).tolist(), top_ids, top, counts, strict=True
+            )
         }
 
 
@@ -260,8 +251,16 @@ def num_generated(sequence: PlannedSequence) -> int:
     return sequence.start + sequence.num_tokens - sequence.num_prompt_tokens
 
 
-def _reportable(logprob: float) -> float:
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # a NaN (row without any finite logit) too
+def _bad_tokens(sequence: PlannedSequence) -> list[int]:
+    """Return the tokens that would complete a run of ``bad_words_token_ids`` in the answer."""
+    longest = max(map(len, sequence.sampling.bad_words_token_ids))
+    stop = sequence.start + sequence.num_tokens
+    answer = sequence.tokens[max(sequence.num_prompt_tokens, stop - longest + 1) : stop]
+    return [
+        run[-1]
+        for run in sequence.sampling.bad_words_token_ids
+        if len(run) == 1 or tuple(answer[1 - len(run) :]) == run[:-1]
+    ]
 
 
 def _penalties(

@@ -9,7 +9,9 @@ own stream wait for that event, and its thread goes on launching.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 
 from manylora.adapters.layout import GroupLayout
+from manylora.costs.take_over import remaining_s
 from manylora.execution.storage.resident import ResidentAdapter
 
 __all__ = ["Arrival", "ArrivingAdapter"]
@@ -30,6 +33,8 @@ class Arrival:
         self._changed = threading.Condition()
         self._counts: list[int] = []
         self._events: list[Any] = []
+        self._num_over = 0  # of the events, those that are known to have happened
+        self._began_at = 0.0
         self._error: str | None = None
         self._watchers: list[Callable[[], None]] = []
 
@@ -53,6 +58,8 @@ class Arrival:
         with self._changed:
             if self._error is not None:
                 return
+            if not self._counts:
+                self._began_at = time.perf_counter()
             self._counts.append(num_pages)
             self._events.append(event)
             watchers = self._notify()
@@ -76,6 +83,22 @@ class Arrival:
             place = bisect_left(self._counts, num_pages)
             return self._events[place] if place < len(self._events) else None
 
+    def arrives_in_s(self, num_pages: int) -> float:
+        """Return the time until the first ``num_pages`` are there: 0 if they are, infinite if unknown. Never blocks.
+
+        On a GPU, the time of a copy that was launched is extrapolated from the pages before.
+        """
+        with self._changed:
+            if self._error is not None or not self._counts or self._counts[-1] < num_pages:
+                return math.inf
+            place = bisect_left(self._counts, num_pages)
+            while self._num_over <= place and self._has_happened(self._num_over):
+                self._num_over += 1
+            if place < self._num_over:
+                return 0.0
+            num_done = self._counts[self._num_over - 1] if self._num_over else 0
+            return remaining_s(num_done, num_pages, time.perf_counter() - self._began_at)
+
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call ``watcher`` now and after every change to come, on the thread that makes it."""
         with self._changed:
@@ -86,6 +109,10 @@ class Arrival:
     @property
     def _is_over(self) -> bool:
         return self.is_complete or self._error is not None
+
+    def _has_happened(self, place: int) -> bool:
+        event = self._events[place]
+        return event is None or bool(event.query())
 
     def _notify(self) -> list[Callable[[], None]]:
         """Wake the waiting threads; return the watchers, which are let go of after the last change."""
@@ -117,10 +144,17 @@ class ArrivingAdapter:
 
     def wait(self, group: str) -> None:
         """Wait for the weights of a group, on this thread or on the current stream, or for a failure."""
-        layout = self._groups.get(group)
-        num_pages = layout.num_pages_needed if layout is not None else 0
+        num_pages = self._num_pages(group)
         if num_pages > self._num_awaited:
             self._num_awaited = num_pages
             event = self._arrival.wait(num_pages)
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
+
+    def arrives_in_s(self, group: str) -> float:
+        """Return the time until the weights of a group are there; see ``Arrival.arrives_in_s``."""
+        return self._arrival.arrives_in_s(self._num_pages(group))
+
+    def _num_pages(self, group: str) -> int:
+        layout = self._groups.get(group)
+        return layout.num_pages_needed if layout is not None else 0

@@ -45,12 +45,16 @@ class CopyContext:
         pages: The pages.
         link: Fills them.
         thread: Runs the copies, one at a time.
+        prepare: Makes a kernel's data for an adapter, on the copying thread, before any step sees the adapter.
     """
 
-    def __init__(self, pages: PageTensor, link: Link, thread: Executor) -> None:
+    def __init__(
+        self, pages: PageTensor, link: Link, thread: Executor, prepare: Callable[[ResidentAdapter], None]
+    ) -> None:
         self.pages = pages
         self.link = link
         self.thread = thread
+        self.prepare = prepare
         device = pages.flat.device
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -115,6 +119,12 @@ class DeviceLoad:
             raise Gone(self._arrival.error)
         return ArrivingAdapter(weights, groups, self._arrival)
 
+    def if_begun(self) -> ArrivingAdapter | None:
+        """Return the adapter as a step sees it, ``None`` before its copy begins and after a failure. Never blocks."""
+        if not self._views.done() or self._arrival.error is not None:
+            return None
+        return ArrivingAdapter(*self._views.result(), self._arrival)
+
     def _submit(self, work: Callable[[], None]) -> None:
         try:
             self._copies.thread.submit(work)
@@ -152,6 +162,7 @@ class DeviceLoad:
         if len(self._load.pages) != adapter.image.shape[0]:
             raise ValueError(f"Got {len(self._load.pages)} pages for an adapter of {adapter.image.shape[0]}")
         weights = make_resident(adapter.layout, self._load.pages, self._copies.pages, adapter.template)
+        self._copies.prepare(weights)
         self._arrival.advance(0, self._copies.event())  # a step's stream waits for the table, too
         self._views.set_result((weights, adapter.layout.groups))
 
@@ -160,8 +171,9 @@ class DeviceLoad:
             return
         logger.warning("load_failed adapter=%s tier=device error=%s", self.key, error)
         with self._copies.on_stream():
-            # The owner before left numbers of another kind here, which may read as NaN.
-            self._copies.pages.clear(self._load.pages[self._num_copied :])
+            # The owner before left numbers of another kind here, which may read as NaN. A step may be reading the pages
+            # that have arrived.
+            self._copies.pages.clear(self._load.pages[self._arrival.num_arrived :])
             if (event := self._copies.event()) is not None:
                 event.synchronize()
         self.abandon(error)

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from manylora.adapters.folder import open_folder
 from manylora.adapters.header import HeaderReader
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
-from manylora.adapters.read import check_directory, read_adapter
+from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
 from manylora.adapters.stamp import stamp_files
 from manylora.errors import AdapterError
-from manylora.execution.storage.reader_process import ReaderSettings
+from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.ports import check_each
 from manylora.types import AdapterVersion
 
@@ -34,7 +35,11 @@ class InlineReader:
         """Set the settings; once."""
         self._settings = settings
         self._headers = HeaderReader(
-            settings.base, max_bytes=settings.max_bytes, dtype=settings.dtype, known=lambda stamp: None
+            settings.base,
+            max_bytes=settings.max_bytes,
+            max_pages=settings.max_pages,
+            roots=settings.roots,
+            dtype=settings.dtype,
         )
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
@@ -51,10 +56,18 @@ class InlineReader:
         """
         settings = self._given
         dtype = settings.dtype or settings.base.page.dtype
-        directory = check_directory(name, path)
-        stamp, _ = stamp_files(name, directory, settings.base, dtype)
-        packed = read_adapter(name, directory, settings.base, max_bytes=settings.max_bytes, dtype=dtype)
-        if stamp_files(name, directory, settings.base, dtype)[0] != stamp:
+        folder = open_folder(name, path, settings.roots)
+        stamp, _ = stamp_files(folder, settings.base, dtype)
+        packed = read_adapter(
+            name,
+            path,
+            settings.base,
+            max_bytes=settings.max_bytes,
+            max_pages=settings.max_pages,
+            roots=settings.roots,
+            dtype=dtype,
+        )
+        if stamp_files(folder, settings.base, dtype)[0] != stamp:
             raise AdapterError(name, "its files changed while they were read; register it again")
         return replace(packed, version=replace(packed.version, stamp=stamp))
 
@@ -72,7 +85,13 @@ class InlineReader:
             AdapterError: It is another version now, or it cannot be read.
         """
         settings = self._given
-        with LayerReader(version, settings.base, max_bytes=settings.max_bytes, asked_dtype=settings.dtype) as reader:
+        with LayerReader(
+            version,
+            settings.base,
+            max_bytes=settings.max_bytes,
+            roots=settings.roots,
+            asked_dtype=settings.dtype,
+        ) as reader:
             image = image_of(own_memory(version.host_bytes), reader.layout, settings.base.page)
             begin(PackedAdapter(version, reader.layout, image))
             for num_full in reader.pack(image):

@@ -17,7 +17,8 @@ from manylora.adapters.packed import PackedAdapter
 from manylora.errors import AdapterError
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.inline_reader import InlineReader
-from manylora.execution.storage.reader_process import ReaderProcess, ReaderSettings
+from manylora.execution.storage.reader_messages import ReaderSettings
+from manylora.execution.storage.reader_process import ReaderProcess
 from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = ["FileReader", "HostReader", "open_processes", "reason_of"]

@@ -12,119 +12,47 @@
 
 The process starts with the first adapter, or earlier (``start``), and ends when the pipe closes. It works at a lower
 priority, since loading may take longer but tokens may not. An *urgent* read is an exception: a step waits for its
-layers, and on busy cores a read of lower priority would get little time. If a file kills the process (by memory use or
-a crash), that adapter is refused by name, and the next one starts another process.
+layers, and on busy cores a read of lower priority would get little time.
+
+The process may die. It is confined before it opens a file (``reader_service``), and its memory is bounded. If a file
+kills it, or takes longer than ``ReaderSettings.limit_s``, that adapter is refused by name, and the next one starts
+another process.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-import mmap
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle, send_handle
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from multiprocessing.reduction import recv_handle
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora import errors
-from manylora.adapters.hash_cache import HashCache, KnownContent
-from manylora.adapters.header import HeaderReader
 from manylora.adapters.layout import AdapterLayout, lay_out
 from manylora.adapters.packed import PackedAdapter, image_of
-from manylora.adapters.read import check_directory, read_adapter
-from manylora.adapters.read_layers import LayerReader
-from manylora.adapters.shape import BaseShape
-from manylora.adapters.stamp import provisional_key, stamp_files
-from manylora.errors import AdapterError
-from manylora.types import AdapterKey, AdapterVersion
+from manylora.errors import AdapterError, CapacityError
+from manylora.execution.storage.reader_messages import Again, Answer, Checked, Packed, Pages, ReaderSettings, receive
+from manylora.types import AdapterVersion
 
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["ReaderProcess", "ReaderSettings", "main", "serve"]
+__all__ = ["ReaderProcess"]
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 10
-
-_LayoutArguments = tuple[tuple[tuple[str, int], ...], str, tuple[str, ...]]
-"""Ranks by module, type of the weights, and the modules with a column scale: the arguments of ``lay_out``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderSettings:
-    """The settings of every reader process of an engine.
-
-    Args:
-        base: The base model.
-        max_bytes: Largest weight file accepted.
-        dtype: Type of the packed weights, as of ``read_adapter``.
-        hashes: File of the hash cache; ``None`` for none.
-    """
-
-    base: BaseShape
-    max_bytes: int
-    dtype: str | None = None
-    hashes: str | None = None
-
-
-class _Again(NamedTuple):
-    """The question for a version that was registered."""
-
-    version: AdapterVersion
-    is_urgent: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """The answer without the image, which follows as a descriptor."""
-
-    version: AdapterVersion
-    layout: _LayoutArguments
-
-
-class _Pages(NamedTuple):
-    """A further answer: so many of the image's pages are full.
-
-    The last has the digests of the layers, if the version was read for the first time.
-    """
-
-    num_full: int
-    layer_digests: bytes = b""
-
-
-class _Identity(NamedTuple):
-    """The fields of a version that are its own: the others are those of its shape."""
-
-    key: AdapterKey
-    layer_digests: bytes
-    stamp: str
-
-
-class _Checked(NamedTuple):
-    """The versions that differ in more than their content; for each adapter the number of its one and its identity."""
-
-    shapes: list[AdapterVersion]
-    adapters: list[tuple[int, _Identity] | _Refused]
-
-
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """The reason why an adapter cannot be served; the engine's process raises it again."""
-
-    error: str
-    adapter: str
-    reason: str
+SERVICE = "manylora.execution.storage.reader_service"
+RETRIES_S = (0.1, 0.5, 2.0, 5.0)
+"""Waits between attempts to start a process, which may fail for lack of descriptors, processes or memory."""
 
 
 class ReaderProcess:
@@ -136,6 +64,7 @@ class ReaderProcess:
     def __init__(self) -> None:
         self._settings: ReaderSettings | None = None
         self._is_configured = False  # the running process
+        self._roots: list[tuple[int, int] | None] = []  # identities of the folders that it may read
         self._lock = threading.Lock()
         self._pipe: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,43 +81,41 @@ class ReaderProcess:
         self._settings = settings
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
-        """Return the version of each adapter by name and path, from its header alone, or the reason against it."""
+        """Return the version of each adapter by name and path, from its header alone, or the reason against it.
+
+        Raises:
+            CapacityError: No process could be started.
+        """
         with self._lock:
+            pipe = self._running()
             try:
-                pipe = self._running()
                 pipe.send(list(adapters))
-                answer = pipe.recv()
-            except (OSError, EOFError) as error:
-                answer = self._lost(adapters[0][0], error)
-        if isinstance(answer, AdapterError):  # each by itself, so that the one at fault is refused alone
-            return [answer] if len(adapters) == 1 else [one for each in adapters for one in self.check([each])]
-        assert isinstance(answer, _Checked)
-
-        def version(path: str, found: tuple[int, _Identity] | _Refused) -> AdapterVersion | AdapterError:
-            if isinstance(found, _Refused):
-                return _error(found)
-            shape, (key, layer_digests, stamp) = found
-            return replace(answer.shapes[shape], key=key, source=path, layer_digests=layer_digests, stamp=stamp)
-
-        return [version(path, found) for (_, path), found in zip(adapters, answer.adapters, strict=True)]
+                answer = self._receive(pipe)
+                if not isinstance(answer, Checked) or len(answer.shape_of) != len(adapters):
+                    raise OSError("its answer is malformed")
+                return list(_versions(answer, adapters))
+            except OSError as error:
+                lost = self._lost(adapters[0][0], error)
+        # Each by itself, so that the one at fault is refused alone.
+        return [lost] if len(adapters) == 1 else [one for each in adapters for one in self.check([each])]
 
     def read(self, name: str, path: str) -> PackedAdapter:
         """Return the adapter in ``path``.
 
         Raises:
             AdapterError: It cannot be served on this base, or the process died while it read it.
+            CapacityError: No process could be started.
         """
         with self._lock:
+            pipe = self._running()
             try:
-                pipe = self._running()
                 pipe.send((name, path))
-                answer = pipe.recv()
-                if isinstance(answer, _Packed):
-                    return self._receive(answer, _map(recv_handle(pipe)))
-            except (OSError, EOFError) as error:
+                answer = self._receive(pipe)
+                if isinstance(answer, Packed):
+                    return self._receive_image(pipe, answer)
+            except OSError as error:
                 raise self._lost(name, error) from error
-        assert isinstance(answer, _Refused)
-        raise _error(answer)
+        raise _refusal(name, answer)
 
     def read_layers(
         self,
@@ -208,28 +135,29 @@ class ReaderProcess:
 
         Raises:
             AdapterError: It is another version now, it cannot be read, or the process died while it read it.
+            CapacityError: No process could be started.
         """
         digests = b""
         with self._lock:
+            pipe = self._running()
             try:
-                pipe = self._running()
-                pipe.send(_Again(version, is_urgent))
-                answer = pipe.recv()
-                if isinstance(answer, _Packed):
-                    begin(self._receive(answer, _map(recv_handle(pipe))))
-                    answer = _Pages(0)
-                while isinstance(answer, _Pages) and answer.num_full < version.num_pages:
-                    answer = pipe.recv()
-                    if isinstance(answer, _Pages):
+                pipe.send(Again(version, is_urgent))
+                answer = self._receive(pipe)
+                if isinstance(answer, Packed):
+                    begin(self._receive_image(pipe, answer))
+                    answer = Pages(0)
+                while isinstance(answer, Pages) and answer.num_full < version.num_pages:
+                    answer = self._receive(pipe)
+                    if isinstance(answer, Pages):
                         digests = answer.layer_digests
-                        advance(answer.num_full)
-            except (OSError, EOFError) as error:
+                        advance(min(answer.num_full, version.num_pages))
+            except OSError as error:
                 raise self._lost(version.source, error) from error
             except BaseException:
                 self._stop()  # further answers are on their way
                 raise
-        if isinstance(answer, _Refused):
-            raise _error(answer)
+        if not isinstance(answer, Pages):
+            raise _refusal(version.source, answer)
         return digests
 
     def close(self) -> None:
@@ -241,34 +169,66 @@ class ReaderProcess:
 
     def _running(self) -> Connection:
         """Return the pipe to a live process; replace one that died since its last answer."""
-        if self._process is not None and self._process.poll() is not None:
-            logger.warning("reader_process_restarted exit_code=%d", self._process.returncode)
-            self._stop()
-        pipe = self._pipe or self._start()
-        if not self._is_configured:
-            assert self._settings is not None, "configure comes first"
-            pipe.send(self._settings)
-            self._is_configured = True
-        return pipe
+        assert self._settings is not None, "configure comes first"
+        for wait_s in (*RETRIES_S, None):
+            try:
+                if self._process is not None and self._process.poll() is not None:
+                    logger.warning("reader_process_restarted exit_code=%d", self._process.returncode)
+                    self._stop()
+                roots = [_identity(root) for root in self._settings.roots or ()]
+                if self._is_configured and roots != self._roots:
+                    logger.info("reader_process_restarted reason='a folder of adapters was replaced'")
+                    self._stop()
+                pipe = self._pipe or self._start()
+                if not self._is_configured:
+                    self._roots = roots
+                    pipe.send(self._settings)
+                    self._is_configured = True
+                return pipe
+            except OSError as error:
+                logger.warning("reader_process_not_started error=%r retry_in_s=%s", error.strerror, wait_s)
+                self._stop()
+                if wait_s is None:
+                    reason = f"The process that reads adapters could not be started: {error.strerror}"
+                    raise CapacityError(reason, status=503) from error
+                time.sleep(wait_s)
+        raise AssertionError("the last attempt returns or raises")
 
-    def _lost(self, name: str, error: Exception) -> AdapterError:
+    def _receive(self, pipe: Connection) -> Answer:
+        assert self._settings is not None
+        return receive(pipe, self._settings.limit_s)
+
+    def _lost(self, name: str, error: OSError) -> AdapterError:
         """Stop a process that does not answer, and return the error for the adapter that it read."""
-        logger.warning("reader_process_lost adapter=%s error=%r", name, error)
+        logger.warning("reader_process_lost adapter=%r error=%r", name, error)
         self._stop()
-        return AdapterError(
-            name, "the process that reads adapters died while it read this one; its files may be broken"
-        )
+        if isinstance(error, TimeoutError):
+            assert self._settings is not None
+            reason = f"reading it took longer than {self._settings.limit_s:g} s, and was given up"
+        elif isinstance(error, ConnectionError):
+            reason = "the process that reads adapters died while it read this one; its files may be broken"
+        else:
+            reason = f"it could not be taken over from the process that reads adapters: {error.strerror or error}"
+        return AdapterError(name, reason)
 
     def _start(self) -> Connection:
-        import subprocess  # here, since the reader process does not need it and starts sooner without
+        import subprocess  # here, since an engine that may start no process does without
 
         here, there = Pipe()
         # -P keeps the working directory off the import path. With `-m`, the classes of `__main__` would not be ours.
-        command = [sys.executable, "-P", "-c", f"import {__name__} as here; here.main({there.fileno()})"]
-        self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
-        there.close()
+        command = [sys.executable, "-P", "-c", f"import {SERVICE} as here; here.main({there.fileno()})"]
+        # A process with several threads could not be confined, and numpy's library for products starts some.
+        one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        try:
+            self._process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **one_thread}
+            )
+        except OSError:
+            here.close()
+            raise
+        finally:
+            there.close()
         self._pipe = here
-        self._is_configured = False
         return here
 
     def _stop(self) -> None:
@@ -276,180 +236,79 @@ class ReaderProcess:
             self._pipe.close()
             self._pipe = None
         if self._process is not None:
-            self._process.terminate()
+            self._process.kill()
             self._process.wait()
             self._process = None
+        self._is_configured = False
 
-    def _receive(self, packed: _Packed, memory: NDArray[np.uint8]) -> PackedAdapter:
+    def _receive_image(self, pipe: Connection, packed: Packed) -> PackedAdapter:
         assert self._settings is not None
-        layout = self._lay_out(packed.layout)
-        return PackedAdapter(packed.version, layout, image_of(memory, layout, self._settings.base.page))
+        try:
+            descriptor = recv_handle(pipe)
+        except RuntimeError as error:  # this process has no descriptor left for it
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
+        layout = self._lay_out(packed.ranks, packed.dtype, packed.column_scaled)
+        page = self._settings.base.page
+        memory = _map(descriptor, layout.num_pages * page.num_bytes)
+        return PackedAdapter(packed.version, layout, image_of(memory, layout, page))
 
-    def _lay_out_again(self, arguments: _LayoutArguments) -> AdapterLayout:
+    def _lay_out_again(
+        self, ranks: tuple[tuple[str, int], ...], dtype: str, column_scaled: tuple[str, ...]
+    ) -> AdapterLayout:
         """Repeat the process's layout, a pure function; adapters of one shape share the result."""
-        ranks, dtype, column_scaled = arguments
         assert self._settings is not None
         return lay_out(dict(ranks), self._settings.base, dtype, column_scaled)
 
 
-def serve(pipe: Connection) -> None:
-    """Read and check adapters on request until the pipe closes."""
+def _identity(folder: str) -> tuple[int, int] | None:
+    """Return the identity of a folder: a confined process may read the one it was started for, and no successor."""
     try:
-        settings: ReaderSettings = pipe.recv()
-        served = _Served(pipe, settings)
-        # On Linux a thread has a priority of its own. Elsewhere the whole process has this one from the first work on.
-        with ThreadPoolExecutor(1, initializer=os.nice, initargs=(NICENESS,)) as at_low_priority:
-            while True:
-                asked = pipe.recv()
-                if isinstance(asked, _Again) and asked.is_urgent:
-                    served.read_layers(asked.version)
-                elif isinstance(asked, _Again):
-                    at_low_priority.submit(served.read_layers, asked.version).result()
-                elif isinstance(asked, list):
-                    at_low_priority.submit(served.check, asked).result()
-                else:
-                    at_low_priority.submit(served.read, *asked).result()
-    except EOFError:
-        return
+        status = os.lstat(folder)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
-class _Served:
-    """The reading side of a pipe."""
-
-    def __init__(self, pipe: Connection, settings: ReaderSettings) -> None:
-        self._pipe = pipe
-        self._settings = settings
-        self._dtype = settings.dtype or settings.base.page.dtype
-        self._hashes = None if settings.hashes is None else HashCache(Path(settings.hashes))
-        self._headers = HeaderReader(
-            settings.base,
-            max_bytes=settings.max_bytes,
-            dtype=settings.dtype,
-            known=(lambda stamp: None) if self._hashes is None else self._hashes.get,
-        )
-
-    def read(self, name: str, path: str) -> None:
-        """Read an adapter that is new, and send it or the reason against it."""
-        memory = _MemoryFile()
-        base = self._settings.base
-        try:
-            directory = check_directory(name, path)
-            stamp, changed_at = stamp_files(name, directory, base, self._dtype)
-            packed = read_adapter(
-                name,
-                directory,
-                base,
-                max_bytes=self._settings.max_bytes,
-                dtype=self._dtype,
-                allocate=memory.allocate,
-            )
-            if stamp_files(name, directory, base, self._dtype)[0] != stamp:
-                raise AdapterError(name, "its files changed while they were read; register it again")
-        except AdapterError as error:
-            self._pipe.send(_refused(error))
+def _versions(checked: Checked, adapters: Sequence[tuple[str, str]]) -> Iterable[AdapterVersion | AdapterError]:
+    identities, refused = iter(checked.identities), iter(checked.refused)
+    for (_, path), number in zip(adapters, checked.shape_of, strict=True):
+        if number < 0:
+            yield next(refused).to_error()
         else:
-            version = replace(packed.version, stamp=stamp)
-            assert version.dtype is not None
-            self._keep(stamp, KnownContent(version.key, version.dtype, version.layer_digests), changed_at)
-            _send(self._pipe, version, packed.layout, memory)
-        finally:
-            memory.close()
-
-    def read_layers(self, version: AdapterVersion) -> None:
-        """Read a registered version; send its layout and empty image, then the full pages after each layer."""
-        memory = _MemoryFile()
-        base, name, directory = self._settings.base, version.source, Path(version.source)
-        try:
-            with LayerReader(
-                version, base, max_bytes=self._settings.max_bytes, asked_dtype=self._settings.dtype
-            ) as reader:
-                image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
-                _send(self._pipe, version, reader.layout, memory)
-                for num_full in reader.pack(image):
-                    first = reader.first_content
-                    if first is not None:
-                        stamp, changed_at = stamp_files(name, directory, base, self._dtype)
-                        if provisional_key(stamp) == version.key:
-                            self._keep(stamp, first, changed_at)
-                    self._pipe.send(_Pages(num_full, b"" if first is None else first.layer_digests))
-        except AdapterError as error:
-            self._pipe.send(_refused(error))
-        finally:
-            memory.close()
-
-    def check(self, adapters: Sequence[tuple[str, str]]) -> None:
-        """Check adapters by header and send their versions; those of one shape share most of the answer."""
-        numbers: dict[AdapterVersion, int] = {}
-        found: list[tuple[int, _Identity] | _Refused] = []
-        for name, path in adapters:
-            try:
-                version = self._headers.read(name, path)
-            except AdapterError as error:
-                found.append(_refused(error))
-            else:
-                shape = replace(version, key=AdapterKey(""), source="", layer_digests=b"", stamp="")
-                identity = _Identity(version.key, version.layer_digests, version.stamp)
-                found.append((numbers.setdefault(shape, len(numbers)), identity))
-        self._pipe.send(_Checked(list(numbers), found))
-
-    def _keep(self, stamp: str, content: KnownContent, changed_at: float) -> None:
-        if self._hashes is not None:
-            self._hashes.put(stamp, content, age_s=time.time() - changed_at)
+            key, layer_digests, stamp = next(identities)
+            shape = checked.shapes[number]
+            yield replace(shape, key=key, source=path, layer_digests=layer_digests, stamp=stamp)
 
 
-def _send(pipe: Connection, version: AdapterVersion, layout: AdapterLayout, memory: _MemoryFile) -> None:
-    parts = [part for group in layout.groups.values() for part in group.modules]
-    ranks = tuple((part.module.name, part.rank) for part in parts)
-    column_scaled = tuple(part.module.name for part in parts if part.column_scale)
-    pipe.send(_Packed(version, (ranks, layout.dtype, column_scaled)))
-    send_handle(pipe, memory.descriptor, os.getppid())
+def _refusal(name: str, answer: Answer) -> AdapterError:
+    if isinstance(answer, Pages | Packed | Checked):
+        return AdapterError(name, "the process that reads adapters gave another answer than was asked for")
+    return answer.to_error()
 
 
-def _refused(error: AdapterError) -> _Refused:
-    return _Refused(type(error).__name__, error.adapter, error.reason)
+def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Map a memory file of so many bytes and close it: Python's own mapping would keep a descriptor open for each.
 
+    Its size is sealed first: pages that the reader took away would kill a step.
 
-def _error(refused: _Refused) -> AdapterError:
-    kind: type[AdapterError] = getattr(errors, refused.error)
-    return kind(refused.adapter, refused.reason)
-
-
-class _MemoryFile:
-    """Memory that another process can map: an anonymous file."""
-
-    def __init__(self) -> None:
-        self.descriptor = -1
-
-    def allocate(self, num_bytes: int) -> mmap.mmap:
-        if hasattr(os, "memfd_create"):
-            self.descriptor = os.memfd_create("manylora-adapter")
-        else:
-            import tempfile
-
-            self.descriptor, path = tempfile.mkstemp()
-            os.unlink(path)
-        os.ftruncate(self.descriptor, num_bytes)
-        return mmap.mmap(self.descriptor, num_bytes)
-
-    def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
-def _map(descriptor: int) -> NDArray[np.uint8]:
-    """Map a memory file and close it: Python's own mapping would keep a descriptor open for each adapter."""
-    import torch  # here, since the reader process starts sooner without
+    Raises:
+        OSError: It has another size.
+    """
+    import torch  # here, since a test of this module does without
 
     try:
+        if sys.platform == "linux":
+            import fcntl
+
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise OSError(f"its image has {size} bytes, expected {num_bytes}")
         bits: NDArray[np.uint8] = torch.from_file(
             f"/dev/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8
         ).numpy()
         return bits
+    except RuntimeError as error:  # of torch: no descriptor is left, or no memory
+        raise OSError(str(error).partition("\n")[0]) from error
     finally:
         os.close(descriptor)
-
-
-def main(descriptor: int) -> None:
-    """Run the reader process at the other end of a pipe."""
-    serve(Connection(descriptor))

@@ -20,10 +20,12 @@ import msgspec
 from manylora.errors import ConfigError
 from manylora.hosting.functions.messages import MAX_FRAME_BYTES, Backbone, FrameBuffer, frame
 
-__all__ = ["BackboneSocket", "fetch_backbone"]
+__all__ = ["BackboneSocket", "fetch_backbone", "holder_of"]
 
 PATIENCE_S = 10.0
 """Longest wait for the other end of a connection."""
+
+_CREDENTIALS = struct.calcsize("3i")
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,18 @@ def fetch_backbone(path: Path) -> Backbone:
     return msgspec.structs.replace(found, base=replace(found.base, file=descriptors[0]))
 
 
+def holder_of(path: Path) -> int | None:
+    """Return the process that listens on a backbone's socket; ``None`` if none does."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(PATIENCE_S)
+            probe.connect(str(path))
+            peer = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS)
+            return int(struct.unpack("3i", peer)[0])
+    except OSError:
+        return None
+
+
 def _remove_stale(path: Path) -> None:
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
@@ -132,5 +146,5 @@ def _remove_stale(path: Path) -> None:
 
 
 def _uid_of(caller: socket.socket) -> int:
-    peer = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    peer = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS)
     return int(struct.unpack("3i", peer)[1])

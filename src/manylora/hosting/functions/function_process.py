@@ -13,7 +13,6 @@ import gc
 import logging
 import os
 import random
-import signal
 import socket
 import sys
 import threading
@@ -30,16 +29,13 @@ from manylora.errors import ConfigError
 from manylora.hosting.functions.messages import Backbone, Fork, frame, frames_of
 from manylora.hosting.protocol import Fault, Message, Ready, Refused, StartReport, decode_command, encode
 from manylora.hosting.service import BuildParts, EngineService
-from manylora.isolation import Confinement, Measure, confine
-from manylora.isolation.system import prctl
+from manylora.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine
+from manylora.isolation.system import end_with_parent
 from manylora.ports import EngineParts, SharedBase
 
 __all__ = ["Stages", "live_builder", "run_function"]
 
-_SET_PARENT_DEATH_SIGNAL = 1
-
 PACKAGE = Path(__file__).resolve().parents[2]
-READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +81,7 @@ def run_function(
     stages.note("fork")
     _reseed()
     measures = taken + confine(_place(fork.confinement, backbone, connection))
-    prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)  # a change of user clears it, so it comes after
+    end_with_parent()  # a change of user clears it, so it comes after
     if os.getppid() != zygote:
         return 1
     stages.note("confine")

@@ -18,12 +18,12 @@ from starlette.routing import Route
 from manylora.adapters.sources import check_name, resolve_path
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, AdapterExists, AdapterForbidden, AdapterNotFound, RequestError
-from manylora.hosting.fleet_adapters import FleetAdapters
 from manylora.server.api.models import json_response
 from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.errors import HttpError
+from manylora.server.served import ServedAdapters
 
-__all__ = ["admin_routes"]
+__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "admin_routes"]
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
@@ -196,7 +196,7 @@ async def get_adapter(request: Request) -> Response:
     return json_response(_status_json(statuses[0]))
 
 
-def _action(verb: str, act: Callable[[FleetAdapters, str], Awaitable[AdapterStatus]]) -> Route:
+def _action(verb: str, act: Callable[[ServedAdapters, str], Awaitable[AdapterStatus]]) -> Route:
     """Return the route ``POST /adapters/{name}/verb``."""
 
     async def route(request: Request) -> Response:

@@ -17,12 +17,13 @@ import msgspec
 from starlette.types import Receive
 
 from manylora.errors import EngineDead, ManyloraError
-from manylora.hosting.fleet import Fleet
 from manylora.hosting.output_stream import Flush, OutputStream
+from manylora.server.api.prompt_part import NO_DETAILS, Details, named_by_id
 from manylora.server.errors import hide_paths
+from manylora.server.served import ServedFleet
 from manylora.server.text_work import ClientGone
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
-from manylora.types import AdapterKey, FinishReason, Output, Request, SampledToken
+from manylora.types import AdapterKey, FinishReason, Output, PromptLogprobs, Request, SampledToken
 
 __all__ = ["Answers", "Piece"]
 
@@ -36,6 +37,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: Log-probabilities of its tokens, if requested.
         finish_reason: ``stop`` or ``length`` on the last piece.
         stop_reason: The stop string or token that ended the answer, if any.
+        token_ids: Its tokens, if requested.
+        prompt_logprobs: Those of the prompt, if requested, on the first piece.
     """
 
     index: int
@@ -43,6 +46,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +57,7 @@ class _Answer:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_finished: bool = False
+    prompt_logprobs: PromptLogprobs | None = None  # until its first piece
 
 
 class Answers:
@@ -62,12 +68,25 @@ class Answers:
         tokenizer: The base model's tokenizer.
         requests: Prompts in order, ``num_answers`` requests for each.
         num_answers: Answers per prompt.
+        details: The details of the response.
+        count: Called with the numbers of tokens of the answers of each prompt, once all have finished.
     """
 
-    def __init__(self, fleet: Fleet, tokenizer: Tokenizer, requests: Sequence[Request], *, num_answers: int) -> None:
+    def __init__(
+        self,
+        fleet: ServedFleet,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        *,
+        num_answers: int,
+        details: Details = NO_DETAILS,
+        count: Callable[[Sequence[int]], None] = lambda num_tokens: None,
+    ) -> None:
+        self._count = count
         self._fleet = fleet
         self._requests = requests
         self._num_answers = num_answers
+        self._details = None if details == NO_DETAILS else details
         self._answers = {
             request.request_id: _Answer(index, Detokenizer(tokenizer, request.prompt, request.sampling))
             for index, request in enumerate(requests)
@@ -102,6 +121,8 @@ class Answers:
         stream = self._stream
 
         def consume_outputs(outputs: Sequence[Output]) -> Flush | None:
+            if self._details is not None:
+                self._note_prompts(outputs)
             pieces = self._pieces_of(outputs)
             if not self._num_unfinished:
                 stream.close()
@@ -127,12 +148,17 @@ class Answers:
             finally:
                 watcher.cancel()
                 self._cancel_unfinished()
+                if not self._num_unfinished:
+                    num_tokens = [answer.num_tokens for answer in self._answers.values()]
+                    for first in range(0, len(num_tokens), self._num_answers):
+                        self._count(num_tokens[first : first + self._num_answers])
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once."""
         answers = list(self._answers.values())
         num_prompt = sum(len(request.prompt) for request in self._requests[:: self._num_answers])
-        num_generated = sum(answer.num_tokens for answer in answers)
+        is_prompt_only = self._details is not None and self._details.is_prompt_only
+        num_generated = 0 if is_prompt_only else sum(answer.num_tokens for answer in answers)
         num_cached = sum(answer.num_cached_tokens for answer in answers[:: self._num_answers])
         return {
             "prompt_tokens": num_prompt,
@@ -172,10 +198,17 @@ class Answers:
         delta = answer.detokenizer.push(tokens, stop_token=output.stop_token)
         answer.num_tokens += delta.num_tokens
         if output.finish is None and not delta.finished:
-            return Piece(index=answer.index, text=delta.text, logprobs=delta.logprobs)
-        answer.is_finished = True
-        self._num_unfinished -= 1
-        return self._last_piece(answer, output, delta)
+            piece = Piece(index=answer.index, text=delta.text, logprobs=delta.logprobs)
+        else:
+            answer.is_finished = True
+            self._num_unfinished -= 1
+            piece = self._last_piece(answer, output, delta)
+        return piece if self._details is None else _detailed(piece, answer, tokens[: delta.num_tokens], self._details)
+
+    def _note_prompts(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                self._answers[output.request_id].prompt_logprobs = output.prompt_logprobs
 
     def _last_piece(self, answer: _Answer, output: Output, delta: TextDelta) -> Piece:
         text, stop_reason, finish_reason = delta.text, delta.stop_reason, "stop"
@@ -193,3 +226,17 @@ class Answers:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )
+
+
+def _detailed(piece: Piece, answer: _Answer, tokens: Sequence[SampledToken], details: Details) -> Piece:
+    """Return a piece with the details that its response shows."""
+    report, answer.prompt_logprobs = answer.prompt_logprobs, None
+    if details.is_prompt_only:
+        finish_reason = piece.finish_reason and FinishReason.LENGTH.value
+        return Piece(index=piece.index, text="", finish_reason=finish_reason, prompt_logprobs=report)
+    return msgspec.structs.replace(
+        piece,
+        token_ids=tuple([token.token_id for token in tokens]) if details.has_token_ids else (),
+        logprobs=tuple(map(named_by_id, piece.logprobs)) if details.names_by_id else piece.logprobs,
+        prompt_logprobs=report,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,15 +14,24 @@ from starlette.routing import Route
 from manylora.errors import RequestError
 from manylora.server.api.answers import Piece
 from manylora.server.api.free_form import free_form, is_null
-from manylora.server.api.message_format import MessageFormat, chat_choice, message_readers
+from manylora.server.api.message_format import (
+    NULL_MESSAGE_FIELDS,
+    MessageFormat,
+    chat_choice,
+    chat_head,
+    message_readers,
+)
+from manylora.server.api.prompt_part import Details, PromptPart
 from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.api.respond import NOTHING_ELSE, AnswerFormat, respond
 from manylora.server.api.schemas import ChatBody, ContentPart, Message, sampling_params, template_arguments
 from manylora.server.api.tools import called, tool_use
+from manylora.server.api.truncation import Truncation
 from manylora.server.bounds import (
     INLINE_CHARS,
     MAX_MESSAGES,
     MAX_TEMPLATE_BYTES,
+    MAX_TEMPLATE_CHARS,
     MAX_TEMPLATE_DEPTH,
     MAX_TEMPLATE_NUMBER,
 )
@@ -37,14 +47,20 @@ EMPTY = (b"null", b"[]", b"{}", b'""', b"false", b"0")
 
 
 class ChatFormat:
-    """JSON of chat completions, with log-probabilities if ``has_logprobs``."""
+    """JSON of chat completions with the prompt's part, and with log-probabilities if ``has_logprobs``."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *, has_logprobs: bool) -> None:
+    def __init__(self, prompt: PromptPart, *, has_logprobs: bool) -> None:
+        self.prompt = prompt
         self._has_logprobs = has_logprobs
+        self._is_plain = not has_logprobs and not prompt.details.has_token_ids
         self._is_begun: set[int] = set()
+
+    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+        """Return the fields about the prompt."""
+        return chat_head(self.prompt, is_chunk=is_chunk)
 
     def chunk(self, piece: Piece) -> bytes | None:
         """Return the choice of a chunk; the first of an answer has the role."""
@@ -52,18 +68,21 @@ class ChatFormat:
         if piece.index not in self._is_begun:
             self._is_begun.add(piece.index)
             delta["role"] = "assistant"
-        elif not (piece.text or piece.logprobs or piece.finish_reason):
+        elif not (piece.text or piece.logprobs or piece.finish_reason or piece.token_ids):
             return None
-        elif piece.finish_reason is None and not self._has_logprobs:
+        elif piece.finish_reason is None and self._is_plain:
             content = msgspec.json.encode(piece.text)
             return b'{"index":%d,"delta":{"content":%b}%b' % (piece.index, content, NOTHING_ELSE)
         delta["content"] = piece.text
-        return msgspec.json.encode(chat_choice([piece], "delta", delta, has_logprobs=self._has_logprobs))
+        return msgspec.json.encode(self._choice([piece], "delta", delta))
 
     def choice(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the choice of a whole answer."""
-        message = {"role": "assistant", "content": "".join(piece.text for piece in pieces), "refusal": None}
-        return chat_choice(pieces, "message", message, has_logprobs=self._has_logprobs)
+        content = "".join(piece.text for piece in pieces)
+        return self._choice(pieces, "message", {"role": "assistant", "content": content, **NULL_MESSAGE_FIELDS})
+
+    def _choice(self, pieces: list[Piece], field: str, content: dict[str, Any]) -> dict[str, Any]:
+        return chat_choice(pieces, field, content, self.prompt.details, has_logprobs=self._has_logprobs)
 
 
 def _flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -203,6 +222,27 @@ def _template_kwargs(raw: msgspec.Raw) -> dict[str, Any]:
     raise RequestError(f"{param} is nested deeper than {MAX_TEMPLATE_DEPTH}", param=param)
 
 
+def _with_template(context: Context, settings: Settings, template: str | None) -> Settings:
+    """Return settings with the chat template of a request, if it has one.
+
+    Raises:
+        RequestError: The server does not take templates, or it is too large.
+    """
+    if template is None:
+        return settings
+    if not context.config.trust_request_chat_template:
+        raise RequestError(
+            "Got a chat_template, which this server does not take: --trust-request-chat-template is not set",
+            param="chat_template",
+        )
+    if len(template) > MAX_TEMPLATE_CHARS:
+        raise RequestError(
+            f"Got a chat_template of {len(template)} characters, expected at most {MAX_TEMPLATE_CHARS}",
+            param="chat_template",
+        )
+    return replace(settings, chat_template=template)
+
+
 async def create_chat_completion(request: Request) -> Response:
     """``POST /v1/chat/completions``."""
     context = context_of(request)
@@ -211,28 +251,34 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
-    settings = await context.settings.of(body.model)
+    settings = _with_template(context, await context.settings.of(body.model), body.chat_template)
+    details = Details.of(body)
     sampling = sampling_params(
         body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=_num_logprobs(body),
+        tokenizer=context.tokenizer,
         vocab_size=context.fleet.info.vocab_size,
+        prompt_logprobs=details.prompt_logprobs,
         defaults=settings.defaults,
     )
     use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, parser=context.config.tool_call_parser)
     sampling = use.constrain(sampling)
-    prompt = await chat_tokens(
+    truncation = Truncation(context, body, sampling.max_tokens)
+    tokens = await chat_tokens(
         request,
         context,
         settings,
         body.messages,
         {**_template_kwargs(body.chat_template_kwargs), **use.template_variables},
-        limit=context.fleet.info.max_model_len,
+        limit=truncation.limit,
         **template_arguments(body),
     )
-    form: AnswerFormat = ChatFormat(has_logprobs=sampling.logprobs is not None)
+    prompt = truncation.cut(tokens)
+    part = PromptPart(context.tokenizer, [prompt], body.n or 1, details)
+    form: AnswerFormat = ChatFormat(part, has_logprobs=sampling.logprobs is not None)
     if make_reader := message_readers(context, use, prompt, is_constrained=sampling.constraint is not None):
-        form = MessageFormat(make_reader, use, has_logprobs=sampling.logprobs is not None)
+        form = MessageFormat(make_reader, use, part, has_logprobs=sampling.logprobs is not None)
     return await respond(
         context,
         body,

@@ -9,20 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manylora.errors import RequestError
 from manylora.server.api.answers import Piece
 from manylora.server.api.json_body import decode_prompts
+from manylora.server.api.prompt_part import Details, PromptPart, logprob_lists
 from manylora.server.api.request import Context, context_of, read_body
-from manylora.server.api.respond import (
-    LEAST_LOGPROB,
-    NOTHING_ELSE,
-    check_lengths,
-    check_num_answers,
-    respond,
-)
+from manylora.server.api.respond import NOTHING_ELSE, check_lengths, check_num_answers, respond
 from manylora.server.api.schemas import CompletionBody, check_token_ids, sampling_params
+from manylora.server.api.truncation import Truncation
 from manylora.server.bounds import INLINE_CHARS
-from manylora.text import TokenLogprob
 
 __all__ = ["completion_routes"]
 
@@ -36,67 +30,70 @@ class CompletionFormat:
 
     Args:
         echoes: Text to put before each answer: its prompt, or nothing.
+        prompt: The prompts' part of the response.
         has_logprobs: Whether log-probabilities were requested.
     """
 
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, echoes: list[str], *, has_logprobs: bool) -> None:
+    def __init__(self, echoes: list[str], prompt: PromptPart, *, has_logprobs: bool) -> None:
+        self.prompt = prompt
         self._echoes = echoes
         self._has_logprobs = has_logprobs
+        self._is_plain = not has_logprobs and not prompt.details.has_token_ids
         self._is_begun: set[int] = set()
 
+    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+        """Return nothing: choices have all fields about their prompts."""
+        return {}
+
     def chunk(self, piece: Piece) -> bytes | None:
-        """Return the choice of a chunk."""
-        if not (piece.text or piece.logprobs or piece.finish_reason):
+        """Return the choice of a chunk; the first of an answer has the prompt."""
+        if not (piece.text or piece.logprobs or piece.finish_reason or piece.token_ids):
             return None
-        if piece.index in self._is_begun and piece.finish_reason is None and not self._has_logprobs:
+        is_begun = piece.index in self._is_begun
+        if is_begun and piece.finish_reason is None and self._is_plain:
             return b'{"index":%d,"text":%b%b' % (piece.index, encode(piece.text), NOTHING_ELSE)
-        return encode(self._choice(piece, piece.logprobs, self._begin(piece) + piece.text))
+        choice = self._choice([piece], has_begin=not is_begun)
+        if self.prompt.details.has_token_ids:
+            choice["token_ids"] = piece.token_ids
+        if not is_begun:
+            self._is_begun.add(piece.index)
+            choice |= self.prompt.token_ids(piece.index)
+        return encode(choice)
 
     def choice(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the choice of a whole answer."""
-        text = "".join(self._begin(piece) + piece.text for piece in pieces)
-        logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
-        return self._choice(pieces[-1], logprobs, text)
+        token_ids = [token for piece in pieces for token in piece.token_ids]
+        choice = self._choice(pieces, has_begin=True)
+        choice["token_ids"] = token_ids if self.prompt.details.has_token_ids else None
+        return choice | self.prompt.fields(pieces[0].index)
 
-    def _begin(self, piece: Piece) -> str:
-        if piece.index in self._is_begun:
-            return ""
-        self._is_begun.add(piece.index)
-        return self._echoes[piece.index]
-
-    def _choice(self, piece: Piece, logprobs: tuple[TokenLogprob, ...], text: str) -> dict[str, Any]:
+    def _choice(self, pieces: list[Piece], *, has_begin: bool) -> dict[str, Any]:
+        last = pieces[-1]
+        text = "".join(piece.text for piece in pieces)
         return {
-            "index": piece.index,
-            "text": text,
-            "logprobs": _logprobs(logprobs) if self._has_logprobs else None,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
+            "index": last.index,
+            "text": self._echoes[last.index] + text if has_begin else text,
+            "logprobs": self._logprobs(pieces, has_begin=has_begin) if self._has_logprobs else None,
+            "finish_reason": last.finish_reason,
+            "stop_reason": last.stop_reason,
         }
 
-
-def _token_name(token: TokenLogprob) -> str:
-    """Return a token as OpenAI names it: its text, or its bytes if they are not valid UTF-8."""
-    try:
-        return token.raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.raw)
-
-
-def _logprobs(tokens: tuple[TokenLogprob, ...]) -> dict[str, Any]:
-    return {
-        "tokens": [_token_name(token) for token in tokens],
-        "token_logprobs": [max(token.logprob, LEAST_LOGPROB) for token in tokens],
-        "top_logprobs": [
-            {_token_name(other): max(other.logprob, LEAST_LOGPROB) for other in (token, *token.top)} for token in tokens
-        ],
-        "text_offset": [token.text_offset for token in tokens],
-    }
+    def _logprobs(self, pieces: list[Piece], *, has_begin: bool) -> dict[str, Any] | msgspec.Raw:
+        index = pieces[0].index
+        lists = logprob_lists([token for piece in pieces for token in piece.logprobs])
+        if before := len(self._echoes[index]):
+            lists["text_offset"] = [offset + before for offset in lists["text_offset"]]
+        if not has_begin or self.prompt.details.num_echo_top is None:
+            return lists
+        return self.prompt.echo(index, lists)
 
 
-async def _tokens(request: Request, context: Context, given: list[str] | list[list[int]]) -> list[tuple[int, ...]]:
+async def _tokens(
+    request: Request, context: Context, given: list[str] | list[list[int]], truncation: Truncation
+) -> list[tuple[int, ...]]:
     """Return the token ids of every prompt.
 
     Raises:
@@ -106,16 +103,16 @@ async def _tokens(request: Request, context: Context, given: list[str] | list[li
     info, tokenizer = context.fleet.info, context.tokenizer
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     if not texts:
-        prompts = [tuple(prompt) for prompt in given if not isinstance(prompt, str)]
+        prompts = [truncation.cut(prompt) for prompt in given if not isinstance(prompt, str)]
         check_lengths(context, prompts)
         for prompt in prompts:
             check_token_ids(prompt, info.vocab_size, "prompt")
         return prompts
     for text in texts:
-        tokenizer.check_chars(len(text), info.max_model_len)
+        tokenizer.check_chars(len(text), truncation.limit)
 
     def tokenize() -> list[tuple[int, ...]]:
-        return [tuple(tokenizer.encode_within(text, info.max_model_len)) for text in texts]
+        return [truncation.cut(tokenizer.encode_within(text, truncation.limit), tokenizer) for text in texts]
 
     if sum(map(len, texts)) <= INLINE_CHARS:
         return tokenize()
@@ -132,10 +129,8 @@ async def _echoes(
     num_answers = body.n or 1
     if not body.echo:
         return [""] * (len(prompts) * num_answers)
-    if body.logprobs is not None:
-        raise RequestError("echo with logprobs is not supported: prompts have no log-probabilities here", param="echo")
     texts = [prompt for prompt in given if isinstance(prompt, str)]
-    if not texts:
+    if not texts or body.truncate_prompt_tokens is not None:
         decode = context.tokenizer.decode
         if sum(map(len, prompts)) <= INLINE_CHARS:
             texts = [decode(prompt) for prompt in prompts]
@@ -151,19 +146,29 @@ async def create_completion(request: Request) -> Response:
     context.fleet.check_room()
     body = await read_body(request, CompletionBody)
     settings = await context.settings.of(body.model)
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    details = Details.of(
+        body,
+        num_echo_top=body.logprobs if body.echo else None,
+        is_prompt_only=bool(body.echo) and max_tokens == 0,
+    )
     sampling = sampling_params(
         body,
-        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=1 if details.is_prompt_only else max_tokens,
         logprobs=body.logprobs,
+        tokenizer=context.tokenizer,
         vocab_size=context.fleet.info.vocab_size,
+        prompt_logprobs=details.prompt_logprobs,
         defaults=settings.defaults,
     )
+    truncation = Truncation(context, body, sampling.max_tokens)
     most = context.engine_config.scheduler.max_waiting
-    given = decode_prompts(body.prompt, most, context.fleet.info.max_model_len)
+    given = decode_prompts(body.prompt, most, truncation.limit)
     check_num_answers(context, len(given), body.n or 1)
-    prompts = await _tokens(request, context, given)
+    prompts = await _tokens(request, context, given, truncation)
     echoes = await _echoes(request, context, body, given, prompts)
-    form = CompletionFormat(echoes, has_logprobs=body.logprobs is not None)
+    part = PromptPart(context.tokenizer, prompts, body.n or 1, details)
+    form = CompletionFormat(echoes, part, has_logprobs=body.logprobs is not None)
     return await respond(context, body, prompts, sampling, form, settings=settings, tenant=tenant, id_prefix="cmpl-")
 
 

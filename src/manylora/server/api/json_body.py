@@ -32,19 +32,22 @@ HARMLESS = frozenset(_HARMLESS.split())
 """Fields that change nothing in the answer."""
 
 _REFUSED = """
-    audio bad_words chat_template documents functions kv_transfer_params
-    logits_processors lora_path lora_request mm_processor_kwargs prompt_embeds prompt_logprobs reasoning_effort
-    return_token_ids return_tokens_as_token_ids suffix thinking_token_budget truncate_prompt_tokens
-    typical_p use_beam_search verbosity vllm_xargs web_search_options
+    audio documents functions kv_transfer_params logits_processors lora_path lora_request
+    mm_processor_kwargs prompt_embeds reasoning_effort suffix thinking_token_budget typical_p use_beam_search
+    verbosity vllm_xargs web_search_options
 """
 REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
     "function_call": (None, "none", "auto"),
     "include_reasoning": (None, True),
     "length_penalty": (None, 1.0),
     "modalities": (None, ["text"]),
-    "prompt_logprobs": (None,),  # 0 asks for those of the prompt's own tokens
 }
 """Fields that would change the answer, with the values under which they would not."""
+
+REASONS = {
+    "use_beam_search": "ask for n sampled answers with logprobs, and keep the most likely one",
+}
+"""The way to get the same by other means, for fields that have one."""
 
 MAX_NEUTRAL_BYTES = 64
 """JSON of a value in ``REFUSED`` is shorter."""
@@ -190,7 +193,8 @@ def _check_fields(values: Mapping[str, msgspec.Raw], body: type[msgspec.Struct])
         if name in REFUSED:
             value = memoryview(raw)
             if len(value) > MAX_NEUTRAL_BYTES or decode(raw, object, name) not in REFUSED[name]:
-                raise RequestError(f"{name} is not supported by this server", param=name)
+                reason = f": {REASONS[name]}" if name in REASONS else ""
+                raise RequestError(f"{name} is not supported by this server{reason}", param=name)
         elif name not in _reported and len(_reported) < 100:
             _reported.add(name[:100])
             logger.warning("unknown_field_ignored name=%.100r", name)

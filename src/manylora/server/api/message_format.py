@@ -8,13 +8,16 @@ from typing import Any
 import msgspec
 
 from manylora.server.api.answers import Piece
+from manylora.server.api.prompt_part import LEAST_LOGPROB, Details, PromptPart
 from manylora.server.api.request import Context
-from manylora.server.api.respond import LEAST_LOGPROB
 from manylora.server.api.tools import ToolUse
 from manylora.text import MessageReader, ReasoningSplitter, TokenLogprob
 from manylora.text.tools import Event, EventKind
 
-__all__ = ["MessageFormat", "chat_choice", "message_readers"]
+__all__ = ["NULL_MESSAGE_FIELDS", "MessageFormat", "chat_choice", "chat_head", "message_readers"]
+
+NULL_MESSAGE_FIELDS = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+"""Fields of whole messages that OpenAI and vLLM have and that are always null here."""
 
 PROMPT_END_TOKENS = 8
 """Tokens at the end of a prompt in which a template opens or closes the reasoning."""
@@ -50,17 +53,25 @@ class MessageFormat:
     Args:
         make_reader: Makes the reader of an answer.
         use: The part of tools in the request.
+        prompt: The prompt's part of the response.
         has_logprobs: Whether log-probabilities were requested.
     """
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, make_reader: Callable[[], MessageReader], use: ToolUse, *, has_logprobs: bool) -> None:
+    def __init__(
+        self, make_reader: Callable[[], MessageReader], use: ToolUse, prompt: PromptPart, *, has_logprobs: bool
+    ) -> None:
+        self.prompt = prompt
         self._make_reader = make_reader
         self._use = use
         self._has_logprobs = has_logprobs
         self._readers: dict[int, MessageReader] = {}
+
+    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+        """Return the fields about the prompt."""
+        return chat_head(self.prompt, is_chunk=is_chunk)
 
     def chunk(self, piece: Piece) -> bytes | None:
         """Return the choice of a chunk; the first of an answer has the role, the first of a call its id and name."""
@@ -74,7 +85,7 @@ class MessageFormat:
         if piece.finish_reason is not None:
             events += reader.finish()
         delta |= self._fields(events, num_calls - 1, is_delta=True)
-        if not (delta or piece.logprobs or piece.finish_reason):
+        if not (delta or piece.logprobs or piece.finish_reason or piece.token_ids):
             return None
         return msgspec.json.encode(self._choice(reader, [piece], "delta", delta))
 
@@ -82,7 +93,7 @@ class MessageFormat:
         """Return the choice of a whole answer."""
         reader = self._make_reader()
         events = reader.feed("".join(piece.text for piece in pieces)) + reader.finish()
-        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": None, **NULL_MESSAGE_FIELDS}
         return self._choice(reader, pieces, "message", message | self._fields(events, -1, is_delta=False))
 
     def _fields(self, events: Sequence[Event], last_call: int, *, is_delta: bool) -> dict[str, Any]:
@@ -112,22 +123,34 @@ class MessageFormat:
     def _choice(
         self, reader: MessageReader, pieces: list[Piece], field: str, content: dict[str, Any]
     ) -> dict[str, Any]:
-        choice = chat_choice(pieces, field, content, has_logprobs=self._has_logprobs)
+        choice = chat_choice(pieces, field, content, self.prompt.details, has_logprobs=self._has_logprobs)
         if choice["finish_reason"] == "stop" and reader.num_calls and not self._use.is_named:
             choice["finish_reason"] = "tool_calls"
         return choice
 
 
-def chat_choice(pieces: list[Piece], field: str, content: dict[str, Any], *, has_logprobs: bool) -> dict[str, Any]:
-    """Return a choice with a ``message`` or a ``delta``, and the log-probabilities of its pieces."""
+def chat_head(prompt: PromptPart, *, is_chunk: bool) -> dict[str, Any]:
+    """Return the fields about the prompt that a whole response, or the first chunk, has beside the choices."""
+    return prompt.token_ids(0) if is_chunk else prompt.fields(0)
+
+
+def chat_choice(
+    pieces: list[Piece], field: str, content: dict[str, Any], details: Details, *, has_logprobs: bool
+) -> dict[str, Any]:
+    """Return a choice with a ``message`` or a ``delta``, and the log-probabilities and tokens of its pieces."""
     logprobs = [_logprob(token) for piece in pieces for token in piece.logprobs]
-    return {
+    choice: dict[str, Any] = {
         "index": pieces[-1].index,
         field: content,
         "logprobs": {"content": logprobs, "refusal": None} if has_logprobs else None,
         "finish_reason": pieces[-1].finish_reason,
         "stop_reason": pieces[-1].stop_reason,
     }
+    if details.has_token_ids:
+        choice["token_ids"] = [token for piece in pieces for token in piece.token_ids]
+    elif field == "message":
+        choice["token_ids"] = None
+    return choice
 
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:

@@ -50,7 +50,8 @@ async def list_models(request: Request) -> Response:
     content = context.model_list.get((adapters.num_changes, shows_paths))
     if content is None:
         loaded = adapters.loaded
-        cards = [_card(context, context.fleet.served_name, shows_paths=shows_paths)]
+        served = (context.fleet.served_name, *context.config.web.aliases) if context.serves_base else ()
+        cards = [_card(context, name, shows_paths=shows_paths) for name in served]
         cards += [_card(context, name, loaded[name], shows_paths=shows_paths) for name in loaded]
         content = msgspec.json.encode({"object": "list", "data": cards})
         if (adapters.num_changes, not shows_paths) not in context.model_list:
@@ -66,7 +67,7 @@ async def get_model(request: Request) -> Response:
     context.fleet.check_serving()
     name, served_name, loaded = request.path_params["name"], context.fleet.served_name, context.fleet.adapters.loaded
     shows_paths = context.gate.is_admin(request)
-    if name == served_name:
+    if context.serves_base and (name == served_name or name in context.config.web.aliases):
         return json_response(_card(context, name, shows_paths=shows_paths))
     for known in (name, name.removeprefix(f"{served_name}:")):
         if known in loaded:
@@ -135,7 +136,9 @@ async def metrics(request: Request) -> Response:
         snapshots = await context.fleet.snapshots(only_in_use=True)
     except ManyloraError:  # no engine serves: metrics of the API process alone
         snapshots = {}
-    return Response(context.metrics.render(context.fleet, snapshots), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        context.metrics.render(context.fleet, snapshots, context.functions()), media_type=CONTENT_TYPE_LATEST
+    )
 
 
 model_routes = [

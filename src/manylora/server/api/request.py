@@ -6,7 +6,7 @@ preflight request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -15,13 +15,14 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from manylora.config import EngineConfig, ServerConfig
-from manylora.hosting.fleet import Fleet
+from manylora.functions.wire import FunctionState
 from manylora.server.api.json_body import parse
 from manylora.server.auth import Gate
 from manylora.server.bounds import default_body_bytes
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
+from manylora.server.served import ServedFleet
 from manylora.server.text_work import TextWork
 from manylora.text import Tokenizer
 
@@ -48,11 +49,13 @@ class Context:
         monotonic_s: Returns a time in seconds that never steps back.
         model_list: The answers of ``/v1/models``, under the number of changes of the adapters at the time and whether
             they show paths; routers ask for them every few seconds.
+        serves_base: Whether the base is a model of its own.
+        functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
     """
 
     engine_config: EngineConfig
     config: ServerConfig
-    fleet: Fleet
+    fleet: ServedFleet
     tokenizer: Tokenizer
     text_work: TextWork
     gate: Gate
@@ -64,6 +67,8 @@ class Context:
     epoch_s: Callable[[], float]
     monotonic_s: Callable[[], float]
     model_list: dict[tuple[int, bool], bytes] = field(default_factory=dict)
+    serves_base: bool = True
+    functions: Callable[[], Sequence[FunctionState]] = tuple
 
 
 def context_of(request: Request) -> Context:
@@ -77,7 +82,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def read_body(request: Request, body: type[Body]) -> Body:
-    """Read and check the body of a request.
+    """Read and check the body of a request; an alias of the base is replaced by its name.
 
     Raises:
         HttpError: 415 for another media type; 413 above ``max_body_bytes``; 400 if the client disconnected.
@@ -103,4 +108,9 @@ async def read_body(request: Request, body: type[Body]) -> Body:
             raise HttpError(400, "The body ended early") from None
     if num_bytes > max_bytes:
         raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
-    return parse(b"".join(parts), body)
+    made = parse(b"".join(parts), body)
+    if (aliases := context.config.web.aliases) and isinstance(model := getattr(made, "model", None), str):
+        name, colon, adapter = model.partition(":")
+        if name in aliases and model not in context.fleet.adapters.loaded:
+            made.model = context.fleet.served_name + colon + adapter  # type: ignore[attr-defined]
+    return made

@@ -22,6 +22,7 @@ from manylora.execution.sampling.grammar import check_constraint
 from manylora.hosting.output_stream import Flush
 from manylora.server.api.answers import Answers, Piece
 from manylora.server.api.constraints import constraint_field
+from manylora.server.api.prompt_part import NO_DETAILS, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.errors import error_body, error_response
@@ -32,7 +33,6 @@ from manylora.types import Constraint, Request, SamplingParams
 
 __all__ = [
     "HEADERS",
-    "LEAST_LOGPROB",
     "NOTHING_ELSE",
     "AnswerFormat",
     "check_lengths",
@@ -49,8 +49,8 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx must not buffer events
 ]
 
-LEAST_LOGPROB = -9999.0
-"""vLLM's number for minus infinity, which JSON does not have."""
+NULL_FIELDS = {"service_tier": None, "kv_transfer_params": None}
+"""Fields of whole responses that vLLM has and that are always null here."""
 
 NOTHING_ELSE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 """The end of a choice that has text alone, as nearly all do: such a chunk needs no JSON encoder."""
@@ -63,6 +63,11 @@ class AnswerFormat(Protocol):
 
     object: str
     chunk_object: str
+    prompt: PromptPart
+
+    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+        """Return the fields of a whole response, or of the first chunk, that tell of all answers."""
+        ...
 
     def chunk(self, piece: Piece) -> bytes | None:
         """Return the choice of a chunk as JSON; ``None`` for no chunk."""
@@ -95,6 +100,7 @@ async def respond(
         tenant=tenant,
         id_prefix=id_prefix,
         constraint_param=constraint_param,
+        details=form.prompt.details,
     )
     if body.stream:
         return _EventStream(answers, form, head=head, fingerprint=context.fingerprint, options=body.stream_options)
@@ -111,6 +117,7 @@ async def submit(
     tenant: str,
     id_prefix: str,
     constraint_param: str | None = None,
+    details: Details = NO_DETAILS,
 ) -> tuple[Answers, dict[str, Any]]:
     """Submit the prompts; return their answers, and the id, time and model of the response.
 
@@ -123,6 +130,7 @@ async def submit(
         id_prefix: The begin of the response's id.
         settings: Settings of its model.
         constraint_param: The field that gave the constraint, if none of the usual ones.
+        details: The details of the response.
 
     Raises:
         RequestError: The engine refuses a request.
@@ -133,6 +141,10 @@ async def submit(
     check_lengths(context, prompts)
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
+    most = context.config.web.max_logprobs
+    for param, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if (num_top or 0) > most:
+            raise RequestError(f"Got {num_top} log-probabilities, expected at most {most}", param=param)
     if sampling.constraint is not None:
         await _check(sampling.constraint, constraint_param or constraint_field(body))
     answer_id = id_prefix + uuid.uuid4().hex
@@ -150,7 +162,14 @@ async def submit(
         for index, prompt in enumerate(prompts)
         for choice in range(num_answers)
     ]
-    answers = Answers(context.fleet, context.tokenizer, requests, num_answers=num_answers)
+    answers = Answers(
+        context.fleet,
+        context.tokenizer,
+        requests,
+        num_answers=num_answers,
+        details=details,
+        count=context.metrics.count_answers,
+    )
     await answers.start()
     return answers, {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
 
@@ -248,19 +267,34 @@ class _EventStream(Response):
     async def _send_chunks(self, send: Send, write_chunk: WriteChunk) -> None:
         answers, form = self._answers, self._form
         envelope: _Envelope | None = None
+        has_reports = form.prompt.details.prompt_logprobs is not None
         suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
-        def write(pieces: list[Piece]) -> Flush | None:
+        def render(pieces: list[Piece]) -> bytes:
             nonlocal envelope, suffix
+            prefix = b""
             if envelope is None:
                 envelope = _Envelope(self._head, answers, self._fingerprint)
+                if first := form.head(is_chunk=True):
+                    prefix = _Envelope({**self._head, **first}, answers, self._fingerprint).prefix
             if self._usage_everywhere:
                 suffix = b'],"usage":' + encode(answers.usage()) + b"}\n\n"
             body = b""
             for piece in pieces:  # usually one
                 chunk = form.chunk(piece)
                 if chunk is not None:
-                    body += envelope.prefix + chunk + suffix
+                    body += (prefix or envelope.prefix) + chunk + suffix
+                    prefix = b""
+            return body
+
+        async def write_slowly(pieces: list[Piece]) -> None:
+            await _add_prompts(form, pieces)
+            await send_body(send, render(pieces))
+
+        def write(pieces: list[Piece]) -> Flush | None:
+            if has_reports and any(piece.prompt_logprobs is not None for piece in pieces):
+                return functools.partial(write_slowly, pieces)
+            body = render(pieces)
             return None if not body or write_chunk(body) else functools.partial(send_body, send, body)
 
         await answers.deliver(write)
@@ -269,6 +303,13 @@ class _EventStream(Response):
         if self._include_usage:
             last = envelope.prefix + b'],"usage":' + encode(answers.usage()) + b"}\n\n"
         await send_body(send, last + DONE)
+
+
+async def _add_prompts(form: AnswerFormat, pieces: Sequence[Piece]) -> None:
+    """Make the JSON of the reports of prompts that came with pieces."""
+    for piece in pieces:
+        if piece.prompt_logprobs is not None:
+            await form.prompt.add(piece.index, piece.prompt_logprobs)
 
 
 async def send_body(send: Send, body: bytes) -> None:
@@ -302,7 +343,15 @@ class _Whole(Response):
                 response = error_response(error)
             else:
                 envelope = _Envelope(self._head, self._answers, self._fingerprint)
+                for pieces in gathered.values():
+                    await _add_prompts(self._form, pieces)
                 choices = [self._form.choice(gathered[index]) for index in sorted(gathered)]
-                body = {**envelope.fields, "choices": choices, "usage": self._answers.usage()}
+                body = {
+                    **envelope.fields,
+                    "choices": choices,
+                    "usage": self._answers.usage(),
+                    **NULL_FIELDS,
+                    **self._form.head(is_chunk=False),
+                }
                 response = Response(encode(body), media_type="application/json")
             await response(scope, receive, send)

@@ -109,6 +109,10 @@ _REFUSED = {
     "truncation": ("input is never cut", (None, "disabled")),
     "max_tool_calls": ("it limits OpenAI's own tools, which are not here", (None,)),
     "top_logprobs": ("log-probabilities are on /v1/chat/completions", (None, 0)),
+    "prompt_logprobs": ("log-probabilities are on /v1/chat/completions", (None,)),
+    "return_token_ids": ("tokens are on /v1/chat/completions", (None, False)),
+    "return_tokens_as_token_ids": ("log-probabilities are on /v1/chat/completions", (None, False)),
+    "truncate_prompt_tokens": ("input is never cut", (None,)),
     "max_tokens": ("this route calls it max_output_tokens", (None,)),
     "response_format": ("this route calls it text.format", (None,)),
     "n": ("a response is one answer", (None, 1)),
@@ -243,6 +247,7 @@ async def create_response(request: Request) -> Response:
         body,
         max_tokens=body.max_output_tokens,
         logprobs=None,
+        tokenizer=context.tokenizer,
         vocab_size=context.fleet.info.vocab_size,
         defaults=settings.defaults,
     )

@@ -12,7 +12,8 @@ from manylora.generation import NO_DEFAULTS, GenerationDefaults
 from manylora.server.api.constraints import ConstraintFields, constraint_of
 from manylora.server.api.free_form import NULL, free_form
 from manylora.server.api.tools import Tool, ToolCall, ToolChoice
-from manylora.server.bounds import MAX_BIAS_BYTES, MAX_CHOICES, MAX_STOP_TOKEN_IDS
+from manylora.server.bounds import INLINE_CHARS, MAX_BAD_WORDS, MAX_BIAS_BYTES, MAX_CHOICES, MAX_STOP_TOKEN_IDS
+from manylora.text import Tokenizer, bad_words_token_ids
 from manylora.types import SamplingParams
 
 __all__ = [
@@ -60,6 +61,11 @@ class SamplingFields(ConstraintFields, kw_only=True):
     skip_special_tokens: bool | None = None
     logit_bias: msgspec.Raw = NULL
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     stream: bool | None = None
@@ -105,6 +111,7 @@ class ChatBody(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: msgspec.Raw = NULL
     echo: bool | None = None
     tools: list[Tool] | None = None
@@ -151,7 +158,9 @@ def sampling_params(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    tokenizer: Tokenizer,
     vocab_size: int,
+    prompt_logprobs: int | None = None,
     defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with the model's defaults, then those of OpenAI's API.
@@ -160,7 +169,9 @@ def sampling_params(
         body: The request.
         max_tokens: Most tokens to generate; ``None`` for as many as fit.
         logprobs: Number of alternatives to report; ``None`` for no log-probabilities.
+        tokenizer: The base model's tokenizer, for words.
         vocab_size: Token ids are below this.
+        prompt_logprobs: As ``logprobs``, for the prompt.
         defaults: The defaults of the model.
 
     Raises:
@@ -203,10 +214,12 @@ def sampling_params(
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         skip_special_tokens=_or(body.skip_special_tokens, True),
         constraint=constraint_of(body),
         logit_bias=() if body.logit_bias is NULL else _logit_bias(body.logit_bias, vocab_size),
         allowed_token_ids=allowed_token_ids,
+        bad_words_token_ids=_bad_words(body.bad_words, tokenizer) if body.bad_words else (),
     )
 
 
@@ -219,6 +232,18 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"Got the token id {token_id} in {param}, expected 0 to {vocab_size - 1}", param=param)
+
+
+def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > INLINE_CHARS:
+        raise RequestError(
+            f"Got {len(words)} bad_words of {sum(map(len, words))} characters, expected at most {MAX_BAD_WORDS} "
+            f"of {INLINE_CHARS}",
+            param="bad_words",
+        )
+    if not all(word.strip() for word in words):
+        raise RequestError("bad_words has an empty word", param="bad_words")
+    return bad_words_token_ids(tokenizer, words)
 
 
 def _logit_bias(raw: msgspec.Raw, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -1,4 +1,6 @@
-"""``GET /status``: the engines and the last minute in one call, for ``manylora top`` and dashboards.
+"""The state of the server: ``/status``, ``/load``, ``/server_info``, and the end of one engine.
+
+``GET /status`` has the engines and the last minute in one call, for ``manylora top`` and dashboards.
 
 The report names adapters and their use, so it needs the admin key. The caller limits the number of adapters, so that a
 live view that asks every second costs the engine little.
@@ -33,7 +35,7 @@ async def status(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_admin(request)
     num_adapters = _number(request.query_params.get("adapters"), "adapters", NUM_ADAPTERS)
-    report = _report(context)
+    report = _report(context, num_adapters)
     try:
         snapshots = await context.fleet.snapshots(num_adapters)
     except ManyloraError:  # no engine serves: the report of the API process alone
@@ -51,7 +53,7 @@ async def status(request: Request) -> Response:
     return json_response(report)
 
 
-def _report(context: Context) -> StatusReport:
+def _report(context: Context, num_functions: int) -> StatusReport:
     """Return the report of the API process, without the engines."""
     fleet, latency, now = context.fleet, context.metrics.latency, context.monotonic_s()
     return StatusReport(
@@ -69,6 +71,7 @@ def _report(context: Context) -> StatusReport:
         resumes=Resumes(**dataclasses.asdict(fleet.resumes)),
         generation_defaults=context.settings.base.defaults.given(),
         scaling=fleet.scaling,
+        functions=tuple(context.functions())[:num_functions],
     )
 
 
@@ -80,6 +83,7 @@ def _replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int)
         pid=replica.pid,
         num_restarts=replica.num_restarts,
         num_in_flight=replica.num_in_flight,
+        node=replica.node,
     )
     if snapshot is None:
         return row
@@ -106,6 +110,35 @@ def _number(text: str | None, param: str, default: float) -> int:
     return int(text)
 
 
+async def load(request: Request) -> Response:
+    """``GET /load``: HTTP requests that are being answered, as vLLM's ``server_load``."""
+    return json_response({"server_load": context_of(request).fleet.num_in_flight})
+
+
+async def server_info(request: Request) -> Response:
+    """``GET /server_info``: versions and the configuration, without keys."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    packages = ("manylora", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
+    server = dataclasses.asdict(context.config)
+    server["api_keys"] = len(context.config.api_keys)
+    server["admin_key"] = context.config.admin_key is not None
+    return json_response(
+        {
+            "versions": {package: _version(package) for package in packages},
+            "engine": dataclasses.asdict(context.engine_config),
+            "server": server,
+        }
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 async def drain_replica(request: Request) -> Response:
     """``POST /replicas/{index}/drain?timeout=30``: end one engine; its requests finish in that time, or move on."""
     context = context_of(request)
@@ -117,5 +150,7 @@ async def drain_replica(request: Request) -> Response:
 
 status_routes = [
     Route("/status", status, methods=["GET"]),
+    Route("/load", load, methods=["GET"]),
+    Route("/server_info", server_info, methods=["GET"]),
     Route("/replicas/{index:int}/drain", drain_replica, methods=["POST"]),
 ]

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.hosting.engine_keeper import State
-from manylora.hosting.fleet import Fleet
+from manylora.server.served import ServedFleet
 from manylora.types import Tier
 
 __all__ = ["LEVELS", "by_replica", "fleet_metrics", "snapshot_metrics"]
@@ -22,7 +22,7 @@ LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
 """Tiers by the words that routers look for; "gpu" is any device."""
 
 
-def fleet_metrics(fleet: Fleet) -> Iterator[Metric]:
+def fleet_metrics(fleet: ServedFleet) -> Iterator[Metric]:
     """Yield the metrics that the API process knows itself."""
     replicas, resumes = fleet.replicas(), fleet.resumes
     labels = ["replica"] if fleet.num_replicas > 1 else []
@@ -105,6 +105,7 @@ def _vllm_metrics(
         ("vllm:num_requests_running", "Requests in the running batch.", stats.num_running),
         ("vllm:num_requests_waiting", "Requests waiting.", stats.num_waiting),
         ("vllm:kv_cache_usage_perc", "Share of all pages that running requests hold.", kv_share),
+        ("vllm:gpu_cache_usage_perc", "The same, by its older name.", kv_share),
         ("vllm:num_gpu_loaded_lora_adapters", "Adapter versions on the device.", stats.num_resident),
         ("vllm:num_cpu_loaded_lora_adapters", "Adapter versions in the host tier.", stats.num_host),
         ("vllm:max_gpu_lora_adapters", "Most adapters in a step.", most),
@@ -114,10 +115,34 @@ def _vllm_metrics(
         ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", stats.num_prompt_tokens),
         ("vllm:generation_tokens", "Tokens generated.", stats.num_generated_tokens),
         ("vllm:num_preemptions", "Requests that were pre-empted.", stats.num_preemptions),
+        ("vllm:prompt_tokens_cached", "Those that the prefix cache held.", stats.num_cached_tokens),
         ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens),
         ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_cached_tokens),
+        ("vllm:gpu_prefix_cache_queries", "The same, by its older name.", stats.num_prompt_tokens),
+        ("vllm:gpu_prefix_cache_hits", "The same, by its older name.", stats.num_cached_tokens),
     ):
         yield _family(CounterMetricFamily, name, text, ["model_name"], [([served_name], value)])
+    num_deferred = min(
+        stats.num_waiting, sum(status.num_waiting for status in statuses if status.tier is not Tier.DEVICE)
+    )
+    yield _family(
+        GaugeMetricFamily,
+        "vllm:num_requests_waiting_by_reason",
+        "Requests waiting: deferred until their adapter is on the device, the others for capacity.",
+        ["model_name", "reason"],
+        [([served_name, "capacity"], stats.num_waiting - num_deferred), ([served_name, "deferred"], num_deferred)],
+    )
+    sources = {
+        "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
+        "local_cache_hit": stats.num_cached_tokens,
+    }
+    yield _family(
+        CounterMetricFamily,
+        "vllm:prompt_tokens_by_source",
+        "Prompt tokens, computed or from the prefix cache.",
+        ["model_name", "source"],
+        [([served_name, source], num) for source, num in sources.items()],
+    )
     labels = {
         "block_size": memory.block_size,
         "num_gpu_blocks": stats.num_pages,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.functions.wire import FunctionState
 from manylora.scaling import ScalingDecision
 
 __all__ = [
@@ -73,6 +74,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
         index: Its number, from 0.
         state: As of the server.
         pid: Its process.
+        node: The node of a cluster that it runs on; ``None`` for the server's machine.
         num_in_flight: Requests that the API process has given to it.
         num_running: As the next five, ``None`` while it does not serve.
         placed: Adapters on its device, as many as the caller asked for: the most used first.
@@ -84,6 +86,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None
     num_restarts: int
     num_in_flight: int
+    node: str | None = None
     num_running: int | None = None
     num_waiting: int | None = None
     num_pages: int | None = None
@@ -126,6 +129,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
         resumes: Requests that lost their engine.
         generation_defaults: Sampling defaults of the base model, by name.
         scaling: The last decision about the number of engines; ``None`` if it is fixed.
+        functions: Isolated functions that have been awake, with the measures that each lacks on this kernel.
     """
 
     state: str
@@ -145,6 +149,7 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaRow, ...] = ()
     resumes: Resumes | None = None
     scaling: ScalingDecision | None = None
+    functions: tuple[FunctionState, ...] = ()
 
 
 def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from manylora.costs.model import CostModel
+from manylora.costs.take_over import left_to_workers
 from manylora.costs.workers import AssistCost
 from manylora.plan import ON_DEVICE, PlannedSequence, StepPlan
 from manylora.types import AdapterKey, Tier
@@ -80,8 +81,8 @@ class ColdSteps:
         copies: Mapping[AdapterKey, LoadTimeline],
         begins_at: float,
         factor: float,
-    ) -> float:
-        """Return the end of a step, in seconds.
+    ) -> tuple[float, float]:
+        """Return the end of a step, in seconds, and the share of its assisted layers that workers computed.
 
         A sequence in the host tier that no worker takes waits for its whole adapter before the step begins, and so does
         the step.
@@ -104,17 +105,22 @@ class ColdSteps:
             elif self._assist is not None:
                 begins_at = max(begins_at, copies[part.adapter].ends_at)
         if not arriving and not assisted:
-            return begins_at + self._cost.step_time_s(plan) * factor
-        at, on_cpu, layer_s = begins_at, assisted, self._layer_s(plan, assisted, factor)
+            return begins_at + self._cost.step_time_s(plan) * factor, 1.0
+        takes_over = self._assist is not None and self._assist.workers.takes_over
+        adapters = on_cpu = tuple(dict.fromkeys([part.adapter for part in assisted if part.adapter]))
+        layers_s = {on_cpu: self._layer_s(plan, assisted, factor)}
+        at, num_on_cpu = begins_at, 0
         for layer in range(self._num_layers):
             for copy in arriving.values():
                 at = max(at, copy.arrival(layer))
-            if on_cpu and self._assist is not None and self._assist.workers.takes_over:
-                left = [part for part in on_cpu if part.adapter and copies[part.adapter].arrival(layer) > at]
-                if len(left) < len(on_cpu):
-                    on_cpu, layer_s = left, self._layer_s(plan, left, factor)
-            at += layer_s
-        return at
+            if takes_over:
+                arrivals = {key: copies[key].arrival(layer) for key in adapters}
+                on_cpu = left_to_workers(adapters, arrivals.__getitem__, at)
+                if on_cpu not in layers_s:
+                    layers_s[on_cpu] = self._layer_s(plan, [p for p in assisted if p.adapter in on_cpu], factor)
+            num_on_cpu += len(on_cpu)
+            at += layers_s[on_cpu]
+        return at, num_on_cpu / (self._num_layers * len(adapters)) if adapters else 1.0
 
     def _layer_s(self, plan: StepPlan, on_cpu: list[PlannedSequence], factor: float) -> float:
         """Return the time of a layer in which workers compute the adapters of some sequences."""

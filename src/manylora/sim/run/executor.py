@@ -7,6 +7,7 @@ longer, for all its sequences (``cold_steps.py``).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from zlib import crc32
@@ -16,9 +17,9 @@ from manylora.costs.speed import MachineSpeed
 from manylora.costs.workers import AssistCost
 from manylora.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.sim.run.cold_steps import ColdSteps, LoadTimeline, cold_sequences
-from manylora.types import AdapterKey, SampledToken, Tier
+from manylora.types import AdapterKey, PromptLogprobs, SampledToken, Tier
 
-__all__ = ["SimulatedExecutor", "SimulatedWork", "synthetic_token"]
+__all__ = ["SimulatedExecutor", "SimulatedWork", "synthetic_prompt_logprobs", "synthetic_token"]
 
 
 @dataclass(slots=True)
@@ -46,6 +47,26 @@ def synthetic_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ..
     others = [(token_id + step) % vocab_size for step in range(part.sampling.logprobs)]
     top = tuple((other, -0.1 - rank) for rank, other in enumerate(others))
     return SampledToken(token_id=token_id, logprob=-0.1, top=top)
+
+
+def synthetic_prompt_logprobs(plan: StepPlan, vocab_size: int) -> dict[int, PromptLogprobs]:
+    """Return rows that depend only on the tokens of the prompts, which are their own most likely ones."""
+    found: dict[int, PromptLogprobs] = {}
+    parts = {part.seq_id: part for part in plan.sequences} if plan.prompt_rows else {}
+    for rows in plan.prompt_rows:
+        if (part := parts.get(rows.seq_id)) is None:
+            continue  # it failed in the step before
+        assert part.start <= rows.start < rows.stop <= part.start + part.num_tokens, "reported but not run"
+        targets = part.tokens[rows.start + 1 : rows.stop + 1]
+        numbers = [(token + step) % vocab_size for token in targets for step in (0, *range(rows.num_top))]
+        logprobs = [-0.1 - step for step in (0, *range(rows.num_top))] * len(targets)
+        found[rows.seq_id] = PromptLogprobs(
+            num_top=rows.num_top,
+            token_ids=array("i", numbers).tobytes(),
+            logprobs=array("f", logprobs).tobytes(),
+            ranks=array("i", [1] * len(targets)).tobytes(),
+        )
+    return found
 
 
 class SimulatedExecutor:
@@ -78,6 +99,7 @@ class SimulatedExecutor:
         assist: AssistCost | None = None,
     ) -> None:
         self._cost = cost
+        self._vocab_size = vocab_size
         self._num_layers = num_layers
         self._cold_steps = ColdSteps(cost, num_layers, assist)
         self._interference = {tier: one for tier, one in (interference or {}).items() if one}
@@ -96,12 +118,14 @@ class SimulatedExecutor:
         # A sequence is cold only while its adapter is on its way to the device.
         is_copying = now < self._link_free_at[Tier.DEVICE]
         if is_copying and (cold := cold_sequences(plan)):
-            ready_at = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
+            ready_at, cpu_share = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
         else:
-            ready_at = begins_at + self._cost.step_time_s(plan) * factor
+            ready_at, cpu_share = begins_at + self._cost.step_time_s(plan) * factor, 0.0
         for tier in self._interference:
             ready_at = self._delayed(ready_at, tier, begins_at, self._link_free_at[tier])
-        self._steps = [*self._steps[-1:], SimulatedWork(ready_at, StepResult(tokens=tokens), begins_at)]
+        prompt_logprobs = synthetic_prompt_logprobs(plan, self._vocab_size)
+        result = StepResult(tokens=tokens, prompt_logprobs=prompt_logprobs, cpu_share=cpu_share)
+        self._steps = [*self._steps[-1:], SimulatedWork(ready_at, result, begins_at)]
         return self._steps[-1]
 
     def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:

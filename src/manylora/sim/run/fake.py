@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from manylora.engine.steps.plan_ahead import fill_in
 from manylora.plan import ARRIVING, AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
-from manylora.sim.run.executor import synthetic_token
+from manylora.sim.run.executor import synthetic_prompt_logprobs, synthetic_token
 from manylora.types import AdapterKey, SampledToken, Tier
 
 __all__ = ["FakeExecutor", "FakeWork"]
@@ -133,7 +133,9 @@ class FakeExecutor:
             if part.is_sampled:
                 assert part.start + part.num_tokens == len(part.tokens)
                 tokens[part.seq_id] = synthetic_token(part, self._vocab_size)
-        self._last = step.result = StepResult(tokens=tokens, failed=failed)
+        reported = synthetic_prompt_logprobs(plan, self._vocab_size)
+        reported = {seq_id: rows for seq_id, rows in reported.items() if seq_id not in failed}
+        self._last = step.result = StepResult(tokens=tokens, failed=failed, prompt_logprobs=reported)
 
     def complete_load(self, index: int = 0, error: str | None = None) -> None:
         """Complete a load in flight, or fail it with ``error``.

@@ -24,9 +24,10 @@ class CompiledKernels:
     """Kernels for steps in float32 on the CPU, on the threads of ``team``."""
 
     def __init__(self, team: Team) -> None:
-        from manylora.execution.kernels.cpu import attention, lora, products
+        from manylora.execution.kernels.cpu import attention, lora, products, tables
 
         self.attend = partial(attention.attend_compiled, team)
+        self.prepare = tables.group_table
         self.tables = lora.make_tables
         self.lora = partial(lora.apply_compiled, team)
         self.product_tables = products.make_product_tables

@@ -6,7 +6,9 @@ remaining tokens go to the queues in proportion to these minima.
 
 The paper does not treat minima that exceed the total. They often do, because ``S`` is the *largest* demand, many times
 the mean in every queue. Then we share in proportion to the tokens that each queue holds at busy times: queues keep up
-with their arrivals equally well, and a queue of few large requests, which varies most, is not cut short.
+with their arrivals equally well, and a queue of few large requests, which varies most, is not cut short. Where these do
+not fit either, the smaller queue takes first: the fast lane is guaranteed at any load, and the largest requests
+wait. (In proportion, all queues would fall behind alike, and the one with most requests would wait longest.)
 
 Source: Chameleon, section 4.3.5.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, sqrt
 
 __all__ = ["QueueLoad", "QuotaLedger", "in_proportion", "minimum_quota", "share_out"]
 
@@ -54,7 +56,21 @@ def minimum_quota(load: QueueLoad, slo_s: float) -> float:
 def share_out(total: int, loads: Seq[QueueLoad], slo_s: float, *, least: int = 1) -> tuple[int, ...]:
     """Share ``total`` tokens among queues, each at least ``least``; ``slo_s`` is the time a request may take."""
     minima = [minimum_quota(load, slo_s) for load in loads]
-    return in_proportion(total, minima if sum(minima) <= total else [load.busy_tokens for load in loads], least=least)
+    if sum(minima) <= total:
+        return in_proportion(total, minima, least=least)
+    busy = [load.busy_tokens for load in loads]
+    if sum(busy) <= total:
+        return in_proportion(total, busy, least=least)
+    return smallest_first(total, busy, least=least)
+
+
+def smallest_first(total: int, wanted: Seq[float], *, least: int = 1) -> tuple[int, ...]:
+    """Give each in turn as many as it wants, at least ``least``; the last gets the rest."""
+    parts: list[int] = []
+    for place, want in enumerate(wanted[:-1], 1):
+        left = total - sum(parts) - least * (len(wanted) - place)
+        parts.append(max(least, min(ceil(want), left)))
+    return (*parts, total - sum(parts))
 
 
 def in_proportion(total: int, weights: Seq[float], *, least: int = 1) -> tuple[int, ...]:

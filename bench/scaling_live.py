@@ -1,0 +1,212 @@
+"""A stretch of the day of `scaling.py` over HTTP: simulated devices in engines that start and drain by the load.
+
+Each engine is a process with the speed of an A10 under Llama-2 7B on the wall clock, on this machine or on a Ray
+cluster of several raylets on it. The simulator serves the same requests by the same decisions in virtual time, with the
+mean time that a start took live. Figures are those of `scaling.py`; seconds are of the compressed day.
+
+    python bench/scaling_live.py --trace gentd26_qps.csv.gz            # ten minutes, up to four engines
+    python bench/scaling_live.py --trace gentd26_qps.csv.gz --ray      # on five raylets
+    python bench/scaling_live.py --trace gentd26_qps.csv.gz --quick    # a minute, up to two engines
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+from local_ray import LocalRay
+from publishing import arguments, publish, table
+from router_live import SCHEDULER, VOCABULARY, write_adapters
+
+from manylora.bench.ask import Question
+from manylora.bench.load import run_load
+from manylora.bench.machine import machine
+from manylora.bench.prompts import TokenPrompts
+from manylora.bench.scaling_day import count_flaps, make_day, replica_seconds
+from manylora.bench.target import Target
+from manylora.config import AdapterConfig, EngineConfig, FleetConfig, ModelConfig, ServerConfig
+from manylora.demo import demo_model_path
+from manylora.measure import RequestRecord
+from manylora.scaling import ScalingPolicy
+from manylora.server import BackgroundServer, LoraModule
+from manylora.sim.run.scaling import ReplicaSpan, SimulatedScaling
+from manylora.sim.run.simulation import simulate
+from manylora.sim.setup import Setup, make_config
+from manylora.workloads import Workload
+
+TTFT_S = 2.0
+LOOK_S = 0.2
+"""Seconds between two looks at the states of the engines."""
+ADAPTERS = AdapterConfig(host_bytes=10**12)
+
+Figures = dict[str, float]
+
+
+def stretch(options: argparse.Namespace) -> Workload:
+    """Return the requests of some hours of the day, from time 0."""
+    day = make_day(options.trace, compression=options.compression, peak_rate=options.rate, seed=0)
+    first, last = (3600 * hour / options.compression for hour in options.hours)
+    kept = [one for one in day.requests if first <= one.arrival_s < last]
+    return replace(day, requests=tuple(replace(one, arrival_s=one.arrival_s - first) for one in kept))
+
+
+async def watch(url: str, spans: list[ReplicaSpan]) -> None:
+    """Note the lives of engines by ``/status``, until cancelled; those that are alive then have no end."""
+    now = asyncio.get_running_loop().time
+    began_at = now()
+    async with aiohttp.ClientSession() as client:
+        while True:
+            async with client.get(f"{url}/status?adapters=0") as answer:
+                rows = {row["index"]: row["state"] for row in (await answer.json())["replicas"]}
+            at_s = now() - began_at
+            for span in spans:
+                if math.isinf(span.ended_at):
+                    state = rows.pop(span.index, None)
+                    if state is None:
+                        span.ended_at = at_s
+                    if state == "serving":
+                        span.serving_at = min(span.serving_at, at_s)
+                    if state in (None, "draining", "stopped"):
+                        span.draining_at = min(span.draining_at, at_s)
+            spans += [ReplicaSpan(index=index, asked_at=at_s) for index in rows]
+            await asyncio.sleep(LOOK_S)
+
+
+async def ask(url: str, workload: Workload) -> tuple[list[RequestRecord], list[ReplicaSpan]]:
+    """Send the requests at their times; return their records, and the lives of engines."""
+    prompts, target = TokenPrompts(vocab_size=VOCABULARY, seed=0), Target(url=url)
+    questions = [
+        Question(
+            request_id=str(index),
+            at_s=one.arrival_s,
+            adapter=one.adapter or "",
+            num_prompt_tokens=one.num_prompt_tokens,
+            body=target.body(one.adapter or "demo", one, prompts.make(index, one)),
+        )
+        for index, one in enumerate(workload.requests)
+    ]
+    spans: list[ReplicaSpan] = []
+    watching = asyncio.create_task(watch(url, spans))
+    began_at = asyncio.get_running_loop().time()
+    run = await run_load(target, questions, warm_up=questions[:1])
+    took_s = asyncio.get_running_loop().time() - began_at
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    for span in spans:
+        span.ended_at = min(span.ended_at, took_s)
+    return [answer.record for answer in run.answers], spans
+
+
+def live(workload: Workload, options: argparse.Namespace) -> tuple[list[RequestRecord], list[ReplicaSpan]]:
+    """Serve the requests over HTTP."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manylora-")))
+        write_adapters(folder, workload)
+        ray = stack.enter_context(LocalRay(options.most)) if options.ray else None
+        engine = EngineConfig(
+            model=ModelConfig(model=str(demo_model_path()), served_model_name="demo"),
+            simulate="a10:llama-2-7b",
+            scheduler=SCHEDULER,
+            adapters=ADAPTERS,
+        )
+        fleet = FleetConfig(
+            min_replicas=1, max_replicas=options.most, slo_ttft_s=TTFT_S, ray=None if ray is None else ray.address
+        )
+        modules = [LoraModule(one.name, str(folder / one.name)) for one in workload.adapters]
+        server = stack.enter_context(BackgroundServer(engine, ServerConfig(port=0, fleet=fleet), modules))
+        return asyncio.run(ask(server.url, workload))
+
+
+def simulated(
+    workload: Workload, options: argparse.Namespace, start_s: float
+) -> tuple[list[RequestRecord], list[ReplicaSpan]]:
+    """Serve the requests in virtual time."""
+    setup = Setup(
+        model="llama-2-7b",
+        hardware="a10",
+        num_replicas=options.most,
+        router="auto",
+        scheduler=SCHEDULER,
+        adapters=ADAPTERS,
+        exact_caps=True,
+    )
+    policy = ScalingPolicy(
+        min_replicas=1, max_replicas=options.most, ttft_s=TTFT_S, max_num_seqs=SCHEDULER.max_num_seqs
+    )
+    scaling = SimulatedScaling(policy=policy, start_s=start_s)
+    run = simulate(workload, replace(make_config(setup), scaling=scaling))
+    return run.records, list(run.spans)
+
+
+def summary(records: list[RequestRecord], spans: list[ReplicaSpan], start_s: float) -> Figures:
+    """Return the figures of one run; a failed request misses the SLO."""
+    met = sum(one.error is None and one.ttft_s is not None and one.ttft_s <= TTFT_S for one in records)
+    changes = sorted([(one.asked_at, 1) for one in spans] + [(one.ended_at, -1) for one in spans])
+    running = most = 0
+    for _, change in changes:
+        running += change
+        most = max(most, running)
+    return {
+        "attainment": met / len(records),
+        "errors": sum(one.error is not None for one in records),
+        "replica_seconds": replica_seconds(spans),
+        "most": most,
+        "starts": len(started(spans)),
+        "flaps": count_flaps(spans, 2 * start_s),
+    }
+
+
+def started(spans: list[ReplicaSpan]) -> list[ReplicaSpan]:
+    """Return the engines that scaling has started, without those of the begin."""
+    return [one for one in spans if one.asked_at > 2 * LOOK_S]
+
+
+def main() -> None:
+    """Serve the stretch live, then simulate it."""
+    parser = arguments(__doc__, quick="one hour at half the rate, up to two engines")
+    parser.add_argument("--trace", type=Path, required=True, help="requests per second of containers, as of GenTD26")
+    parser.add_argument("--compression", type=float, default=60.0, help="seconds of the day in one second")
+    parser.add_argument("--hours", type=float, nargs=2, default=(6.0, 16.0), help="first and last hour of the stretch")
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second in the busiest half hour")
+    parser.add_argument("--most", type=int, default=4, help="engines at most")
+    parser.add_argument("--ray", action="store_true", help="engines on a Ray cluster, a raylet for each")
+    options = parser.parse_args()
+    if options.quick:
+        options.hours, options.most, options.rate = (8.0, 9.0), 2, 5.0
+    workload = stretch(options)
+    records, spans = live(workload, options)
+    starts = [one.serving_at - one.asked_at for one in started(spans) if math.isfinite(one.serving_at)]
+    start_s = statistics.mean(starts) if starts else 1.0
+    figures = {
+        "live": summary(records, spans, start_s),
+        "simulated": summary(*simulated(workload, options, start_s), start_s),
+    }
+    heads = ["fleet", "within the SLO", "errors", "replica-seconds", "most at once", "starts", "flaps"]
+    rows = [
+        [name, f"{one['attainment']:.2%}", one["errors"], f"{one['replica_seconds']:.0f}"]
+        + [one[key] for key in ("most", "starts", "flaps")]
+        for name, one in figures.items()
+    ]
+    where = "on a Ray cluster" if options.ray else "on one machine"
+    lines = [
+        "# Scaling over HTTP and in the simulator",
+        "",
+        f"Hours {options.hours[0]:g} to {options.hours[1]:g} of GenTD26, a second for {options.compression:g} of the "
+        f"day: {len(workload.requests)} requests. Up to {options.most} engines {where}, each an A10 with Llama-2 7B. "
+        f"SLO: first token within {TTFT_S:g} s. A start took {start_s:.1f} s.",
+        "",
+        *table(heads, rows),
+    ]
+    kept = {"options": {key: str(value) for key, value in vars(options).items()}, "machine": machine(), **figures}
+    publish("scaling-live-ray" if options.ray else "scaling-live", kept, "\n".join(lines), is_kept=not options.quick)
+
+
+if __name__ == "__main__":
+    main()

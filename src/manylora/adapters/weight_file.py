@@ -1,0 +1,84 @@
+"""The weight file of an adapter, open: its tensors first, their bytes when they are wanted.
+
+The header of a safetensors file is read alone. So the names, types, shapes and sizes of all tensors are checked before
+a byte of them is read, and a large file costs no more than a small one until it has been found to fit. A ``.bin`` file
+has no header and is read whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from manylora.adapters.bin_file import read_bin
+from manylora.adapters.folder import AdapterFolder
+from manylora.adapters.method import ModuleWeights
+from manylora.adapters.shape import BaseShape
+from manylora.adapters.tensors import StoredTensor
+from manylora.adapters.weight_source import LocalFile, fetch, read_header
+from manylora.errors import AdapterError
+
+__all__ = ["WeightFile", "check_size"]
+
+LEAST_ELEMENT_BYTES = 2
+
+
+class WeightFile:
+    """The open weight file of a folder; a context, which closes it.
+
+    Args:
+        folder: The folder.
+        max_bytes: Largest weight file.
+
+    Raises:
+        AdapterError: The file is missing, unreadable, damaged, or larger than ``max_bytes``.
+    """
+
+    def __init__(self, folder: AdapterFolder, max_bytes: int) -> None:
+        name, file = folder.name, folder.find_weights()
+        opened = folder.open(file, max_bytes)
+        self.num_bytes = os.fstat(opened.fileno()).st_size
+        self.tensors: Mapping[str, StoredTensor]
+        """Its tensors by key; without their bytes where ``fetch`` reads them."""
+        self._source: LocalFile | None = None
+        try:
+            if file.endswith(".bin"):
+                self.tensors = read_bin(name, opened, max_bytes)
+                opened.close()
+            else:
+                self._source = LocalFile(name, opened)
+                self.tensors = read_header(name, self._source)
+        except BaseException:
+            opened.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def fetch(self, weights: Sequence[ModuleWeights]) -> Sequence[ModuleWeights]:
+        """Return weights of its tensors with their bytes.
+
+        Raises:
+            AdapterError: They cannot be read.
+        """
+        return weights if self._source is None else fetch(self._source, weights)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._source is not None:
+            self._source.close()
+
+
+def check_size(name: str, weights: Iterable[ModuleWeights], base: BaseShape, max_pages: int | None) -> None:
+    """Raise ``AdapterError`` if weights need more than ``max_pages`` of a base in any type; costs no layout."""
+    if max_pages is None:
+        return
+    least = LEAST_ELEMENT_BYTES * sum(w.rank * (w.module.in_features + w.module.out_features) for w in weights)
+    if least > max_pages * base.page.num_bytes:
+        pages = -(-least // base.page.num_bytes)
+        raise AdapterError(name, f"needs {pages} pages or more, and the pool has {max_pages} in all")

@@ -1,0 +1,137 @@
+"""The HTTP server of an agent: the server's own application for each backbone, behind one address."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from manylora.agent.dispatch import Dispatch
+from manylora.config import EngineConfig, ModelConfig, ServerConfig
+from manylora.demo import demo_model_path
+from manylora.functions.deployment import BackboneSpec
+from manylora.hosting.node.backbone_fleet import BackboneFleet
+from manylora.hosting.node.node import FunctionNode
+from manylora.server.api.request import Context
+from manylora.server.app import make_app
+from manylora.server.auth import Gate
+from manylora.server.bounds import default_body_bytes
+from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
+from manylora.server.listening import HttpServer
+from manylora.server.metrics.prometheus import Metrics
+from manylora.server.model_settings import ModelSettings
+from manylora.server.text_work import TextWork
+from manylora.text import Tokenizer
+from manylora.text.generation_file import load_generation_defaults
+
+__all__ = ["BackboneApp", "backbone_apps", "http_server"]
+
+LONGEST_BODY = default_body_bytes(262_144)
+"""Bytes of a body that is read for the name of its model, before the limit of a backbone's own context holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneApp:
+    """The application of a backbone, and its parts."""
+
+    app: ASGIApp
+    fleet: BackboneFleet
+    metrics: Metrics
+
+
+def backbone_apps(
+    node: FunctionNode, backbones: Mapping[str, BackboneSpec], config: ServerConfig
+) -> dict[str, BackboneApp]:
+    """Return the application of each backbone; reads tokenizers, and no weights.
+
+    Raises:
+        ConfigError: A model lacks its configuration or its tokenizer.
+    """
+    return {name: _backbone_app(name, spec, node, config) for name, spec in backbones.items()}
+
+
+def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: ServerConfig) -> BackboneApp:
+    folder = str(demo_model_path() if spec.model == "demo" else Path(spec.model))
+    engine = EngineConfig(model=ModelConfig(model=folder, served_model_name=name, dtype=spec.dtype, device="cpu"))
+    fleet = BackboneFleet(name, node, folder)
+    tokenizer = Tokenizer.load(folder)
+    metrics = Metrics(
+        engine,
+        has_adapter_histograms=config.adapter_histograms,
+        served_name=name,
+        epoch_s=time.time,
+        monotonic_s=time.monotonic,
+    )
+    version = metadata.version("manylora")
+    context = Context(
+        engine_config=engine,
+        config=config,
+        fleet=fleet,
+        tokenizer=tokenizer,
+        text_work=TextWork(),
+        gate=Gate(config.api_keys, config.admin_key),
+        # Folders of tenants are read in their functions alone: defaults and templates in them have no effect.
+        settings=ModelSettings(
+            load_generation_defaults(engine.model),
+            base_name=name,
+            adapters={},
+            tokenizer=tokenizer,
+            trusts_templates=False,
+            base_names=frozenset(),
+        ),
+        metrics=metrics,
+        lora_roots=(),
+        fingerprint=f"fp_{hashlib.blake2b(f'{version}/{folder}/{spec.dtype}'.encode(), digest_size=5).hexdigest()}",
+        started_at=int(time.time()),
+        epoch_s=time.time,
+        monotonic_s=time.monotonic,
+        serves_base=False,
+        functions=fleet.functions,
+    )
+    return BackboneApp(make_app(context), fleet, metrics)
+
+
+def http_server(
+    apps: Mapping[str, BackboneApp], node: FunctionNode, config: ServerConfig, on_listening: Callable[[], None]
+) -> HttpServer:
+    """Return the server of all backbones."""
+
+    def backbone_of(model: str) -> str | None:
+        if model in apps:
+            return model
+        function = node.functions.get(model) or node.functions.get(model.partition(":")[2])
+        return None if function is None else function.host.name
+
+    bounds = ConnectionBounds(
+        max_connections=config.max_connections,
+        max_per_address=config.max_connections_per_address,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+    )
+    return HttpServer(
+        uvicorn.Config(
+            Dispatch(
+                {name: one.app for name, one in apps.items()},
+                backbone_of,
+                max_body_bytes=config.max_body_bytes or LONGEST_BODY,
+            ),
+            http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=2,
+        ),
+        on_listening,
+    )

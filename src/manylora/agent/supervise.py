@@ -1,0 +1,172 @@
+"""Controller and agent of one machine, started and restarted: ``manylora functions serve``.
+
+Their listening sockets are made here, so that a process that starts again has the address of the one before, and
+connections wait for it meanwhile. A pipe ends with this process, and with it all others, backbones included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from manylora.agent.process import AgentSetup
+from manylora.config import ServerConfig
+from manylora.controller.process import ControllerSetup, bind_guarded
+from manylora.errors import EngineDead
+from manylora.functions.deployment import read_deployment
+from manylora.hosting.engine_keeper import RestartPolicy
+from manylora.server.listening import bind, url_of
+
+__all__ = ["CONTROLLER", "TOKEN", "read_token", "supervise"]
+
+TOKEN = "token"
+CONTROLLER = "controller.json"
+RESTARTS = RestartPolicy(max_deaths=10, first_pause_s=0.2, max_pause_s=5.0, healthy_after_s=10.0)
+BACKLOG = 512
+
+logger = logging.getLogger(__name__)
+
+
+def supervise(config: Path, folder: Path, server: ServerConfig, *, node: str, log_level: int) -> int:
+    """Run controller and agent until SIGTERM or SIGINT; return the exit code.
+
+    Args:
+        config: File of functions.
+        folder: State: database, token and sockets; made for this user alone.
+        server: The HTTP server in front of the functions.
+        node: This machine's name.
+        log_level: Of all processes.
+
+    Raises:
+        ConfigError: The file is wrong, or an address cannot be listened on.
+        EngineDead: Controller or agent died too often.
+    """
+    deployment = read_deployment(config)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token = read_token(folder)
+    public, private = bind(server.host, server.port), bind_guarded("127.0.0.1", 0, token)
+    for one in (public, private):
+        one.listen(BACKLOG)
+    (folder / CONTROLLER).write_text(json.dumps({"url": url_of(private)}))
+    lifeline, held = os.pipe()
+    controller = ControllerSetup(
+        config=str(config.resolve()),
+        folder=str(folder),
+        token=token,
+        socket=private.fileno(),
+        lifeline=lifeline,
+        log_level=log_level,
+    )
+    agent = AgentSetup(
+        node=node,
+        controller=url_of(private),
+        token=token,
+        server=server,
+        folder=str(folder),
+        memory_bytes=deployment.node.memory_bytes,
+        socket=public.fileno(),
+        lifeline=lifeline,
+        log_level=log_level,
+    )
+    try:
+        asyncio.run(
+            _keep_both(
+                _Child("manylora.controller.process", msgspec.json.encode(controller), (private.fileno(), lifeline)),
+                _Child("manylora.agent.process", msgspec.json.encode(agent), (public.fileno(), lifeline)),
+            )
+        )
+    finally:
+        os.close(held)
+        os.close(lifeline)
+        public.close()
+        private.close()
+    return 0
+
+
+def read_token(folder: Path) -> str:
+    """Return the token in a folder of state; a new one if there is none."""
+    path = folder / TOKEN
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        token = secrets.token_urlsafe(32)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token + "\n")
+        return token
+
+
+class _Child:
+    """A process that is started again when it ends."""
+
+    def __init__(self, module: str, setup: bytes, descriptors: tuple[int, ...]) -> None:
+        self._module = module
+        self._setup = setup
+        self._descriptors = descriptors
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_stopping = False
+
+    async def keep(self) -> None:
+        """Run it until ``stop``.
+
+        Raises:
+            EngineDead: It died too often in a row.
+        """
+        now = asyncio.get_running_loop().time
+        deaths = 0
+        while not self._is_stopping:
+            since = now()
+            process = self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", self._module),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=self._descriptors,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+            await process.communicate(self._setup)
+            if self._is_stopping:
+                return
+            deaths = 1 if now() - since >= RESTARTS.healthy_after_s else deaths + 1
+            logger.error("process_ended module=%s code=%s in_a_row=%d", self._module, process.returncode, deaths)
+            if deaths >= RESTARTS.max_deaths or process.returncode == 2:  # 2: its configuration is wrong
+                raise EngineDead(f"{self._module} ended {deaths} times in a row (exit code {process.returncode})")
+            await asyncio.sleep(RESTARTS.pause_s(deaths))
+
+    async def stop(self) -> None:
+        """End it, and wait."""
+        self._is_stopping = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            await self._process.wait()
+
+
+async def _keep_both(controller: _Child, agent: _Child) -> None:
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        if stopping.is_set():
+            os._exit(130)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    keeping = [asyncio.create_task(child.keep()) for child in (controller, agent)]
+    waiting = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({waiting, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        await agent.stop()  # its last report needs the controller
+        await controller.stop()
+    for task in keeping:
+        task.cancel()
+    for result in await asyncio.gather(*keeping, return_exceptions=True):
+        if isinstance(result, EngineDead):
+            raise result

@@ -1,0 +1,210 @@
+"""`manylora functions`: isolated functions of one base each, on one machine or on many."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.shared import LogLevel, log_to_stderr
+from manylora.cli.views.functions_view import bill_table, functions_table, starts_table
+from manylora.cli.views.terminal import note, out
+from manylora.config import FleetConfig, ServerConfig
+from manylora.errors import ConfigError
+from manylora.functions.wire import Overview
+
+__all__ = ["functions_app"]
+
+_FLAGS = tuple(flag for flag in flags_of(ServerConfig) if flag.known.panel == "HTTP")
+_PANELS = ("HTTP",)
+
+functions_app = typer.Typer(help="Serve adapters as isolated functions over shared bases.", no_args_is_help=True)
+
+ConfigFile = Annotated[Path, typer.Option("--config", metavar="FILE", help="TOML with backbones, functions, prices.")]
+StateFolder = Annotated[
+    Path, typer.Option("--state-dir", metavar="DIR", help="Folder of the ledger, the token and the sockets.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file", metavar="FILE", envvar="MANYLORA_TOKEN_FILE", help="File with the controller's token."
+    ),
+]
+STATE = Path("functions-state")
+
+
+@functions_app.command(name="serve")
+@with_flags(_FLAGS, panels=_PANELS)
+def serve_functions(
+    config: ConfigFile,
+    chosen: Chosen,
+    state_dir: StateFolder = STATE,
+    node: Annotated[str | None, typer.Option(help="This machine's name; by default its host name.")] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run controller, agent, backbones and functions on this machine, with OpenAI's API in front.
+
+    A function is a model name. It sleeps until a request comes, and costs nothing meanwhile.
+
+    [bold]manylora functions serve --config functions.toml --port 8000[/bold]
+    """
+    log_to_stderr(log_level, "functions")
+    from manylora.agent.supervise import supervise  # imports torch and the web framework
+
+    server = chosen.make(ServerConfig, fleet=FleetConfig())
+    level = logging.getLogger().getEffectiveLevel()
+    note(f"starting functions of {config}; the address follows when they are served")
+    sys.exit(supervise(config, state_dir.resolve(), server, node=node or socket.gethostname(), log_level=level))
+
+
+@functions_app.command(name="controller")
+def controller_command(
+    config: ConfigFile,
+    state_dir: StateFolder = STATE,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that is not loopback needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8100,
+    token_file: TokenFile = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run the controller of several nodes, each with an agent."""
+    log_to_stderr(log_level, "controller")
+    from manylora.controller.process import ControllerSetup, run_controller
+
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    setup = ControllerSetup(
+        config=str(config), folder=str(state_dir.resolve()), token=_token(token_file), host=host, port=port
+    )
+    sys.exit(run_controller(setup))
+
+
+@functions_app.command(name="agent")
+@with_flags(_FLAGS, panels=_PANELS)
+def agent_command(
+    controller: Annotated[str, typer.Option(metavar="URL", help="Address of the controller.")],
+    chosen: Chosen,
+    state_dir: StateFolder = STATE,
+    node: Annotated[str | None, typer.Option(help="This machine's name; by default its host name.")] = None,
+    token_file: TokenFile = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run the agent of this machine, which serves the functions that the controller gives it."""
+    log_to_stderr(log_level, "agent")
+    from manylora.agent.process import AgentSetup, run_agent
+
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    setup = AgentSetup(
+        node=node or socket.gethostname(),
+        controller=controller,
+        token=_token(token_file),
+        server=chosen.make(ServerConfig, fleet=FleetConfig()),
+        folder=str(state_dir.resolve()),
+    )
+    sys.exit(run_agent(setup))
+
+
+@functions_app.command(name="ps")
+def list_functions(
+    state_dir: StateFolder = STATE,
+    controller: Annotated[
+        str | None, typer.Option(metavar="URL", help="Address of the controller; by default that of the state folder.")
+    ] = None,
+    token_file: TokenFile = None,
+    all_functions: Annotated[bool, typer.Option("--all", help="Also those that have never been awake.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the controller's answer.")] = False,
+) -> None:
+    """Show functions: state, memory, and the last cold start by its parts."""
+    import msgspec
+
+    from manylora.controller.client import ControllerClient
+
+    url, token = controller, _token(token_file)
+    if url is None:
+        url, token = _local(state_dir)
+
+    async def ask() -> Overview:
+        async with ControllerClient(url, token) as client:
+            return await client.overview()
+
+    overview = asyncio.run(ask())
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(overview)).decode() + "\n")
+    else:
+        out.print(functions_table(overview, now=time.time(), with_all=all_functions))
+        out.print(starts_table(overview))
+
+
+@functions_app.command(name="bill")
+def bill_command(
+    state_dir: StateFolder = STATE,
+    by: Annotated[str, typer.Option(metavar="tenant|function", help="The lines of the bill.")] = "tenant",
+    since: Annotated[
+        str | None, typer.Option("--from", metavar="TIME", help="Begin, as 2026-01-31 or 2026-01-31T12:00; local time.")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option("--to", metavar="TIME", help="End; usage of whole minutes counts.")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    prices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML with a table `prices`; by default the controller's.")
+    ] = None,
+) -> None:
+    """Show a bill from the ledger; exit code 1 if it does not add up to the machines' time.
+
+    [bold]manylora functions bill --by tenant --from 2026-01-01 --to 2026-02-01 --csv[/bold]
+    """
+    if by not in ("tenant", "function"):
+        raise typer.BadParameter(f"Got {by!r}, expected tenant or function", param_hint="--by")
+    from manylora.controller.bill import make_bill, write_csv
+    from manylora.controller.process import LEDGER
+    from manylora.controller.store import read_ledger, read_prices
+    from manylora.functions.deployment import read_prices_file
+
+    ledger = state_dir.resolve() / LEDGER
+    rows = read_ledger(ledger, _nanoseconds(since, 0), _nanoseconds(until, 2**62))
+    bill = make_bill(
+        *rows, read_prices(ledger) if prices is None else read_prices_file(prices), by_tenant=by == "tenant"
+    )
+    if as_csv:
+        write_csv(bill, by, sys.stdout)
+    else:
+        out.print(bill_table(bill, by))
+    if not bill.adds_up:
+        note(f"the ledger lacks {bill.difference_ns} ns of the machines' time")
+        raise typer.Exit(1)
+
+
+def _token(file: Path | None) -> str | None:
+    return None if file is None else file.read_text().strip()
+
+
+def _local(folder: Path) -> tuple[str, str]:
+    """Return address and token of the controller that runs with a folder of state."""
+    import json
+
+    try:
+        url = json.loads((folder / "controller.json").read_text())["url"]
+        return str(url), (folder / "token").read_text().strip()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"Got state_dir = {str(folder)!r}, where no functions are served: {error}") from None
+
+
+def _nanoseconds(text: str | None, default: int) -> int:
+    if text is None:
+        return default
+    if re.fullmatch(r"\d{1,12}", text):
+        return int(text) * 10**9
+    try:
+        return int(datetime.fromisoformat(text).timestamp() * 1e9)
+    except ValueError:
+        raise typer.BadParameter(f"Got {text!r}, expected a date and time as 2026-01-31T12:00") from None

@@ -1,0 +1,188 @@
+"""The flags of `vllm serve` that manylora does not have, each with a reason of one line.
+
+A flag is *ignored* if manylora always does what it asks for, does not need it, or if it only tunes vLLM's kernels and
+changes no answer. It is *limited* if only some of its values are so. All others are *refused*: they ask for a feature
+that is missing, or would change answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["SAME_AS", "SAME_NAMES", "TRANSLATED", "VLLM_FLAGS", "VllmFlag"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmFlag:
+    """One flag.
+
+    Args:
+        why: The reason, for the remark or the error.
+        has_value: Whether the flag has a value.
+        fine: Values that can be ignored; ``None`` for all, empty if the flag is refused.
+    """
+
+    why: str
+    has_value: bool = False
+    fine: tuple[str, ...] | None = None
+
+
+_ONE_DEVICE = "one engine runs on one device; --replicas starts several engines"
+_KERNELS = "kernels and graphs are chosen by device and batch; it changes no answer"
+_NO_VALUE: Mapping[str, str] = {
+    "adapters are always enabled": "--enable-lora",
+    "it is on with --tool-call-parser": "--enable-auto-tool-choice",
+    "it is on unless --no-prefix-caching is given": "--enable-prefix-caching",
+    "it is on unless --step-composition turns it off": "--enable-chunked-prefill",
+    "steps that cannot be captured run eagerly": "--enforce-eager --no-enforce-eager",
+    "it is on; --no-plan-ahead turns it off": "--async-scheduling",
+    "requests are logged only with --enable-log-requests": "--disable-log-requests --no-enable-log-requests",
+    "responses are logged only with --enable-log-requests": "--disable-uvicorn-access-log",
+    "figures are at /metrics, not in the log": "--disable-log-stats",
+    "usage always has them": "--enable-prompt-tokens-details",
+    "/load always answers": "--enable-server-load-tracking",
+    "engines have processes of their own; --in-process is for debuggers": "--disable-frontend-multiprocessing",
+    "/docs is a page without assets of others": "--enable-offline-docs",
+    "it is how pages are managed": "--use-v2-block-manager",
+    "model code and weights are loaded without progress bars": "--use-tqdm-on-load --no-use-tqdm-on-load",
+    _KERNELS: "--disable-custom-all-reduce --disable-cascade-attn --disable-async-output-proc --enable-dbo",
+}
+_ANY_VALUE: Mapping[str, str] = {
+    "every adapter is kept at its own rank, there is no largest one": "--max-lora-rank",
+    "pre-empted requests are computed again, not swapped": "--swap-space",
+    "older names are always shown": "--show-hidden-metrics-for-version",
+    "texts are never logged": "--max-log-len",
+    "--log-level sets the level": "--uvicorn-log-level",
+    "requests are logged only with --enable-log-requests": "--disable-access-log-for-endpoints",
+    "headers are bounded by 64 KiB and 128": "--h11-max-incomplete-event-size --h11-max-header-count",
+    "adapters add no tokens to the vocabulary": "--lora-extra-vocab-size",
+    "blocks are named by their contents": "--prefix-caching-hash-algo",
+    _KERNELS: "--compilation-config --cuda-graph-sizes --cudagraph-capture-sizes --max-cudagraph-capture-size"
+    " --max-seq-len-to-capture --optimization-level --attention-backend --mm-encoder-attn-backend",
+    "weights are read once and frozen": "--safetensors-load-strategy --max-parallel-loading-workers --ignore-patterns",
+}
+_LIMITED: Mapping[str, tuple[str, str]] = {
+    "--tensor-parallel-size": ("1", _ONE_DEVICE),
+    "--pipeline-parallel-size": ("1", _ONE_DEVICE),
+    "--data-parallel-size": ("1", _ONE_DEVICE),
+    "--decode-context-parallel-size": ("1", _ONE_DEVICE),
+    "--prefill-context-parallel-size": ("1", _ONE_DEVICE),
+    "--nnodes": ("1", _ONE_DEVICE),
+    "--api-server-count": ("1", "one process speaks HTTP; `manylora route` spreads over several servers"),
+    "--distributed-executor-backend": ("mp uni", "each engine is a process of its own"),
+    "--lora-dtype": ("auto", "--adapter-dtype chooses"),
+    "--kv-cache-dtype": ("auto", "KV is kept in the type of the base"),
+    "--tokenizer-mode": ("auto hf", "the tokenizer is that of Hugging Face's library"),
+    "--load-format": ("auto safetensors hf", "weights are read from safetensors"),
+    "--config-format": ("auto hf", "the configuration is Hugging Face's"),
+    "--model-impl": ("auto transformers", "the module tree is transformers'"),
+    "--task": ("auto generate", "the server generates text"),
+    "--runner": ("auto generate", "the server generates text"),
+    "--convert": ("auto none", "the server generates text"),
+    "--preemption-mode": ("recompute", "pre-empted requests are computed again"),
+    "--num-scheduler-steps": ("1", "each step is planned by itself"),
+    "--num-lookahead-slots": ("0", "there is no speculative decoding"),
+    "--stream-interval": ("1", "under load one event carries several tokens"),
+    "--scheduler-delay-factor": ("0 0.0", "a step never waits for more prompts"),
+    "--cpu-offload-gb": ("0 0.0", "the base is held on its device"),
+    "--guided-decoding-backend": ("auto guidance", "grammars are compiled by llguidance"),
+    "--logprobs-mode": ("raw_logprobs", "log-probabilities are those of the model"),
+    "--chat-template-content-format": ("auto string", "messages are given to the template as one text"),
+    "--response-role": ("assistant", "the role of an answer is assistant"),
+    "--worker-cls": ("auto", "an engine has no worker classes"),
+    "--scheduler-cls": ("auto", "--policy names a policy, also one of your own"),
+    "--ssl-keyfile-password": ("", "the key must be readable without a password"),
+}
+_REFUSED: Mapping[str, str] = {
+    _ONE_DEVICE: "--fully-sharded-loras --enable-expert-parallel --enable-eplb --eplb-config --all2all-backend"
+    " --expert-placement-strategy --num-redundant-experts --data-parallel-rank --data-parallel-start-rank"
+    " --data-parallel-size-local --data-parallel-address --data-parallel-rpc-port --data-parallel-backend"
+    " --data-parallel-hybrid-lb --data-parallel-external-lb --master-addr --master-port --node-rank --headless"
+    " --ray-workers-use-nsight",
+    "weights are served in 16 or 32 bits": "--quantization --calculate-kv-scales --qlora-adapter-name-or-path"
+    " --allow-deprecated-quantization --quantization-param-path",
+    "there is no speculative decoding": "--speculative-config --speculative-model --num-speculative-tokens"
+    " --ngram-prompt-lookup-max --ngram-prompt-lookup-min --speculative-max-model-len",
+    "KV stays in the engine that computed it": "--kv-transfer-config --kv-events-config --ec-transfer-config"
+    " --kv-offloading-size --kv-offloading-backend --kv-sharing-fast-prefill",
+    "the server takes text only": "--limit-mm-per-prompt --enable-mm-embeds --media-io-kwargs --mm-processor-kwargs"
+    " --mm-processor-cache-gb --disable-mm-preprocessor-cache --mm-processor-cache-type --mm-encoder-tp-mode"
+    " --interleave-mm-strings --skip-mm-profiling --video-pruning-rate --allowed-local-media-path"
+    " --allowed-media-domains --default-mm-loras --disable-chunked-mm-input --enable-prompt-embeds",
+    "the server generates text": "--pooler-config --override-pooler-config --io-processor-plugin",
+    "change config.json of the checkpoint": "--hf-overrides --rope-scaling --rope-theta --hf-config-path"
+    " --disable-sliding-window --override-attention-dtype",
+    "generation_config.json has them; --generation-config DIR names its folder": "--override-generation-config",
+    "it must be in the same revision as the model": "--tokenizer-revision --code-revision",
+    "the environment variable HF_TOKEN has the key of the hub": "--hf-token",
+    "requests bring text, and answers are text": "--skip-tokenizer-init --tokens-only",
+    "requests bring them": "--default-chat-template-kwargs --return-tokens-as-token-ids --enable-force-include-usage",
+    "templates always show the tools": "--exclude-tools-when-tool-choice-none",
+    "formats of tool calls are built in; --tool-call-parser names one": "--tool-parser-plugin --tool-server",
+    "formats of reasoning are built in; --reasoning-parser names one": "--reasoning-parser-plugin",
+    "the grammar's settings are those of a request": "--structured-outputs-config --guided-decoding-disable-fallback"
+    " --guided-decoding-disable-any-whitespace --guided-decoding-disable-additional-properties",
+    "it would run code of yours in the server; put a proxy in front": "--middleware --logits-processors"
+    " --logits-processor-pattern --worker-extension-cls",
+    "texts are never logged": "--enable-log-outputs --enable-log-deltas",
+    "--log-level and the log on standard error are the settings": "--log-config-file --log-error-stack",
+    "restart the server with new certificates": "--enable-ssl-refresh",
+    "there is no such route": "--enable-tokenizer-info-endpoint --enable-per-request-metrics --grpc",
+    "spans are not sent; /metrics and --step-log have the times": "--otlp-traces-endpoint --collect-detailed-traces"
+    " --enable-layerwise-nvtx-tracing --kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics",
+    "--step-target and --step-composition limit the prompts in a step": "--long-prefill-token-threshold"
+    " --max-num-partial-prefills --max-long-partial-prefills --multi-step-stream-outputs",
+    "the model's memory is not given back": "--enable-sleep-mode",
+    "recurrent layers are not supported": "--mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size"
+    " --disable-hybrid-kv-cache-manager",
+    "only LoRA adapters are served": "--enable-prompt-adapter --max-prompt-adapters --max-prompt-adapter-token"
+    " --prompt-adapters --enable-lora-bias --long-lora-scaling-factors",
+    "system_fingerprint names the server and the adapter's version": "--fingerprint-mode --fingerprint-value",
+    "it is vLLM's own": "--additional-config --model-loader-extra-config --override-neuron-config"
+    " --pt-load-map-location --renderer-num-workers",
+}
+
+VLLM_FLAGS: Mapping[str, VllmFlag] = {
+    **{flag: VllmFlag(why=why) for why, flags in _NO_VALUE.items() for flag in flags.split()},
+    **{flag: VllmFlag(why=why, has_value=True) for why, flags in _ANY_VALUE.items() for flag in flags.split()},
+    **{flag: VllmFlag(why=why, has_value=True, fine=tuple(values.split())) for flag, (values, why) in _LIMITED.items()},
+    **{flag: VllmFlag(why=why, fine=()) for why, flags in _REFUSED.items() for flag in flags.split()},
+}
+"""Flags by name."""
+
+_SAME = """
+    --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --block-size --chat-template
+    --config --device --disable-fastapi-docs --download-dir --dtype --enable-log-requests --enable-request-id-headers
+    --generation-config --gpu-memory-utilization --host --lora-modules --max-cpu-loras --max-logprobs --max-loras
+    --max-model-len --max-num-batched-tokens --max-num-seqs --port --reasoning-parser --revision --root-path --seed
+    --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --tokenizer
+    --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
+"""
+SAME_NAMES = tuple(_SAME.split())
+"""Flags that mean the same here (``--config`` reads TOML)."""
+
+SAME_AS: Mapping[str, str] = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-asc": "--api-server-count",
+    "-q": "--quantization",
+    "-O": "--optimization-level",
+    "-cc": "--compilation-config",
+    "-ep": "--enable-expert-parallel",
+}
+"""vLLM's short flags."""
+
+TRANSLATED: Mapping[str, Mapping[str, str]] = {
+    "--no-enable-prefix-caching": {"": "--no-prefix-caching"},
+    "--no-chunked-prefill": {"": "--step-composition=whole-prompts"},
+    "--no-enable-chunked-prefill": {"": "--step-composition=whole-prompts"},
+    "--no-async-scheduling": {"": "--no-plan-ahead"},
+    "--scheduling-policy": {"fcfs": "--policy=fifo", "priority": "--policy=priority"},
+    "--num-gpu-blocks-override": {"*": "--num-pages=*"},
+    "--kv-cache-memory-bytes": {"*": "--memory=*"},
+}
+"""Flags under another name here, by value: empty for a flag without one, ``*`` for any."""

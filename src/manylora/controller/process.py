@@ -1,0 +1,134 @@
+"""The controller's process: ``python -m manylora.controller.process``, with its set-up on standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from manylora.controller.app import make_app
+from manylora.controller.controller import Controller
+from manylora.controller.store import Store
+from manylora.errors import ConfigError
+from manylora.functions.deployment import read_deployment
+from manylora.hosting.logs import configure_logging
+from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
+
+__all__ = ["LEDGER", "ControllerSetup", "bind_guarded", "run_controller"]
+
+LEDGER = "ledger.db"
+DRAIN_S = 5.0
+
+
+class ControllerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The set-up of a controller.
+
+    Args:
+        config: File of functions.
+        folder: Where its database is.
+        token: Token of all calls; ``None`` for none, on loopback.
+        socket: Descriptor of its listening socket; ``None`` to bind ``host`` and ``port``.
+        lifeline: Descriptor of a pipe with whose end this process ends; ``None`` for none.
+    """
+
+    config: str
+    folder: str
+    token: str | None
+    host: str = "127.0.0.1"
+    port: int = 0
+    socket: int | None = None
+    lifeline: int | None = None
+    log_level: int = logging.INFO
+
+
+class ControllerServer:
+    """A controller behind HTTP, from start to stop, on one event loop."""
+
+    def __init__(self, setup: ControllerSetup) -> None:
+        deployment = read_deployment(Path(setup.config))
+        self._store = Store(Path(setup.folder) / LEDGER)
+        self._controller = Controller(self._store, deployment, now=time.monotonic)
+        self._socket = (
+            bind_guarded(setup.host, setup.port, setup.token)
+            if setup.socket is None
+            else socket.socket(fileno=setup.socket)
+        )
+        self.url = url_of(self._socket)
+        self.is_stopping = False
+        self._token = setup.token
+        self._http: HttpServer | None = None
+        if setup.lifeline is not None:
+            asyncio.get_running_loop().add_reader(setup.lifeline, os._exit, 1)  # its other end has gone
+
+    def drain(self) -> None:
+        """Begin to stop."""
+        self.is_stopping = True
+        if self._http is not None:
+            self._http.should_exit = True
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve until drained."""
+        self._http = HttpServer(
+            uvicorn.Config(
+                make_app(self._controller, self._token),
+                log_config=None,
+                log_level=logging.WARNING,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(DRAIN_S),
+            ),
+            on_ready,
+        )
+        self._http.should_exit = self.is_stopping
+        try:
+            await self._http.serve(sockets=[self._socket])
+        finally:
+            self._store.close()
+
+
+def bind_guarded(host: str, port: int, token: str | None) -> socket.socket:
+    """Return a bound socket.
+
+    Raises:
+        ConfigError: The address can be reached from other machines, and there is no token.
+    """
+    bound = bind(host, port)
+    if token is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
+        bound.close()
+        raise ConfigError(f"Got host = {host!r} without a token, expected a token or a loopback address")
+    return bound
+
+
+def run_controller(setup: ControllerSetup) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit code.
+
+    Raises:
+        ConfigError: The file of functions or the database is wrong, or it cannot listen.
+    """
+
+    def say_ready(one: ControllerServer) -> None:
+        print(f"manylora controls functions at {one.url}", file=sys.stderr, flush=True)
+
+    return run_until_stopped(lambda: ControllerServer(setup), say_ready, drain_timeout_s=DRAIN_S)
+
+
+def main() -> int:
+    """Run a controller; return the exit code."""
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=ControllerSetup)
+    configure_logging(setup.log_level, "controller")
+    return run_controller(setup)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

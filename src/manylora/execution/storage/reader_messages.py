@@ -1,0 +1,172 @@
+"""The messages between an engine and a reader process.
+
+Questions go to the reader as pickles, for it trusts the engine. Answers are decoded as one of the structs below and
+nothing else: the reader may have been taken over by a file that it read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from manylora import errors
+from manylora.adapters.layout import AdapterLayout
+from manylora.adapters.shape import BaseShape
+from manylora.errors import AdapterError
+from manylora.types import AdapterKey, AdapterVersion
+
+__all__ = [
+    "Again",
+    "Answer",
+    "Checked",
+    "Identity",
+    "Packed",
+    "Pages",
+    "ReaderSettings",
+    "Refused",
+    "receive",
+    "send",
+]
+
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderSettings:
+    """The settings of every reader of an engine.
+
+    Args:
+        base: The base model.
+        max_bytes: Largest weight file accepted.
+        max_pages: Pages of the pool, which an adapter must fit in; ``None`` for no limit.
+        roots: Real paths below which all files of adapters must lie; ``None`` for no limit.
+        dtype: Type of the packed weights, as of ``read_adapter``.
+        hashes: File of the hash cache; ``None`` for none.
+        limit_s: Time that the next part of an adapter may take, in seconds, before it is given up.
+        memory_bytes: Memory that a reader may add once it runs.
+    """
+
+    base: BaseShape
+    max_bytes: int
+    max_pages: int | None = None
+    roots: tuple[str, ...] | None = None
+    dtype: str | None = None
+    hashes: str | None = None
+    limit_s: float = 60.0
+    memory_bytes: int = 4 * 1024**3
+
+
+class Again(NamedTuple):
+    """The question for a version that was registered."""
+
+    version: AdapterVersion
+    is_urgent: bool
+
+
+class Packed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer without the image, which follows as a descriptor.
+
+    Args:
+        version: The version.
+        ranks: Ranks by module; this and the next two are the arguments of ``lay_out``.
+        dtype: Type of the weights.
+        column_scaled: Modules with a column scale.
+    """
+
+    version: AdapterVersion
+    ranks: tuple[tuple[str, int], ...]
+    dtype: str
+    column_scaled: tuple[str, ...]
+
+    @classmethod
+    def of(cls, version: AdapterVersion, layout: AdapterLayout) -> Packed:
+        """Return the answer for an adapter of a layout."""
+        parts = [part for group in layout.groups.values() for part in group.modules]
+        ranks = tuple((part.module.name, part.rank) for part in parts)
+        return cls(version, ranks, layout.dtype, tuple(part.module.name for part in parts if part.column_scale))
+
+
+class Pages(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A further answer: so many of the image's pages are full.
+
+    The last has the digests of the layers, if the version was read for the first time.
+    """
+
+    num_full: int
+    layer_digests: bytes = b""
+
+
+class Identity(NamedTuple):
+    """The fields of a version that are its own: the others are those of its shape."""
+
+    key: AdapterKey
+    layer_digests: bytes
+    stamp: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The reason why an adapter cannot be served; the engine's process raises it again."""
+
+    error: str
+    adapter: str
+    reason: str
+
+    @classmethod
+    def of(cls, error: AdapterError) -> Refused:
+        """Return an error as an answer."""
+        return cls(type(error).__name__, error.adapter, error.reason)
+
+    def to_error(self) -> AdapterError:
+        """Return the error."""
+        kind = getattr(errors, self.error, AdapterError)
+        if not (isinstance(kind, type) and issubclass(kind, AdapterError)):
+            kind = AdapterError
+        return kind(self.adapter, self.reason)
+
+
+class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Adapters by header.
+
+    Args:
+        shapes: The versions that differ in more than their content.
+        shape_of: For each adapter the number of its shape, or -1 if it was refused.
+        identities: Identities of those that were not refused, in order.
+        refused: The refusals, in order.
+    """
+
+    shapes: list[AdapterVersion]
+    shape_of: list[int]
+    identities: list[Identity]
+    refused: list[Refused]
+
+
+Answer: TypeAlias = Packed | Pages | Checked | Refused
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Answer).decode
+
+
+def send(pipe: Connection, answer: Answer) -> None:
+    """Send an answer to the engine."""
+    pipe.send_bytes(_encode(answer))
+
+
+def receive(pipe: Connection, limit_s: float) -> Answer:
+    """Return the next answer of a reader.
+
+    Raises:
+        TimeoutError: There is none within ``limit_s`` seconds.
+        OSError: The reader died, or its answer cannot be read.
+    """
+    if not pipe.poll(limit_s):
+        raise TimeoutError
+    try:
+        answer: Answer = _decode(pipe.recv_bytes(MAX_ANSWER_BYTES))
+    except EOFError as error:
+        raise ConnectionResetError from error
+    except msgspec.MsgspecError as error:
+        raise OSError(f"its answer is malformed: {error}") from error
+    return answer

@@ -1,0 +1,249 @@
+"""The reading side of a reader process: confined first, then adapters are read and checked on request.
+
+::
+
+    settings -> hash cache opened -> confined -> question -> read, check, pack into a memory file -> answer, descriptor
+
+Confined, it reads the folders of adapters and Python's own, writes nothing but memory files and the hash cache that is
+open, reaches no network, starts no process, and has a bound on its memory. Not every kernel has every measure; the log
+names those that are missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from typing import TypeVar
+
+from manylora.adapters.folder import open_folder
+from manylora.adapters.hash_cache import HashCache, KnownContent
+from manylora.adapters.header import HeaderReader
+from manylora.adapters.packed import image_of
+from manylora.adapters.read import read_adapter
+from manylora.adapters.read_layers import LayerReader
+from manylora.adapters.stamp import provisional_key, stamp_files
+from manylora.errors import AdapterError
+from manylora.execution.storage.reader_messages import (
+    Again,
+    Checked,
+    Identity,
+    Packed,
+    Pages,
+    ReaderSettings,
+    Refused,
+    send,
+)
+from manylora.isolation import READABLE_OF_SYSTEM, Confinement, confine
+from manylora.types import AdapterKey, AdapterVersion
+
+__all__ = ["main", "serve"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+NICENESS = 10
+MAX_CACHE_BYTES = 128 * 1024 * 1024
+"""Largest file that a reader may write, beside the image of an adapter."""
+
+
+def main(descriptor: int) -> None:
+    """Run the reader process at the other end of a pipe."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    pipe = Connection(descriptor)
+    try:
+        settings: ReaderSettings = pipe.recv()
+    except EOFError:
+        return
+    hashes = None if settings.hashes is None else HashCache(Path(settings.hashes))
+    kept = [0, 1, 2, descriptor]
+    if hashes is not None and (file := hashes.open()) is not None:
+        kept.append(file)
+    if sys.platform == "linux":
+        _confine(settings, kept)
+    serve(pipe, settings, hashes)
+
+
+def _confine(settings: ReaderSettings, kept: Sequence[int]) -> None:
+    package = str(Path(__file__).resolve().parents[2])
+    roots = ("/",) if settings.roots is None else settings.roots
+    measures = confine(
+        Confinement(
+            readable=[*READABLE_OF_SYSTEM, sys.prefix, sys.base_prefix, package, *(p for p in sys.path if p), *roots],
+            keep_fds=kept,
+            memory_bytes=settings.memory_bytes,
+            file_bytes=max(MAX_CACHE_BYTES, settings.memory_bytes),
+        )
+    )
+    for one in measures:
+        # A process without root's rights cannot become another user, and has no reason to.
+        if not one.is_on and one.name != "user":
+            logger.warning("reader_not_confined measure=%s reason=%r", one.name, one.note)
+
+
+def serve(pipe: Connection, settings: ReaderSettings, hashes: HashCache | None = None) -> None:
+    """Read and check adapters on request until the pipe closes."""
+    served = _Served(pipe, settings, hashes)
+    try:
+        # On Linux a thread has a priority of its own. Elsewhere the whole process has this one from the first work on.
+        with ThreadPoolExecutor(1, initializer=os.nice, initargs=(NICENESS,)) as at_low_priority:
+            while True:
+                asked = pipe.recv()
+                if isinstance(asked, Again) and asked.is_urgent:
+                    served.read_layers(asked.version)
+                elif isinstance(asked, Again):
+                    at_low_priority.submit(served.read_layers, asked.version).result()
+                elif isinstance(asked, list):
+                    at_low_priority.submit(served.check, asked).result()
+                else:
+                    at_low_priority.submit(served.read, *asked).result()
+    except EOFError:
+        return
+
+
+class _Served:
+    """The reading side of a pipe."""
+
+    def __init__(self, pipe: Connection, settings: ReaderSettings, hashes: HashCache | None) -> None:
+        self._pipe = pipe
+        self._settings = settings
+        self._dtype = settings.dtype or settings.base.page.dtype
+        self._hashes = hashes
+        self._headers = HeaderReader(
+            settings.base,
+            max_bytes=settings.max_bytes,
+            max_pages=settings.max_pages,
+            roots=settings.roots,
+            dtype=settings.dtype,
+            known=(lambda stamp: None) if hashes is None else hashes.get,
+        )
+
+    def read(self, name: str, path: str) -> None:
+        """Read an adapter that is new, and send it or the reason against it."""
+        memory = _MemoryFile()
+        try:
+            self._answer(name, lambda: self._read(name, path, memory))
+        finally:
+            memory.close()
+
+    def read_layers(self, version: AdapterVersion) -> None:
+        """Read a registered version; send its layout and empty image, then the full pages after each layer."""
+        memory = _MemoryFile()
+        try:
+            self._answer(version.source, lambda: self._read_layers(version, memory))
+        finally:
+            memory.close()
+
+    def check(self, adapters: Sequence[tuple[str, str]]) -> None:
+        """Check adapters by header and send their versions; those of one shape share most of the answer."""
+        numbers: dict[AdapterVersion, int] = {}
+        shape_of: list[int] = []
+        identities: list[Identity] = []
+        refused: list[Refused] = []
+        for name, path in adapters:
+            try:
+                version = _named(name, partial(self._headers.read, name, path))
+            except AdapterError as error:
+                shape_of.append(-1)
+                refused.append(Refused.of(error))
+            else:
+                shape = replace(version, key=AdapterKey(""), source="", layer_digests=b"", stamp="")
+                shape_of.append(numbers.setdefault(shape, len(numbers)))
+                identities.append(Identity(version.key, version.layer_digests, version.stamp))
+        send(self._pipe, Checked(list(numbers), shape_of, identities, refused))
+
+    def _answer(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            _named(name, work)
+        except AdapterError as error:
+            send(self._pipe, Refused.of(error))
+
+    def _read(self, name: str, path: str, memory: _MemoryFile) -> None:
+        base = self._settings.base
+        folder = open_folder(name, path, self._settings.roots)
+        stamp, changed_at = stamp_files(folder, base, self._dtype)
+        packed = read_adapter(
+            name,
+            path,
+            base,
+            max_bytes=self._settings.max_bytes,
+            max_pages=self._settings.max_pages,
+            roots=self._settings.roots,
+            dtype=self._dtype,
+            allocate=memory.allocate,
+        )
+        if stamp_files(folder, base, self._dtype)[0] != stamp:
+            raise AdapterError(name, "its files changed while they were read; register it again")
+        version = replace(packed.version, stamp=stamp)
+        assert version.dtype is not None
+        self._keep(stamp, KnownContent(version.key, version.dtype, version.layer_digests), changed_at)
+        self._send_image(Packed.of(version, packed.layout), memory)
+
+    def _read_layers(self, version: AdapterVersion, memory: _MemoryFile) -> None:
+        settings, base = self._settings, self._settings.base
+        with LayerReader(
+            version, base, max_bytes=settings.max_bytes, roots=settings.roots, asked_dtype=settings.dtype
+        ) as reader:
+            image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
+            self._send_image(Packed.of(version, reader.layout), memory)
+            for num_full in reader.pack(image):
+                first = reader.first_content
+                if first is not None:
+                    folder = open_folder(version.source, version.source, settings.roots)
+                    stamp, changed_at = stamp_files(folder, base, self._dtype)
+                    if provisional_key(stamp) == version.key:
+                        self._keep(stamp, first, changed_at)
+                send(self._pipe, Pages(num_full, b"" if first is None else first.layer_digests))
+
+    def _send_image(self, packed: Packed, memory: _MemoryFile) -> None:
+        send(self._pipe, packed)
+        send_handle(self._pipe, memory.descriptor, os.getppid())
+
+    def _keep(self, stamp: str, content: KnownContent, changed_at: float) -> None:
+        if self._hashes is not None:
+            self._hashes.put(stamp, content, age_s=time.time() - changed_at)
+
+
+def _named(name: str, work: Callable[[], T]) -> T:
+    """Return the result of work on an adapter; lack of memory and of descriptors is an error of that adapter."""
+    try:
+        return work()
+    except MemoryError as error:
+        raise AdapterError(name, "it needs more memory than a reader of adapters may use") from error
+    except ConnectionError:
+        raise
+    except OSError as error:
+        raise AdapterError(name, f"it cannot be read: {error.strerror}") from error
+
+
+class _MemoryFile:
+    """Memory that another process can map: an anonymous file."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+
+    def allocate(self, num_bytes: int) -> mmap.mmap:
+        if hasattr(os, "memfd_create"):
+            # The engine seals its size, so that the memory cannot be taken away under a step.
+            self.descriptor = os.memfd_create("manylora-adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            import tempfile
+
+            self.descriptor, path = tempfile.mkstemp()
+            os.unlink(path)
+        os.ftruncate(self.descriptor, num_bytes)
+        return mmap.mmap(self.descriptor, num_bytes)
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)

@@ -1,0 +1,213 @@
+"""The functions of a platform and their backbones, as data: read from TOML, sent over REST, kept in the ledger.
+
+::
+
+    [backbones.llama]
+    model = "/models/llama"
+
+    [functions.sql]
+    backbone = "llama"
+    adapter = "/adapters/sql"
+    tenant = "acme"
+    slo-s = 1.0
+
+Every value is bounded, and an error names the table and the field.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from manylora.errors import ConfigError
+from manylora.functions.billing import PriceList
+
+__all__ = [
+    "MAX_FUNCTIONS",
+    "BackboneSpec",
+    "Deployment",
+    "FunctionSpec",
+    "Name",
+    "NodeSpec",
+    "check_function",
+    "read_deployment",
+    "read_prices_file",
+]
+
+MIB = 2**20
+MAX_FUNCTIONS = 100_000
+MAX_BACKBONES = 64
+MAX_FILE_BYTES = 64 * MIB
+
+Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+-]*$")]
+PathText = Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[^\x00]+$")]
+Caller = Annotated[str, Meta(pattern=r"^key-[0-9a-f]{12}$")]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]
+Bytes = Annotated[int, Meta(ge=1, le=2**50)]
+
+T = TypeVar("T")
+
+
+class BackboneSpec(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab", omit_defaults=True
+):
+    """A base that functions share.
+
+    Args:
+        model: Folder of the checkpoint, or ``demo``.
+        dtype: As of ``manylora backbone``.
+    """
+
+    model: PathText
+    dtype: str = "auto"
+
+
+class FunctionSpec(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab", omit_defaults=True
+):
+    """A function.
+
+    Args:
+        backbone: Name of its base.
+        adapter: Folder of its adapter.
+        tenant: The account that pays.
+        callers: API keys that may call it, each as ``key-`` and the first 12 hexadecimal digits of its SHA-256; empty
+            for any key of the server.
+        slo_s: Objective for the first token of a warm request, in seconds.
+        max_batch: Most requests that leave as one batch.
+        max_waiting: Most requests that wait; further ones are refused.
+        kv_bytes: Its pool of pages.
+        adapter_bytes: Host memory for its adapter's packed weights.
+        keep_alive_s: Seconds without a request after which its process ends; ``None`` for the node's.
+        threads: Threads of its engine; ``None`` for the machine's cores.
+        memory_bytes: As of ``FunctionPlace``, like the next two.
+    """
+
+    backbone: Name
+    adapter: PathText
+    tenant: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._/@+-]*$")] = ""
+    callers: Annotated[tuple[Caller, ...], Meta(max_length=1024)] = ()
+    slo_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 2.0
+    max_batch: Annotated[int, Meta(ge=1, le=4096)] = 16
+    max_waiting: Annotated[int, Meta(ge=1, le=65536)] = 256
+    kv_bytes: Bytes = 64 * MIB
+    adapter_bytes: Bytes = 64 * MIB
+    keep_alive_s: Seconds | None = None
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    memory_bytes: Bytes | None = None
+    cgroup_bytes: Bytes | None = None
+    cgroup_cpus: Annotated[float, Meta(gt=0.0, le=4096.0)] | None = None
+
+
+class NodeSpec(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab", omit_defaults=True
+):
+    """The limits of every node.
+
+    Args:
+        memory_bytes: Memory for backbones, zygotes and functions; ``None`` for most of the memory that is available.
+        keep_alive_s: Seconds without a request after which a function's process ends.
+        preload: Whether the controller decides what is held ready.
+    """
+
+    memory_bytes: Bytes | None = None
+    keep_alive_s: Seconds = 60.0
+    preload: bool = True
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """All tables of a file."""
+
+    backbones: dict[str, BackboneSpec]
+    functions: dict[str, FunctionSpec]
+    node: NodeSpec
+    prices: PriceList
+
+
+def read_deployment(path: Path) -> Deployment:
+    """Read a file of functions.
+
+    Raises:
+        ConfigError: The file cannot be read, or a value is wrong; the message names the table and the field.
+    """
+    tables = _tables(path)
+    backbones = _named(tables.get("backbones", {}), "backbones", BackboneSpec, MAX_BACKBONES)
+    functions = _named(tables.get("functions", {}), "functions", FunctionSpec, MAX_FUNCTIONS)
+    for name, function in functions.items():
+        check_function(name, function, backbones)
+    folder = path.resolve().parent  # paths may be relative to the file
+    return Deployment(
+        backbones={
+            name: one if one.model == "demo" else msgspec.structs.replace(one, model=str(folder / one.model))
+            for name, one in backbones.items()
+        },
+        functions={
+            name: msgspec.structs.replace(one, adapter=str(folder / one.adapter)) for name, one in functions.items()
+        },
+        node=_converted(tables.get("node", {}), "node", NodeSpec),
+        prices=_prices(tables.get("prices", {})),
+    )
+
+
+def check_function(name: str, function: FunctionSpec, backbones: Mapping[str, BackboneSpec]) -> None:
+    """Raise ``ConfigError`` unless a function may have its name and there is its backbone."""
+    _converted(name, f"functions.{name[:128]!r}", Name)
+    if function.backbone not in backbones:
+        raise ConfigError(
+            f"Got functions.{name}: backbone = {function.backbone!r}, expected one of {', '.join(backbones) or 'none'}"
+        )
+    if name in backbones:
+        raise ConfigError(f"Got functions.{name}, the name of a backbone, expected another name")
+
+
+def read_prices_file(path: Path) -> PriceList:
+    """Return the prices in a file of functions; errors as of ``read_deployment``."""
+    return _prices(_tables(path).get("prices", {}))
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    got = f"Got config = {str(path)!r}"
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{got}, which has more than {MAX_FILE_BYTES} bytes")
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{got}, which cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{got}, which is not TOML: {error}") from None
+    if unknown := sorted(set(tables) - {"backbones", "functions", "node", "prices"}):
+        raise ConfigError(f"{got} with the table {unknown[0]!r}, expected backbones, functions, node or prices")
+    return tables
+
+
+def _named(table: object, where: str, kind: type[T], most: int) -> dict[str, T]:
+    if not isinstance(table, dict) or len(table) > most:
+        raise ConfigError(f"Got {where}, expected at most {most} tables by name")
+    found = {}
+    for name, value in table.items():
+        _converted(name, f"{where}.{name[:128]!r}", Name)
+        found[name] = _converted(value, f"{where}.{name}", kind)
+    return found
+
+
+def _prices(table: Any) -> PriceList:
+    if not isinstance(table, dict):
+        raise ConfigError("Got prices, expected a table")
+    found: PriceList = _converted({key.replace("-", "_"): value for key, value in table.items()}, "prices", PriceList)
+    return found
+
+
+def _converted(value: Any, where: str, kind: Any) -> Any:
+    try:
+        if kind is PriceList and (unknown := sorted(set(value) - set(PriceList.__dataclass_fields__))):
+            raise ConfigError(
+                f"Got {where}: {unknown[0]!r}, expected one of {', '.join(PriceList.__dataclass_fields__)}"
+            )
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"Got {where}: {error}") from None

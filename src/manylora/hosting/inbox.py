@@ -1,0 +1,54 @@
+"""The end of a socket on which an engine's messages arrive, read by the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from manylora.hosting.protocol import Message, decode_message
+
+__all__ = ["Inbox"]
+
+
+class Inbox:
+    """Delivers the messages of one socket, until closed. For the event loop's thread alone.
+
+    Args:
+        socket: The socket, which is closed with the inbox.
+        deliver: Called with all messages that have arrived together, so that several tokens share one write.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], deliver: Callable[[Sequence[Message]], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.broken: asyncio.Future[str] = loop.create_future()
+        """Done once no more messages are read: the reason, in words."""
+        self._socket = socket
+        self._deliver = deliver
+        loop.add_reader(socket.fileno(), self._receive)
+        self._receive()
+
+    def close(self, reason: str = "it was stopped") -> None:
+        """Read no more; may be called again."""
+        if not self._socket.closed:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close(linger=0)
+        if not self.broken.done():
+            self.broken.set_result(reason)
+
+    def _receive(self) -> None:
+        """Deliver all messages that have arrived; the event loop calls this when the socket becomes readable.
+
+        The socket must be read until it is empty, because ZeroMQ signals only the change from empty.
+        """
+        messages: list[Message] = []
+        try:
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    messages.append(decode_message(self._socket.recv(zmq.NOBLOCK)))
+            if messages:
+                self._deliver(messages)
+        except Exception as error:
+            self.close(repr(error))

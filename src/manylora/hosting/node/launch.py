@@ -1,0 +1,130 @@
+"""Start the process of a function from a zygote: its engine, its place, its adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import SystemRandom
+
+from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
+from manylora.functions.deployment import FunctionSpec
+from manylora.hosting.adapter_book import LoraModule
+from manylora.hosting.engine_keeper import RestartPolicy
+from manylora.hosting.fleet import Fleet
+from manylora.hosting.functions.zygote import Zygote
+from manylora.hosting.link import EngineLink
+from manylora.hosting.link_function import FunctionLink, FunctionPlace
+from manylora.hosting.node.backbone_host import BackboneHost
+from manylora.hosting.protocol import EngineSpec, Observations, StartReport
+from manylora.hosting.resumption import ResumePolicy
+
+__all__ = ["Awake", "engine_config", "launch"]
+
+START_TIMEOUT_S = 300.0
+HANG_TIMEOUT_S = 300.0
+RESTARTS = RestartPolicy(max_deaths=4, first_pause_s=0.1, max_pause_s=5.0)
+
+
+@dataclass(slots=True, eq=False)
+class Awake:
+    """A function's engine.
+
+    Args:
+        fleet: The engine, restarted when it dies.
+        keeping: Watches it.
+        links: The links of its processes, the last one alive.
+        uid: The user of its processes.
+    """
+
+    fleet: Fleet
+    keeping: asyncio.Task[None]
+    links: list[FunctionLink]
+    uid: int | None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process."""
+        return self.fleet.pids[0]
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests with the engine, or between two of its processes."""
+        return sum(one.num_in_flight for one in self.fleet.replicas()) + self.fleet.resumes.num_waiting
+
+    @property
+    def report(self) -> StartReport | None:
+        """The start of the last process that was ready, and its measures."""
+        return next((link.report for link in reversed(self.links) if link.report is not None), None)
+
+    async def stop(self) -> None:
+        """End it."""
+        self.keeping.cancel()
+        await self.fleet.stop("The function was put to sleep.")
+        await asyncio.gather(self.keeping, return_exceptions=True)
+
+
+def engine_config(spec: FunctionSpec, host: BackboneHost) -> EngineConfig:
+    """Return the configuration of a function's engine."""
+    return EngineConfig(
+        model=host.backbone.model,
+        memory=MemoryConfig(memory_bytes=spec.kv_bytes),
+        adapters=AdapterConfig(host_bytes=spec.adapter_bytes),
+        scheduler=SchedulerConfig(max_num_seqs=spec.max_batch, max_waiting=spec.max_waiting),
+    )
+
+
+async def launch(
+    name: str,
+    spec: FunctionSpec,
+    host: BackboneHost,
+    zygote: Zygote,
+    *,
+    uid: int | None,
+    observe: Callable[[Observations], None],
+) -> Awake:
+    """Fork a function and load its adapter.
+
+    Raises:
+        ManyloraError: Its engine or its adapter was refused, or it died.
+    """
+    engine = EngineSpec(
+        config=engine_config(spec, host),
+        served_name=host.name,
+        builder="",
+        num_threads=spec.threads or len(os.sched_getaffinity(0)),
+    )
+    place = FunctionPlace(
+        readable=[spec.adapter],
+        uid=uid,
+        memory_bytes=spec.memory_bytes,
+        cgroup_bytes=spec.cgroup_bytes,
+        cgroup_cpus=spec.cgroup_cpus,
+    )
+    links: list[FunctionLink] = []
+
+    def make_link() -> EngineLink:
+        links.append(FunctionLink(engine, zygote, place))
+        del links[:-2]  # the last one, and the one before it while it starts
+        return links[-1]
+
+    fleet = Fleet(
+        [make_link],
+        served_name=host.name,
+        observe=observe,
+        restarts=RESTARTS,
+        resumes=ResumePolicy(max_resumes=3, patience_s=60.0),
+        seed=SystemRandom().getrandbits(63),
+        hang_timeout_s=HANG_TIMEOUT_S,
+        start_timeout_s=START_TIMEOUT_S,
+    )
+    try:
+        await fleet.start([LoraModule(name, spec.adapter)])
+        await fleet.adapters.warm(name)
+    except BaseException:
+        with contextlib.suppress(asyncio.CancelledError):
+            await fleet.stop()
+        raise
+    return Awake(fleet, asyncio.create_task(fleet.run()), links, uid)

@@ -1,0 +1,32 @@
+"""The resources that an engine takes of its node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.errors import ConfigError
+
+__all__ = ["engine_resources"]
+
+
+def engine_resources(given: Mapping[str, Any], device: str) -> dict[str, float]:
+    """Return the amounts by name: ``CPU``, ``GPU``, ``memory`` in bytes, and names of the cluster's own.
+
+    Args:
+        given: Amounts, as numbers or text.
+        device: The engine's device; a GPU takes one by default.
+
+    Raises:
+        ConfigError: An amount is not a number above 0.
+    """
+    resources = {"CPU": 1.0} | ({"GPU": 1.0} if device.startswith("cuda") else {})
+    for name, amount in given.items():
+        try:
+            resources[name] = float(amount)
+        except (TypeError, ValueError):
+            resources[name] = math.nan
+        if not 0 < resources[name] < math.inf:
+            raise ConfigError(f"Got --ray-resource {name}={amount}, expected an amount above 0")
+    return resources

@@ -1,0 +1,147 @@
+"""The HTTP server over a fleet: the tokenizer, the application, uvicorn's settings.
+
+Importing this takes seconds, most of them in the libraries of the tokenizer: ``serve`` does it while the engines start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import resource
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import uvicorn
+
+from manylora.adapters.base_name import names_of_base
+from manylora.config import EngineConfig, ServerConfig
+from manylora.errors import ConfigError
+from manylora.hosting.fleet import Fleet
+from manylora.server.api.request import Context
+from manylora.server.app import make_app
+from manylora.server.auth import Gate
+from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
+from manylora.server.listening import HttpServer
+from manylora.server.metrics.prometheus import Metrics
+from manylora.server.model_settings import ModelSettings
+from manylora.server.text_work import TextWork
+from manylora.text import Tokenizer
+from manylora.text.generation_file import load_generation_defaults
+
+__all__ = ["make_http_server"]
+
+LAST_WRITES_S = 2.0
+"""Time that clients have to read the last bytes of failed answers, in seconds."""
+
+FILES_BESIDE_CONNECTIONS = 64
+"""Files that the server opens at once, beside connections and engines."""
+
+FILES_PER_ENGINE = 32
+"""Files that an engine takes here: its sockets, its pipe, and those of the next while it is replaced."""
+
+logger = logging.getLogger(__name__)
+
+
+def make_http_server(
+    engine: EngineConfig,
+    server: ServerConfig,
+    *,
+    fleet: Fleet,
+    metrics: Metrics,
+    named_paths: Sequence[str],
+    on_listening: Callable[[], None],
+) -> HttpServer:
+    """Load the tokenizer and return the server, which does not listen yet.
+
+    Args:
+        engine: Configuration of the engines.
+        server: Configuration of the HTTP server.
+        fleet: The engines.
+        metrics: Of the server.
+        named_paths: Folders of adapters named at the start, which may be loaded again.
+        on_listening: Called when clients can connect.
+
+    Raises:
+        ConfigError: There is no such tokenizer, or TLS cannot be set up.
+    """
+    model, web = engine.model, server.web
+    tokenizer = Tokenizer.load(model.tokenizer or model.model, revision=model.revision, chat_template=web.chat_template)
+    # A simulated engine reads only the tokenizer of its model, which may be all there is.
+    named = model if engine.simulate is None else replace(model, model=model.tokenizer or model.model)
+    version = metadata.version("manylora")
+    digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
+    # An adapter named at start may be loaded again from its directory; those found are below a folder of adapters.
+    roots = [*server.lora_dirs, *server.allowed_lora_paths, *named_paths]
+    context = Context(
+        engine_config=engine,
+        config=server,
+        fleet=fleet,
+        tokenizer=tokenizer,
+        text_work=TextWork(),
+        gate=Gate(server.api_keys, server.admin_key),
+        settings=ModelSettings(
+            load_generation_defaults(named),
+            base_name=fleet.served_name,
+            adapters=fleet.adapters.loaded,
+            tokenizer=tokenizer,
+            trusts_templates=server.trust_adapter_templates,
+            base_names=names_of_base(model.model, fleet.served_name, *web.aliases),
+        ),
+        metrics=metrics,
+        lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
+        fingerprint=f"fp_{digest.hexdigest()}",
+        started_at=int(time.time()),
+        epoch_s=time.time,
+        monotonic_s=time.monotonic,
+    )
+    config = uvicorn.Config(
+        make_app(context),
+        http=functools.partial(ChunkWritingProtocol, bounds=_connection_bounds(server)),  # type: ignore[arg-type]
+        uds=web.uds,
+        root_path=web.root_path,
+        ssl_keyfile=web.ssl_keyfile,
+        ssl_certfile=web.ssl_certfile,
+        ssl_ca_certs=web.ssl_ca_certs,
+        ssl_cert_reqs=web.ssl_cert_reqs,
+        ssl_ciphers=web.ssl_ciphers or "TLSv1",  # uvicorn's default
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,  # a forwarded request is not local; see auth
+        server_header=False,
+        timeout_keep_alive=server.keep_alive_s,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=max(1, int(LAST_WRITES_S)),
+    )
+    try:
+        config.load()
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"Got ssl_certfile = {web.ssl_certfile!r}, which cannot be used: {error}") from error
+    return HttpServer(config, on_listening)
+
+
+def _connection_bounds(config: ServerConfig) -> ConnectionBounds:
+    """Return the bounds of connections, fewer than the files that this process may open."""
+    num_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files < most:
+        with contextlib.suppress(ValueError, OSError):  # some systems refuse their own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            num_files = most
+    room = max(1, num_files - FILES_BESIDE_CONNECTIONS - FILES_PER_ENGINE * config.fleet.num_places)
+    if num_files == resource.RLIM_INFINITY:
+        room = config.max_connections
+    if room < config.max_connections:
+        logger.warning("fewer_connections max_connections=%d open_files=%d", room, num_files)
+    return ConnectionBounds(
+        max_connections=min(room, config.max_connections),
+        # Callers over a Unix socket have no address.
+        max_per_address=config.max_connections if config.web.uds else config.max_connections_per_address,
+        header_timeout_s=config.header_timeout_s,
+        body_timeout_s=config.body_timeout_s,
+    )

@@ -1,0 +1,216 @@
+"""A node's functions without processes: waking, batches, memory, keep-alive, and the account of all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from manylora.errors import AdapterError, CapacityError, ModelNotFound
+from manylora.functions.billing import PLATFORM
+from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
+from manylora.hosting.engine_keeper import State
+from manylora.hosting.node import instance as instance_module
+from manylora.hosting.node import node as node_module
+from manylora.hosting.node.backbone_fleet import BackboneFleet
+from manylora.hosting.node.instance import FunctionInstance, Phase
+from manylora.hosting.node.node import FunctionNode
+from manylora.types import Request
+
+PROCESS_BYTES = node_module.LEAST_BYTES
+
+
+class Engine:
+    """Stands for a function's engine: it holds requests until told."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+        self.num_in_flight = 0
+        self.pid = None
+        self.uid = None
+        self.report = None
+        self.is_stopped = False
+        self.keeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.fleet = SimpleNamespace(state=State.SERVING, num_restarts=0, submit=self.submit)
+
+    async def submit(self, requests: list[Request]) -> str:
+        self.submitted += [one.request_id for one in requests]
+        self.num_in_flight += len(requests)
+        return "stream"
+
+    async def stop(self) -> None:
+        self.is_stopped = True
+        self.keeping.cancel()
+
+
+class Rig:
+    """A node over a backbone that is always ready, and the engines that it starts."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, max_batch: int = 1) -> None:
+        self.engines: dict[str, Engine] = {}
+        self.num_launches = 0
+        self.error: Exception | None = None
+
+        async def launch(name: str, *_: object, **__: object) -> Engine:
+            self.num_launches += 1
+            await asyncio.sleep(0)
+            if self.error is not None:
+                raise self.error
+            self.engines[name] = Engine()
+            return self.engines[name]
+
+        async def ready(host: object) -> None:
+            return None
+
+        monkeypatch.setattr(instance_module, "launch", launch)
+        monkeypatch.setattr(node_module.BackboneHost, "ready", ready)
+        self.node = FunctionNode(tmp_path, memory_bytes=4 * PROCESS_BYTES, lifeline=None, on_observed=lambda *_: None)
+        spec = FunctionSpec(backbone="base", adapter=str(tmp_path), max_batch=max_batch, slo_s=3600.0, adapter_bytes=1)
+        names = ("a", "b", "c", "d", "e")
+        backbones = {"base": BackboneSpec(model=str(tmp_path))}
+        self.node.configure(backbones, dict.fromkeys(names, spec), NodeSpec(keep_alive_s=0.0), ())
+
+    def ask(self, name: str, request_id: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.node.functions[name].submit([Request(request_id=request_id, prompt=(1,))]))
+
+    def finish(self, name: str) -> None:
+        self.engines[name].num_in_flight = 0
+        self.node.changed()
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_a_batch_waits_on_a_busy_device_until_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch, max_batch=3)
+        for name in ("a", "b"):
+            assert await rig.ask(name, "warm") == "stream"  # an idle device: at once
+            rig.finish(name)
+        assert await rig.ask("a", "a1") == "stream"
+        assert await rig.ask("a", "a2") == "stream"  # it runs already: its next step takes it in
+        waiting = [rig.ask("b", "b1"), rig.ask("b", "b2")]
+        await settle()
+        assert rig.engines["b"].submitted == ["warm"]
+        assert waiting.pop().cancel()  # a client that leaves
+        await settle()
+        waiting += [rig.ask("b", "b3"), rig.ask("b", "b4")]
+        assert await asyncio.gather(*waiting) == ["stream"] * 3
+        assert sorted(rig.engines["b"].submitted) == ["b1", "b3", "b4", "warm"]
+        rig.finish("b")
+        late = rig.ask("b", "b5")
+        await settle()
+        assert not late.done()
+        rig.finish("a")  # the device is idle: nothing to wait for
+        assert await late == "stream"
+        assert rig.num_launches == 2
+
+    run(scenario)
+
+
+def test_a_function_that_wakes_takes_the_memory_of_idle_ones_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        functions = rig.node.functions
+        monkeypatch.setattr(FunctionInstance, "cold_start_s", 1.0)  # so that the rates decide
+        for name in ("a", "b", "c", "d"):
+            await rig.ask(name, name)
+        rig.finish("b")
+        await rig.ask("b", "again")
+        rig.finish("b")
+        rig.finish("d")  # used less than b
+        assert await rig.ask("e", "e") == "stream"
+        assert {name for name, one in functions.items() if one.phase is Phase.AWAKE} == {"a", "b", "c", "e"}
+        assert rig.engines["d"].is_stopped
+
+        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 3600.0)
+        await rig.ask("b", "busy")
+        waits = rig.ask("d", "d")
+        await settle()
+        assert not waits.done()  # all others run
+        rig.finish("c")
+        assert await waits == "stream"
+        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 0.0)
+        with pytest.raises(CapacityError, match="memory is in use: function 'c'"):
+            await rig.ask("c", "c")
+        rig.finish("a")
+        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 3600.0)
+        assert await rig.ask("c", "c") == "stream"
+
+    run(scenario)
+
+
+def test_a_failed_start_is_told_to_all_and_not_tried_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        rig.error = AdapterError("a", "its weights are broken")
+        found = await asyncio.gather(rig.ask("a", "1"), rig.ask("a", "2"), return_exceptions=True)
+        assert [type(one) for one in found] == [AdapterError, AdapterError]
+        with pytest.raises(AdapterError, match="broken"):
+            await rig.ask("a", "3")
+        assert rig.num_launches == 1
+        monkeypatch.setattr(instance_module, "RETRY_AFTER_S", 0.0)
+        rig.error = None
+        assert await rig.ask("a", "4") == "stream"
+
+    run(scenario)
+
+
+def test_a_function_does_not_exist_for_keys_that_are_not_its_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        fleet = BackboneFleet("base", rig.node, str(tmp_path))
+        caller = "key-" + hashlib.sha256(b"abc").hexdigest()[:12]
+        spec = structs.replace(rig.node.functions["a"].spec, callers=(caller,))
+        rig.node.configure({}, {"a": spec}, NodeSpec(), ())
+        for name, tenant in (("a", ""), ("a", "key-0123456789ab"), ("b", caller), ("base", caller)):
+            with pytest.raises(ModelNotFound):
+                await fleet.submit([Request(request_id="r", prompt=(1,), model=name, tenant=tenant)])
+        for name in ("a", "base:a"):
+            assert await fleet.submit([Request(request_id="r", prompt=(1,), model=name, tenant=caller)]) == "stream"
+        assert (fleet.info.vocab_size, list(fleet.adapters.loaded)) == (9, ["a"])
+
+    run(scenario)
+
+
+def test_an_idle_function_sleeps_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(node_module, "TICK_S", 0.0)
+        rig = Rig(tmp_path, monkeypatch)
+        living = asyncio.create_task(rig.node.run())
+        function = rig.node.functions["a"]
+        await rig.ask("a", "1")
+        await settle()
+        assert function.phase is Phase.AWAKE  # a request is in progress
+        rig.finish("a")
+        while function.phase is not Phase.ASLEEP:
+            await asyncio.sleep(0)
+        taken, accounts = rig.node.take()
+        used = {one.name: one.usage for one in accounts}
+        assert used["a"].active_device_ns > 0
+        times = sum(one.active_device_ns + one.idle_device_ns for one in used.values())
+        assert times == taken.device_ns == taken.until_ns - taken.since_ns
+        await settle()
+        _, accounts = rig.node.take()
+        assert [one.name for one in accounts] == [PLATFORM]
+        living.cancel()
+
+    run(scenario)
