@@ -172,10 +172,13 @@ class Service:
         """Return the whole bill, by function."""
         return make_bill(*read_ledger(self.state / LEDGER, 0, 2**62), PriceList(), by_tenant=False)
 
-    def recorded_until_s(self) -> float:
-        """Return the end of the ledger, in seconds since the epoch."""
+    def ledger_clock(self) -> tuple[float, float]:
+        """Return the end of the ledger, in seconds since the epoch, and the device time of all its accounts."""
         with contextlib.closing(sqlite3.connect(f"file:{self.state / LEDGER}?mode=ro", uri=True)) as database:
-            return database.execute("SELECT until_ns FROM nodes").fetchone()[0] / 1e9
+            database.execute("BEGIN")  # both as of one report
+            (until_ns,) = database.execute("SELECT until_ns FROM nodes").fetchone()
+            used = [row[0].split() for row in database.execute("SELECT usage FROM accounts")]
+        return until_ns / 1e9, sum(int(active) + int(idle) for active, idle, *_ in used) / 1e9
 
     async def stop(self) -> int:
         """End it gracefully; return the exit code."""
