@@ -35,9 +35,12 @@ test: $(FOR_TEST) ## all checks and all tests; the tests run even when a check f
 	exit $$checks
 
 .PHONY: attack
-attack: $(FOR_TEST) ## the attack suite for half an hour, on a quiet machine: every neighbour within 50 ms
-	@end=$$((SECONDS + ATTACK_S)); while [ $$SECONDS -lt $$end ]; do \
-	  ATTACK_TIMES=20 ATTACK_LATE_S=0.05 $(BIN)/python -m pytest -rP tests/attack $(ARGS); done
+attack: $(FOR_TEST) ## the attack suite over and over for ATTACK_S seconds (half an hour), every neighbour within 50 ms
+	@round=0; failed=0; while [ $$SECONDS -lt $(ATTACK_S) ]; do \
+	  round=$$((round + 1)); echo "== round $$round, $$SECONDS of $(ATTACK_S) s, $$failed failed"; \
+	  ATTACK_TIMES=$${ATTACK_TIMES:-20} ATTACK_LATE_S=$${ATTACK_LATE_S:-0.05} \
+	    $(BIN)/python -m pytest -v -rP tests/attack $(ARGS) || failed=$$((failed + 1)); done; \
+	echo "== $$round rounds, $$failed failed"; exit $$((failed > 0))
 
 .PHONY: check
 check: $(FOR_TEST) ## lint, format, types and the layering of imports

@@ -178,7 +178,7 @@ async def measure(options: Any, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = arguments(__doc__, quick="twelve functions, two rounds and twenty seconds of the trace")
+    parser = arguments(__doc__, quick="eight functions, two rounds and twenty seconds of the trace")
     parser.add_argument("--functions", type=int, default=1000)
     parser.add_argument("--awake", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if options.quick:
-        options.functions, options.awake, options.minutes, options.rounds = 12, 4, 1 / 3, 2
+        options.functions, options.awake, options.minutes, options.rounds = 8, 4, 1 / 3, 2
     folder = Path(tempfile.mkdtemp(prefix="manylora-functions-")).resolve()
     try:
         figures = asyncio.run(measure(options, folder))

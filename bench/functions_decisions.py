@@ -16,7 +16,8 @@ from publishing import arguments, publish, table
 from tqdm import tqdm
 
 from manylora.bench.function_instances import GB, offload_instance, preload_instance
-from manylora.functions import Preloader, choose_offload, choose_preload, solve_offload, solve_preload
+from manylora.functions import Preloader, choose_offload, choose_preload
+from manylora.functions.exact import solve_offload, solve_preload
 
 REPEATS = 200
 

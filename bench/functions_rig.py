@@ -8,10 +8,11 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,14 @@ class Service:
         """Return the whole bill, by function."""
         return make_bill(*read_ledger(self.state / LEDGER, 0, 2**62), PriceList(), by_tenant=False)
 
+    def ledger_clock(self) -> tuple[float, float]:
+        """Return the end of the ledger, in seconds since the epoch, and the device time of all its accounts."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.state / LEDGER}?mode=ro", uri=True)) as database:
+            database.execute("BEGIN")  # both as of one report
+            (until_ns,) = database.execute("SELECT until_ns FROM nodes").fetchone()
+            used = [row[0].split() for row in database.execute("SELECT usage FROM accounts")]
+        return until_ns / 1e9, sum(int(active) + int(idle) for active, idle, *_ in used) / 1e9
+
     async def stop(self) -> int:
         """End it gracefully; return the exit code."""
         self.process.send_signal(signal.SIGTERM)
@@ -198,14 +207,15 @@ async def serving(folder: Path) -> AsyncIterator[Service]:
         await process.wait()
 
 
-def sealed_memory() -> set[int]:
-    """Return the inodes of sealed bases that any process maps or holds."""
+def sealed_memory(pids: Iterable[object] = ("[0-9]*",)) -> set[int]:
+    """Return the inodes of sealed bases that processes map or hold; by default any process."""
     found = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            found |= {int(line.split()[4]) for line in maps.read_text().splitlines() if "manylora-weights" in line}
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if "manylora-weights" in os.readlink(link):
-                found.add(link.stat().st_ino)
+    for pid in pids:
+        for maps in Path("/proc").glob(f"{pid}/maps"):
+            with contextlib.suppress(OSError):
+                found |= {int(line.split()[4]) for line in maps.read_text().splitlines() if "manylora-weights" in line}
+        for link in Path("/proc").glob(f"{pid}/fd/*"):
+            with contextlib.suppress(OSError):
+                if "manylora-weights" in os.readlink(link):
+                    found.add(link.stat().st_ino)
     return found

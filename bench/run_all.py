@@ -36,6 +36,7 @@ TRACES = (
 COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
     "decision": (["bench", "core", f"--save={RESULTS / 'decision'}"], ["bench", "core", "--quick"]),
     "caraserve": (["experiment", "report", "caraserve", f"--output={RESULTS / 'experiments' / 'caraserve'}"], None),
+    "serverless": (["experiment", "report", "serverless", f"--output={RESULTS / 'experiments' / 'serverless'}"], None),
     "experiments": (["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"], None),
 }
 """Commands of manylora by name: in full, and as a smoke test where there is one."""

@@ -109,3 +109,31 @@ def test_assisted_requests_equal_peft(architecture: str, tmp_path: Path, monkeyp
     assert result.num_chunked_prompts > 0
     assert result.stats is not None
     assert result.stats.num_disk_loads > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])
+def test_requests_whose_layers_arrive_within_assisted_steps_equal_peft(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device takes over group by group, at a link so fast that copies end within a few steps."""
+    pytest.importorskip("numba")
+    from manylora.execution.assist.exchange import Assistant
+    from manylora.execution.assist.stream import ThreadStream
+    from manylora.execution.assist.take_over import TakeOver
+
+    shares: list[float] = []
+    share_of = TakeOver.cpu_share.fget
+    assert share_of is not None
+    note = property(lambda step: shares.append(share_of(step)) or shares[-1])
+    monkeypatch.setattr(TakeOver, "cpu_share", note)
+    result = run_oracle(
+        architecture,
+        tmp_path,
+        cold_start="assist",
+        open_assistant=lambda device, base: Assistant(ThreadStream(), base, num_workers=2),
+        num_tokens=16,
+    )
+    assert result.max_error <= 1e-4
+    assert result.num_wrong_tokens == 0
+    assert result.num_rows == 16 * 16
+    assert any(0.0 < share < 1.0 for share in shares)

@@ -12,7 +12,9 @@ from manylora.errors import ConfigError
 from manylora.functions import (
     Artefact,
     BatchWindow,
+    Candidate,
     FirstTokenTime,
+    FixedWindow,
     Kind,
     Memory,
     Place,
@@ -22,12 +24,12 @@ from manylora.functions import (
     charge,
     choose_offload,
     choose_preload,
+    choose_process,
     deadline_margin_s,
-    solve_offload,
-    solve_preload,
     split_evenly,
 )
 from manylora.functions.billing import PLATFORM, Interval, PriceList, Usage
+from manylora.functions.exact import solve_offload, solve_preload
 
 GB = 10**9
 
@@ -236,3 +238,42 @@ def test_a_price_is_the_sum_of_its_parts() -> None:
     assert prices.cost(Usage(active_device_ns=hour)) == pytest.approx(3600 * 48 * 0.000018)
     assert prices.cost(Usage(idle_device_ns=hour)) == pytest.approx(3600 * 48 * 0.000007)
     assert prices.cost(Usage(host_byte_ns=2 * GB * hour)) == pytest.approx(2 * 3600 * 0.000002)
+
+
+def test_a_batch_is_as_patient_as_its_window():
+    time = FirstTokenTime(0.2, 0.01)
+    at_once, half = (BatchWindow(time, 1.0, 8, patience) for patience in (0.0, 0.5))
+    assert at_once.leaves_at(0.0, 2, 0.0) == 0.0
+    assert half.leaves_at(0.0, 2, 0.0) == pytest.approx(0.5 * (1.0 - 0.21))
+    busy = 2  # on a busy device all of them wait alike
+    assert at_once.leaves_at(0.0, 2, 0.0, busy) == half.leaves_at(0.0, 2, 0.0, busy) == pytest.approx(1.0 - 0.42)
+    with pytest.raises(ConfigError, match="patience"):
+        BatchWindow(time, 1.0, 8, 1.5)
+
+
+def test_a_fixed_batch_leaves_when_it_is_full_or_has_waited():
+    window = FixedWindow(FirstTokenTime(0.2, 0.01), 1.0, 4, 0.5)
+    assert window.leaves_at(1.0, 4, 1.1) == 1.1
+    assert window.leaves_at(1.0, 3, 1.1) == 1.5
+    assert window.leaves_at(1.0, 3, 9.0, 5) == 9.0
+
+
+def test_the_process_that_answers_first_is_chosen():
+    warm, busy, cold = Candidate("a", 0.0), Candidate("b", 0.0, wait_s=4.0), Candidate("c", 3.0)
+    assert choose_process([cold, busy, warm], 1.0) == warm
+    assert choose_process([cold, busy], 1.0) == cold
+    assert choose_process([Candidate("a", 0.0, num_batches=4), cold], 1.0) == cold  # five turns against one and a load
+    assert choose_process([Candidate("a", 0.0, num_batches=1), cold], 1.0).place == "a"
+    assert choose_process([Candidate("a", 3.0, evicts_bytes=1), cold], 1.0) == cold
+    assert choose_process([], 1.0) is None
+
+
+def test_what_is_held_stays_unless_another_choice_is_worth_more():
+    """Of two devices alike either can hold all; the rates decide which artefact is placed first, and nothing moves."""
+    problem = preload_instance(random.Random(1), 6, num_devices=2)
+    preloader = Preloader(problem)
+    held = preloader.choose()
+    assert preloader.value(held) == pytest.approx(problem.value(held))
+    small = {one.name: 1.001 * one.requests_per_s for one in problem.artefacts}
+    assert preloader.revise(held, small) == held
+    assert preloader.revise(frozenset(), small) == preloader.choose(small)

@@ -309,6 +309,32 @@ def test_an_adapter_that_an_engine_cannot_get_back_is_lost_for_all(tokenizer: Pa
     run(tokenizer, scenario, [mortal_parts] * 2, modules=[LoraModule("m", str(lora_dir / "m"))])
 
 
+def test_an_engine_without_a_reader_is_tried_again_and_loses_no_adapter(tokenizer: Path, lora_dir: Path) -> None:
+    shortages = 0
+
+    class ScarceReader(ReciterReader):
+        def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+            nonlocal shortages
+            if shortages:
+                shortages -= 1
+                raise CapacityError("no process could be started", status=503)
+            return super().check(adapters)
+
+    def scarce_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+        return replace(mortal_parts(config, clock), reader=ScarceReader())
+
+    async def scenario(service: Service) -> None:
+        nonlocal shortages
+        shortages = 2
+        deadly = service.requests("base", prompt=DEADLY)
+        with pytest.raises(EngineDead):
+            await service.texts(await service.fleet.submit(deadly), deadly)
+        await wait_for(lambda: service.fleet.num_restarts == 3 and len(service.fleet._serving()) == 2)
+        assert await service.each() == [{"m": False}] * 2
+
+    run(tokenizer, scenario, [scarce_parts] * 2, modules=[LoraModule("m", str(lora_dir / "m"))])
+
+
 def test_a_bad_adapter_at_the_start_is_an_error_where_it_is_required(tokenizer: Path, lora_dir: Path) -> None:
     builders = [reciter_parts, partial(picky_parts, refused={"n"})]
     modules = [LoraModule("m", str(lora_dir / "m")), LoraModule("n", str(lora_dir / "n"), is_required=False)]

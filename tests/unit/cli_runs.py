@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+import manylora.cli.app
 import manylora.server
 from manylora.cli.app import main
 from manylora.config import EngineConfig, ServerConfig
+from manylora.hosting.early_start import start_early
 
 
 @dataclass
@@ -41,6 +43,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
 def run_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     """Run the program as the shell would; return its exit code."""
     monkeypatch.setattr(sys, "argv", ["manylora", *args])
+    if manylora.cli.app.start_early is start_early:  # no process beside the tests, unless one is about it
+        monkeypatch.setattr(manylora.cli.app, "start_early", lambda builder: None)
     with pytest.raises(SystemExit) as ended:
         main()
     assert isinstance(ended.value.code, int)

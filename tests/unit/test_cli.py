@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from manylora.cli.app import app, main
 from manylora.cli.views.demo_report import Answer, print_answers
 from manylora.config import AdapterConfig, EngineConfig, FleetConfig, ServerConfig
 from manylora.demo import TASKS, demo_adapters, demo_model_path
+from manylora.hosting.early_start import TORCH_BUILDER
 from manylora.offline import Generation
 from manylora.types import SamplingParams
 
@@ -99,6 +101,35 @@ def test_adapters_asked_for_by_name_are_required_and_those_found_in_a_folder_are
     assert CliRunner().invoke(app, line).exit_code == 0
     assert set(served[0].adapters) == {"one", "two", "x"}
     assert served[0].required == {"two", "x"}
+
+
+def test_an_engine_process_is_started_before_the_options_are_read_where_it_will_be_needed(
+    monkeypatch: pytest.MonkeyPatch, served: list[Served]
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("manylora.cli.app.start_early", started.append)
+    assert run_main(monkeypatch, "serve", "demo", "--port", "0") == 0
+    assert started == [TORCH_BUILDER]
+    for other in ("--replicas=2", "--simulate=a40:llama-7b", "--in-process"):
+        run_main(monkeypatch, "serve", "demo", other)
+    run_main(monkeypatch, "serve", "--help")
+    run_main(monkeypatch, "version")
+    assert len(started) == 1
+
+
+def test_a_chat_template_is_a_file_or_itself_and_models_have_a_folder(
+    served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", "before")
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    line = ["serve", "demo", "--download-dir", str(tmp_path), "--served-model-name", "a", "b"]
+    for template in (str(tmp_path / "t.jinja"), "{{ messages }}"):
+        assert CliRunner().invoke(app, [*line, "--chat-template", template]).exit_code == 0
+    assert {call.server.web.chat_template for call in served} == {"{{ messages }}"}
+    assert (served[0].engine.model.served_model_name, served[0].server.web.aliases) == ("a", ("b",))
+    assert os.environ["HF_HUB_CACHE"] == str(tmp_path)
+    refused = CliRunner().invoke(app, [*line, "--chat-template", "nowhere"])
+    assert "cannot be read" in str(refused.exception)
 
 
 def test_a_vllm_command_line_starts(served: list[Served], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from manylora.experiments import (
 from manylora.experiments.calculations import CALCULATIONS
 from manylora.experiments.cases import read_setup, read_workload
 from manylora.experiments.clairvoyant import is_clairvoyant
+from manylora.experiments.isolated import is_isolated, read_functions, run_isolated
 from manylora.experiments.report import Picture
 from manylora.experiments.request_alone import request_alone
 from manylora.experiments.spec import Claim, Experiment, Point, merge, setup_table
@@ -136,7 +137,10 @@ def test_what_ships_can_be_run(name, tmp_path):
         (tmp_path / trace).touch()
     assert experiment.calculation is None or experiment.calculation in CALCULATIONS
     for case in cases_of(experiment, seeds=1, traces=tmp_path).values():
-        assert is_clairvoyant(case) or make_config(read_setup(case.setup)).scheduler.max_num_seqs
+        if is_isolated(case):
+            assert read_functions(case.setup).models
+        else:
+            assert is_clairvoyant(case) or make_config(read_setup(case.setup)).scheduler.max_num_seqs
         assert read_workload(case.workload, tmp_path).adapters.count
     labels = {point.label for point in experiment.points}
     for claim in experiment.claims:
@@ -373,3 +377,22 @@ labels = ["no look-ahead", "look-ahead"]
     file.write_text(sweeps.replace('"no look-ahead", ', ""))
     with pytest.raises(ConfigError, match="1 labels for 2 values"):
         read_experiment(str(file))
+
+
+def test_a_case_of_functions_is_run_and_paid_for():
+    """Functions are billed for all of their devices' time; one that is always on pays for it idle as well."""
+    experiment = read_experiment("serverless/fig06")
+    (case,) = [
+        one
+        for (setup, point, _), one in cases_of(experiment, seeds=1, traces=None, duration_s=900.0).items()
+        if (setup, point) == ("serverless-lora", "normal")
+    ]
+    found = run_isolated(case).figures
+    assert found["requests"] > 500
+    assert found["ledger_error"] == 0.0
+    assert 0.0 < found["cost_7b"] < found["cost"] == pytest.approx(found["cost_7b"] + found["cost_13b"], rel=1e-6)
+    assert found["paid_devices"] + found["platform_devices"] == pytest.approx(16.0)
+    assert found["ttft_mean_7b"] < found["e2e_mean_7b"] < found["e2e_mean_13b"]
+    assert found["cold_mean"] + found["queue_mean"] + found["serving_mean"] == pytest.approx(found["e2e_mean"])
+    with pytest.raises(ConfigError, match="hardware"):
+        read_functions({"functions": {}, "hardware": "l40s"})

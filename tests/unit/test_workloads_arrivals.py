@@ -17,6 +17,7 @@ from manylora.workloads.arrivals import (
     ReplayArrivals,
     WeibullArrivals,
 )
+from manylora.workloads.callers import GammaCallers
 from manylora.workloads.modulated import OnOffArrivals, StepArrivals
 
 PROCESSES = [
@@ -65,6 +66,19 @@ def test_so_many_requests_take_as_long_as_the_rate_says(process: Arrivals) -> No
 def test_gaps_vary_as_asked(process: Arrivals, cov: float) -> None:
     gaps = np.diff(process.arrive(Extent(num_requests=40_000), np.random.default_rng(0)).times)
     assert float(np.std(gaps) / np.mean(gaps)) == pytest.approx(cov, rel=0.1)
+
+
+def test_callers_are_independent_and_each_has_its_rate_and_gaps() -> None:
+    arrived = GammaCallers(rate=2.0, cov=3.0, num_callers=3).arrive(
+        Extent(duration_s=20_000.0), np.random.default_rng(1)
+    )
+    assert arrived.callers is not None and arrived.num_callers == 3
+    for caller in range(3):
+        gaps = np.diff(arrived.times[arrived.callers == caller])
+        assert np.mean(gaps) == pytest.approx(0.5, rel=0.1)
+        assert np.std(gaps) / np.mean(gaps) == pytest.approx(3.0, rel=0.1)
+    with pytest.raises(ConfigError, match="num_callers"):
+        GammaCallers(rate=1.0, cov=1.0, num_callers=0)
 
 
 def test_steps_are_silent_where_their_rate_is_zero() -> None:

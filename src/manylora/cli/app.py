@@ -15,7 +15,7 @@ import typer
 
 from manylora.cli.views.terminal import fail
 from manylora.errors import ManyloraError
-from manylora.hosting.early_start import TORCH_BUILDER, start_early
+from manylora.hosting.early_start import TORCH_BUILDER, end_early, start_early
 
 __all__ = ["main", "make_app"]
 
@@ -129,3 +129,5 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             fail(f"the output is incomplete: {error.strerror}", code=1)
         fail(f"{type(error).__name__}: {error} (run `manylora --debug ...` to see where)", code=1)
+    finally:
+        end_early()

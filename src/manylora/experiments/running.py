@@ -12,6 +12,7 @@ from pathlib import Path
 from manylora.experiments.calculations import CALCULATIONS
 from manylora.experiments.cases import Case
 from manylora.experiments.clairvoyant import is_clairvoyant, run_clairvoyant
+from manylora.experiments.isolated import is_isolated, run_isolated
 from manylora.experiments.result import Result
 from manylora.experiments.simulated import run_case
 
@@ -22,9 +23,11 @@ Progress = Callable[[int, int], None]
 
 
 def compute(case: Case) -> Result:
-    """Run one case: a calculation, the clairvoyant bound, or a simulated run."""
+    """Run one case: a calculation, isolated functions, the clairvoyant bound, or engines."""
     if case.calculation is not None:
         return CALCULATIONS[case.calculation](case)
+    if is_isolated(case):
+        return run_isolated(case)
     return run_clairvoyant(case) if is_clairvoyant(case) else run_case(case)
 
 

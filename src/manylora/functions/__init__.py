@@ -4,17 +4,28 @@ All of it is pure code that is told the time, so that a live controller and a si
 """
 
 from manylora.functions.artefacts import Artefact, Kind, Memory, Place, Placed, PreloadProblem
-from manylora.functions.batching import BatchWindow, FirstTokenTime, deadline_margin_s, most_urgent
-from manylora.functions.billing import PriceList, Usage, charge, split_evenly
-from manylora.functions.exact import solve_offload, solve_preload
+from manylora.functions.batching import (
+    BatchWindow,
+    FirstTokenTime,
+    FixedWindow,
+    Window,
+    deadline_margin_s,
+    most_urgent,
+)
+from manylora.functions.billing import PLATFORM, Interval, PriceList, Usage, charge, cost_effectiveness, split_evenly
 from manylora.functions.offload import Held, choose_offload
 from manylora.functions.preload import Preloader, choose_preload
+from manylora.functions.process_choice import Candidate, choose_process
 
 __all__ = [
+    "PLATFORM",
     "Artefact",
     "BatchWindow",
+    "Candidate",
     "FirstTokenTime",
+    "FixedWindow",
     "Held",
+    "Interval",
     "Kind",
     "Memory",
     "Place",
@@ -23,12 +34,13 @@ __all__ = [
     "Preloader",
     "PriceList",
     "Usage",
+    "Window",
     "charge",
     "choose_offload",
     "choose_preload",
+    "choose_process",
+    "cost_effectiveness",
     "deadline_margin_s",
     "most_urgent",
-    "solve_offload",
-    "solve_preload",
     "split_evenly",
 ]

@@ -14,11 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from manylora.errors import ConfigError
 
-__all__ = ["BatchWindow", "FirstTokenFit", "FirstTokenTime", "deadline_margin_s", "most_urgent"]
+__all__ = [
+    "BatchWindow",
+    "FirstTokenFit",
+    "FirstTokenTime",
+    "FixedWindow",
+    "Window",
+    "deadline_margin_s",
+    "most_urgent",
+]
 
 T = TypeVar("T")
 
@@ -51,6 +59,28 @@ class FirstTokenTime:
         return 1 + math.floor(spare / self.each_s) if self.each_s else 2**31
 
 
+class Window(Protocol):
+    """Says when the waiting requests of a function leave as a batch."""
+
+    @property
+    def time(self) -> FirstTokenTime:
+        """Its times."""
+        ...
+
+    @property
+    def objective_s(self) -> float:
+        """Its objective for the first token, in seconds."""
+        ...
+
+    def size_limit(self, num_batches: int = 1) -> int:
+        """Return the size at which a batch is full."""
+        ...
+
+    def leaves_at(self, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+        """Return the time at which ``size`` waiting requests leave, the oldest of which arrived at ``oldest_at``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class BatchWindow:
     """The rule of one function: when its waiting requests leave as a batch.
@@ -59,11 +89,18 @@ class BatchWindow:
         time: Its times.
         objective_s: Its objective for the first token, in seconds.
         cap: Most requests in a batch, whatever the objective allows; the memory for their KV sets it.
+        patience: Share of the spare time that a batch waits while it would have the device to itself: 1 is equation 3,
+            and 0 leaves an idle device at once. On a busy device a batch waits all of its spare time.
     """
 
     time: FirstTokenTime
     objective_s: float
     cap: int
+    patience: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.patience <= 1.0:
+            raise ConfigError(f"Got patience = {self.patience!r}, expected a share from 0 to 1")
 
     def size_limit(self, num_batches: int = 1) -> int:
         """Return the size at which a batch is full."""
@@ -76,10 +113,36 @@ class BatchWindow:
         """
         if size >= self.size_limit(num_batches):
             return now
-        return max(now, oldest_at + self.objective_s - self.time.of(size, num_batches))
+        spare_s = self.objective_s - self.time.of(size, num_batches)
+        return max(now, oldest_at + (self.patience if num_batches == 1 else 1.0) * spare_s)
 
 
-def deadline_margin_s(window: BatchWindow, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+@dataclass(frozen=True, slots=True)
+class FixedWindow:
+    """A batch of a fixed size that waits a fixed time, whatever the objective: the rule to compare with.
+
+    Args:
+        time: The function's times.
+        objective_s: Its objective for the first token, in seconds.
+        size: Requests of a full batch.
+        delay_s: Longest wait of the oldest one.
+    """
+
+    time: FirstTokenTime
+    objective_s: float
+    size: int
+    delay_s: float
+
+    def size_limit(self, num_batches: int = 1) -> int:
+        """Return the size at which a batch is full."""
+        return self.size
+
+    def leaves_at(self, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+        """Return the time at which ``size`` waiting requests leave, the oldest of which arrived at ``oldest_at``."""
+        return now if size >= self.size else max(now, oldest_at + self.delay_s)
+
+
+def deadline_margin_s(window: Window, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
     """Return the time that is left before a batch must start to be answered within its objective (equation 5)."""
     return window.objective_s - (now - oldest_at) - window.time.of(size, num_batches)
 

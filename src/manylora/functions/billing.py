@@ -46,7 +46,11 @@ class Usage(NamedTuple):
 
     def plus(self, other: Usage) -> Usage:
         """Return the sum."""
-        return Usage(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        active, idle, cpu, device, host = other
+        return Usage(self[0] + active, self[1] + idle, self[2] + cpu, self[3] + device, self[4] + host)
+
+
+_ACTIVE, _IDLE, _CPU, _DEVICE_BYTES, _HOST_BYTES = range(len(Usage._fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,29 +93,34 @@ def split_evenly(amount: int, accounts: Sequence[str]) -> dict[str, int]:
 
 def charge(interval: Interval) -> dict[str, Usage]:
     """Return the usage by account: device time adds up to ``num_devices * duration_ns``, bytes to those held."""
-    bill: dict[str, Usage] = {}
+    bill: dict[str, list[int]] = {}
 
-    def add(parts: Mapping[str, int], what: str) -> None:
-        for account, amount in parts.items():
-            if amount:
-                bill[account] = bill.get(account, Usage()).plus(Usage(**{what: amount}))
+    def add(account: str, what: int, amount: int) -> None:
+        if amount:
+            bill.setdefault(account, [0] * len(Usage._fields))[what] += amount
+
+    def split(amount: int, accounts: Sequence[str], what: int) -> None:
+        for account, part in split_evenly(amount, accounts).items():
+            add(account, what, part)
 
     duration_ns = interval.duration_ns
     for device in range(interval.num_devices):
         running = interval.running.get(device, ())
         if running:
-            add(split_evenly(duration_ns, running), "active_device_ns")
+            split(duration_ns, running, _ACTIVE)
         else:
-            add(split_evenly(duration_ns, interval.awake), "idle_device_ns")
-    add(interval.cpu_ns, "cpu_ns")
+            split(duration_ns, interval.awake, _IDLE)
+    for account, cpu_ns in interval.cpu_ns.items():
+        add(account, _CPU, cpu_ns)
     for own, shared, what in (
-        (interval.device_bytes, interval.shared_device_bytes, "device_byte_ns"),
-        (interval.host_bytes, interval.shared_host_bytes, "host_byte_ns"),
+        (interval.device_bytes, interval.shared_device_bytes, _DEVICE_BYTES),
+        (interval.host_bytes, interval.shared_host_bytes, _HOST_BYTES),
     ):
-        add({name: num_bytes * duration_ns for name, num_bytes in own.items()}, what)
+        for account, num_bytes in own.items():
+            add(account, what, num_bytes * duration_ns)
         for num_bytes, sharers in shared:
-            add(split_evenly(num_bytes * duration_ns, sharers), what)
-    return bill
+            split(num_bytes * duration_ns, sharers, what)
+    return {account: Usage(*amounts) for account, amounts in bill.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ before the parent that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from manylora.functions.artefacts import Placed, PreloadProblem
+from manylora.functions.artefacts import Kind, Placed, PreloadProblem
 
 __all__ = ["Preloader", "choose_preload"]
 
@@ -38,12 +38,30 @@ class Preloader:
             items.reprice(requests_per_s)
         best = _Choice(items).run()
         held = {items.artefact[item] for item in best.held}
-        for item in items.shared:
+        for item in items.backbones:
             if items.artefact[item] not in held:
                 other = _Choice(items, first=item).run()
                 if other.value > best.value:
                     best = other
         return frozenset(items.names[item] for item in best.held)
+
+    def revise(
+        self, held: frozenset[Placed], requests_per_s: Mapping[str, float], *, least_gain: float = 0.05
+    ) -> frozenset[Placed]:
+        """Return the artefacts to hold from now on: those held, unless a new choice is worth that much more.
+
+        Many choices are worth the same, and moving from one to another would load artefacts again for nothing.
+        """
+        chosen = self.choose(requests_per_s)
+        return chosen if self.value(chosen) > (1.0 + least_gain) * self.value(held) else held
+
+    def value(self, chosen: Iterable[Placed]) -> float:
+        """Return the value of a choice at the rates of the last decision, in seconds saved per second."""
+        items, best = self._items, dict[int, float]()
+        for one in chosen:
+            item = items.number[one]
+            best[items.artefact[item]] = max(items.value[item], best.get(items.artefact[item], 0.0))
+        return sum(best.values())
 
 
 def choose_preload(problem: PreloadProblem) -> frozenset[Placed]:
@@ -64,14 +82,15 @@ class _Items:
         self._saves_s: list[float] = []
         self._rates = {artefact.name: artefact.requests_per_s for artefact in problem.artefacts}
         self.num_artefacts = len(problem.artefacts)
-        number: dict[tuple[str, str], int] = {}
+        self.number = number = dict[Placed, int]()
         shares = [1.0 / max(1, num_bytes) for num_bytes in self.free]
         for i, artefact in enumerate(problem.artefacts):
             for j, place in enumerate(problem.places):
                 if place.memory in artefact.num_bytes:
                     num_bytes = artefact.num_bytes[place.memory]
-                    number[artefact.name, place.name] = len(self.names)
-                    self.names.append(Placed(artefact.name, place.name))
+                    placed = Placed(artefact.name, place.name)
+                    number[placed] = len(self.names)
+                    self.names.append(placed)
                     self.artefact.append(i)
                     self.place.append(j)
                     self.num_bytes.append(num_bytes)
@@ -91,9 +110,11 @@ class _Items:
             self.parents[item] = ways[key]
             for parent in ways[key]:
                 self.children[parent].append(item)
-        self.shared = [item for item, (name, _) in enumerate(self.names) if problem.children[name]]
-        shared = set(self.shared)
-        self.at_first = [item for item, parents in enumerate(self.parents) if not parents or item in shared]
+        kinds = [problem.by_name[name].kind for name, _ in self.names]
+        self.backbones = [item for item, kind in enumerate(kinds) if kind is Kind.BACKBONE]
+        self.at_first = [
+            item for item, (name, _) in enumerate(self.names) if not self.parents[item] or problem.children[name]
+        ]
         self.reprice({})
 
     def reprice(self, requests_per_s: Mapping[str, float]) -> None:

@@ -1,8 +1,7 @@
 """An engine process that imports its libraries while the command still reads its options.
 
 Torch and transformers take three seconds to import, the longest part of the start of a small model. The command spawns
-the process first of all. The first engine that fits takes it over; a command that fails leaves it at the end of its
-standard input, and it exits.
+the process first of all. The first engine that fits takes it over; one that no engine took is killed with the command.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from manylora.hosting.protocol import EngineSpec
 
-__all__ = ["TORCH_BUILDER", "spawn_engine", "start_early", "take_early"]
+__all__ = ["TORCH_BUILDER", "end_early", "spawn_engine", "start_early", "take_early"]
 
 TORCH_BUILDER = "manylora.hosting.live_parts:build_live_parts"
 
@@ -39,6 +38,14 @@ def spawn_engine(builder: str | None = None, files: Sequence[int] = ()) -> subpr
 def start_early(builder: str) -> None:
     """Start a process for the first engine of this builder."""
     _waiting[builder] = spawn_engine(builder)
+
+
+def end_early() -> None:
+    """End the processes that no engine took over."""
+    while _waiting:
+        _, process = _waiting.popitem()
+        process.kill()
+        process.communicate()
 
 
 def take_early(engine: EngineSpec) -> subprocess.Popen[bytes] | None:

@@ -15,7 +15,7 @@ from enum import Enum
 
 import zmq
 
-from manylora.errors import AdapterError, EngineDead, ManyloraError, NoPlace
+from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError, NoPlace
 from manylora.hosting.adapter_book import AdapterBook, LoadedAdapter
 from manylora.hosting.client import EngineClient
 from manylora.hosting.flight import Loss
@@ -242,7 +242,7 @@ class EngineKeeper:
             client = await self._bring_up()
         except (ManyloraError, *SCARCITY) as error:
             logger.error("engine_restart_failed error=%r", error)
-            return _Outcome.SCARCE if isinstance(error, SCARCITY) else _Outcome.FAILED
+            return _Outcome.SCARCE if isinstance(error, (CapacityError, *SCARCITY)) else _Outcome.FAILED
         if self.state is State.RESTARTING:
             self.state = State.SERVING
             logger.warning("engine_restarted pid=%s num_adapters=%d", client.pid, len(self._book.adapters))

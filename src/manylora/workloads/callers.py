@@ -18,7 +18,7 @@ from manylora.workloads.streams import FloatArray, IntArray
 from manylora.workloads.traces.azure_functions import read_calls_per_minute, read_single_calls
 from manylora.workloads.traces.servegen import WINDOW_S, read_client_windows
 
-__all__ = ["AzureFunctions2019", "AzureFunctions2021", "ServeGenClients"]
+__all__ = ["AzureFunctions2019", "AzureFunctions2021", "GammaCallers", "ServeGenClients"]
 
 
 def _in_order(times: FloatArray, callers: IntArray, num_callers: int, extent: Extent) -> Arrived:
@@ -31,6 +31,32 @@ def _check(rate: float | None, **sizes: float) -> None:
     for name, value in (sizes if rate is None else {**sizes, "rate": rate}).items():
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"Got {name} = {value!r}, expected above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GammaCallers:
+    """Callers with independent gamma-distributed gaps, all of one rate and one irregularity.
+
+    Args:
+        rate: Mean requests per second of each.
+        cov: Coefficient of variation of the gaps: 1 is Poisson, above it bursts, below it regularity.
+        num_callers: How many.
+    """
+
+    kind: ClassVar[str] = "gamma-callers"
+    rate: float
+    cov: float
+    num_callers: int
+
+    def __post_init__(self) -> None:
+        _check(self.rate, cov=self.cov, num_callers=self.num_callers)
+
+    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
+        """Return the arrivals within an extent."""
+        each = GammaArrivals(rate=self.rate, cov=self.cov)
+        times = [each.arrive(extent, stream).times for stream in rng.spawn(self.num_callers)]
+        callers = np.repeat(np.arange(self.num_callers), [len(one) for one in times])
+        return _in_order(np.concatenate(times), callers, self.num_callers, extent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

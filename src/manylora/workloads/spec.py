@@ -41,7 +41,7 @@ from manylora.workloads.arrivals import (
     ReplayArrivals,
     WeibullArrivals,
 )
-from manylora.workloads.callers import AzureFunctions2019, AzureFunctions2021, ServeGenClients
+from manylora.workloads.callers import AzureFunctions2019, AzureFunctions2021, GammaCallers, ServeGenClients
 from manylora.workloads.distributions import (
     Distribution,
     ExponentialTokens,
@@ -77,6 +77,7 @@ KINDS: dict[type, Sequence[type]] = {
         AzureFunctions2019,
         AzureFunctions2021,
         GammaArrivals,
+        GammaCallers,
         OnOffArrivals,
         PoissonArrivals,
         ReplayArrivals,

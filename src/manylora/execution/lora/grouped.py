@@ -51,11 +51,9 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None
 def prepare_grouped(adapter: ResidentAdapter) -> None:
     """Make what the compiled kernels keep with an adapter's weights, on a thread that no step waits for.
 
-    Else the first step of the adapter does it, and all sequences of that step wait: 0.25 ms for the 16 groups of a
-    model of four layers.
+    Else the first step of the adapter does it, and all sequences of that step wait: 0.25 ms for a model of four layers.
     """
-    kernels = find_compiled()
-    if kernels is not None:
+    if (kernels := find_compiled()) is not None:
         for weights in adapter.groups.values():
             kernels.prepare(weights)
 
