@@ -339,7 +339,8 @@ def soak(seed: int) -> tuple[EngineStats, int, Counter[Placement]]:
         max_loras=rng.choice([None, 1, 2]),
         prefix_caching=rng.random() < 0.7,
         max_cpu_loras=rng.choice([None, 2, 4]),
-        policy=NAMES_OF_POLICIES[seed % len(NAMES_OF_POLICIES)],
+        # Chameleon's alone squashes, so every third soak is its own, however many policies there are.
+        policy="chameleon" if seed % 3 == 2 else NAMES_OF_POLICIES[seed % len(NAMES_OF_POLICIES)],
         predictor=rng.choice(["oracle", "noisy", "quantile"]),
         eviction=sorted(EVICTION_POLICIES)[seed % len(EVICTION_POLICIES)],
         prefetch=PREFETCHES[seed % len(PREFETCHES)],
