@@ -21,7 +21,7 @@ from manylora.server import BackgroundServer, LoraModule
 
 schemathesis = pytest.importorskip("schemathesis")
 
-NUM_EXAMPLES = 4
+NUM_EXAMPLES = 2
 REFUSED_BY_DESIGN = ("/v1/load_lora_adapter", "/adapters")
 """Routes on which a folder that holds no valid adapter is answered with 500, as vLLM does."""
 
