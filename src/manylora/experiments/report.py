@@ -75,8 +75,14 @@ def as_markdown(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
 def _about(pages: Seq[tuple[Findings, Seq[Picture]]]) -> str:
     verdicts = [overall(findings.compare()) for findings, _ in pages if not findings.experiment.is_ablation]
     counts = ", ".join(f"{verdicts.count(one)} {WORDS[one]}" for one in WORDS if one in verdicts)
+    setups = [setup for findings, _ in pages for setup in findings.experiment.setups.values()]
+    by = (
+        "with the decisions about functions and the engine"
+        if any("functions" in one for one in setups)
+        else "on the engine"
+    )
     return (
-        "Simulated on the engine that serves, with virtual time and fixed seeds: the same digits on any machine. "
+        f"Simulated {by} that serves, with virtual time and fixed seeds: the same digits on any machine. "
         "Intervals are 95 %, over seeds; changes and ratios are taken seed by seed. Of "
         f"{len(verdicts)} figures and tables: {counts}. Each has the verdict of its worst claim."
     )
