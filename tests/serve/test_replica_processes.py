@@ -92,24 +92,18 @@ def test_each_replica_is_shown_and_can_be_drained(tokenizer: Path, lora_dir: Pat
 
 
 def test_an_answer_ends_with_an_error_if_its_adapter_was_replaced_meanwhile(tokenizer: Path, lora_dir: Path) -> None:
-    """The only engine dies; while it is away nothing can be replaced, so another does it: its folder is rewritten."""
-    config = ServerConfig(port=0, fleet=FleetConfig(replicas=1))
-    own = lora_dir / "rewritten"
-    own.mkdir(exist_ok=True)
-    (own / "adapter_config.json").write_text((lora_dir / "m" / "adapter_config.json").read_text())
-    with BackgroundServer(
-        engine_config(tokenizer),
-        config,
-        [LoraModule("x", str(own))],
-        builder="reciter:slow_reciter_parts",
-    ) as server:
-        body = {"model": "x", "prompt": "say", "max_tokens": 40, "stream": True}
+    """The other engine has the new version alone, which the rest of the answer cannot come from."""
+    config = ServerConfig(port=0, lora_dirs=(str(lora_dir),), fleet=FleetConfig(replicas=2))
+    modules = [LoraModule("x", str(lora_dir / "m"))]
+    with BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:slow_reciter_parts") as server:
+        body = {"model": "x", "prompt": "say", "max_tokens": 60, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            (own / "adapter_config.json").write_text((lora_dir / "n" / "adapter_config.json").read_text())
-            assert server.engine_pid is not None
-            os.kill(server.engine_pid, signal.SIGKILL)
+            new = {"lora_name": "x", "lora_path": str(lora_dir / "n"), "load_inplace": True}
+            assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=new, timeout=60).status_code == 200
+            (own,) = (row for row in replicas_of(server) if row["num_in_flight"])
+            os.kill(own["pid"], signal.SIGKILL)
             events = [line[6:] for line in lines if line.startswith("data: {")]
         error = json.loads(events[-1])["error"]
         assert error["code"] == 409
