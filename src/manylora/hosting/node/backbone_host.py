@@ -149,7 +149,7 @@ class BackboneHost:
             logger.warning("backbone_holder_ended name=%s", self.name)
             self._hold()
         if self.zygote_pid is not None and (reading := memory_of(self.zygote_pid)) is not None:
-            self.zygote_bytes = reading.own
+            self.zygote_bytes = reading.anonymous
 
     async def release(self) -> None:
         """Let the memory and the zygote go; functions on it end."""

@@ -79,6 +79,7 @@ class FunctionNode:
         self._spec = NodeSpec()
         self._hold: frozenset[str] = frozenset()
         self._present: list[FunctionInstance] = []  # those with a process, or about to have one
+        self._has_room: dict[FunctionInstance, None] = {}  # those of them that memory is reserved for
         self._uids: Iterator[int] = itertools.count(FIRST_UID)
         self._free_uids: list[int] = []
         self._making_room = asyncio.Lock()
@@ -188,6 +189,7 @@ class FunctionNode:
     def changed(self) -> None:
         """Begin a new state of the account, and let requests leave whose time has come."""
         self._present = [one for one in self.functions.values() if one.phase in (Phase.WAKING, Phase.AWAKE)]
+        self._has_room = {one: None for one in self._present if one in self._has_room}
         self._meter.change(self._now_ns(), self._machine_state())
         self._has_changed.set()
         waiting = [one for one in self._present if one.has_waiting and one.phase is Phase.AWAKE]
@@ -204,6 +206,10 @@ class FunctionNode:
     def num_running_beside(self, instance: FunctionInstance) -> int:
         """Return the number of other functions that run."""
         return sum(one.is_running for one in self._present if one is not instance)
+
+    def num_sharers(self, host: BackboneHost) -> int:
+        """Return the number of processes that share the pages of a backbone's zygote, with itself."""
+        return 1 + sum(one.host is host and one.pid is not None for one in self._present)
 
     def take_uid(self) -> int | None:
         """Return a user for a new process; ``None`` unless this one is root."""
@@ -224,7 +230,8 @@ class FunctionNode:
         """
         try:
             async with asyncio.timeout(ROOM_PATIENCE_S), self._making_room:  # one at a time, in order
-                while (short := self.used_bytes - self.memory_bytes) > 0:  # the function counts from ``wake`` on
+                self._has_room[instance] = None  # those that wait for their turn do not count yet
+                while (short := self.used_bytes - self.memory_bytes) > 0:
                     choice = choose_offload(self._held(instance), short)
                     if choice is None:
                         self._has_changed.clear()
@@ -234,6 +241,7 @@ class FunctionNode:
                         await asyncio.shield(self._let_go(name))
         except TimeoutError:
             lacking = self.used_bytes - self.memory_bytes
+            self._has_room.pop(instance, None)
             raise CapacityError(
                 f"The node's memory is in use: function {instance.name!r} lacks {lacking} bytes",
                 retry_after_s=5.0,
@@ -243,12 +251,12 @@ class FunctionNode:
     @property
     def used_bytes(self) -> int:
         """Memory of backbones, zygotes and functions that are awake or waking."""
-        needed = {one.host.name for one in self._present}
+        needed = {one.host.name for one in self._has_room}
         bases = sum(
             host.num_bytes + host.zygote_bytes or (host.expected_bytes if name in needed else 0)
             for name, host in self.hosts.items()
         )
-        return bases + sum(one.reserved_bytes for one in self._present)
+        return bases + sum(one.reserved_bytes for one in self._has_room)
 
     def _held(self, waking: FunctionInstance) -> list[Held]:
         """Return all that is in memory, for the choice of what leaves it."""
