@@ -37,8 +37,8 @@ from manylora.bench.machine import machine
 GOAL_MS = 300
 ZIPF = 1.0
 BASE_MIB = 330
-ZYGOTE_MIB = 100
-FUNCTION_MIB = 120
+ZYGOTE_MIB = 340
+FUNCTION_MIB = 70
 
 
 async def stages_of(service: Service, name: str) -> dict[str, float]:

@@ -170,6 +170,29 @@ def test_a_failed_start_is_told_to_all_and_not_tried_at_once(tmp_path: Path, mon
     run(scenario)
 
 
+def test_a_function_that_is_held_ready_is_charged_to_the_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(node_module, "TICK_S", 0.0)
+        rig = Rig(tmp_path, monkeypatch)
+        living = asyncio.create_task(rig.node.run())
+        rig.node.configure({}, None, NodeSpec(keep_alive_s=0.0), ["process:a", "adapter:b"])
+        while rig.node.functions["a"].phase is not Phase.AWAKE:
+            await asyncio.sleep(0)
+        rig.node.take()
+        await settle()
+        _, accounts = rig.node.take()
+        assert [one.name for one in accounts] == [PLATFORM]
+        rig.node.configure({}, None, NodeSpec(keep_alive_s=0.0), ())
+        while rig.node.functions["a"].phase is not Phase.ASLEEP:
+            await asyncio.sleep(0)
+        assert rig.num_launches == 1
+        living.cancel()
+
+    run(scenario)
+
+
 def test_a_function_does_not_exist_for_keys_that_are_not_its_callers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

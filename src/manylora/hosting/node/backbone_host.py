@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 
 from manylora.demo import demo_model_path
-from manylora.errors import ConfigError, EngineDead
+from manylora.errors import ConfigError, EngineDead, ManyloraError
 from manylora.functions.deployment import BackboneSpec
 from manylora.hosting.functions.backbone import fetch_backbone, holder_of
 from manylora.hosting.functions.messages import Backbone
@@ -38,6 +38,9 @@ from manylora.hosting.node.readings import memory_of
 __all__ = ["BackboneHost"]
 
 POLL_S = 0.02
+RETRY_S = 30.0
+"""Seconds after a failure in which the backbone is not loaded ahead; a request tries again."""
+
 LOAD_TIMEOUT_S = 1800.0
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class BackboneHost:
         self.zygote_s = 0.0
         self.zygote_bytes = 0
         self.is_ready = False
+        self._failed_at = float("-inf")
         self._model = str(demo_model_path() if spec.model == "demo" else Path(spec.model).resolve())
         self._path = folder / f"backbone-{name.replace('/', '%')}"
         self._lifeline = lifeline
@@ -76,11 +80,13 @@ class BackboneHost:
 
     @property
     def state(self) -> str:
-        """``absent``, ``loading``, ``loaded`` or ``ready``: with a zygote that forks."""
+        """``absent``, ``loading``, ``loaded``, ``ready`` with a zygote that forks, or ``failed`` a while ago."""
         if self.is_ready:
             return "ready"
         if self._starting is not None:
             return "loading"
+        if time.monotonic() - self._failed_at < RETRY_S:
+            return "failed"
         return "absent" if self._backbone is None else "loaded"
 
     @property
@@ -125,6 +131,9 @@ class BackboneHost:
             self._starting = asyncio.create_task(self._start())
         try:
             return await asyncio.shield(self._starting)
+        except ManyloraError:
+            self._failed_at = time.monotonic()
+            raise
         finally:
             if self._starting is not None and self._starting.done():
                 self._starting = None
@@ -140,7 +149,7 @@ class BackboneHost:
             logger.warning("backbone_holder_ended name=%s", self.name)
             self._hold()
         if self.zygote_pid is not None and (reading := memory_of(self.zygote_pid)) is not None:
-            self.zygote_bytes = reading.own
+            self.zygote_bytes = reading.anonymous
 
     async def release(self) -> None:
         """Let the memory and the zygote go; functions on it end."""

@@ -77,6 +77,10 @@ class Node(Protocol):
         """Return the number of other functions that run."""
         ...
 
+    def num_sharers(self, host: BackboneHost) -> int:
+        """Return the number of processes that share the pages of a backbone's zygote, with itself."""
+        ...
+
     def take_uid(self) -> int | None:
         """Return a user for a new process; ``None`` without the right to change users."""
         ...
@@ -219,8 +223,10 @@ class FunctionInstance:
 
     def read_memory(self) -> None:
         """Read its memory."""
-        if self.phase is Phase.AWAKE and self.pid is not None and (reading := memory_of(self.pid)) is not None:
-            self._pss_bytes, self.own_bytes = reading
+        if self.phase is not Phase.AWAKE or self.pid is None:
+            return
+        if (reading := memory_of(self.pid, self._node.num_sharers(self.host))) is not None:
+            self._pss_bytes, self.own_bytes = reading.pss, reading.own
             self._node.usual_bytes = max(self._node.usual_bytes, self.own_bytes)
 
     # -- requests ----------------------------------------------------------------------------------------------------

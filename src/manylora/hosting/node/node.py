@@ -13,8 +13,9 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from manylora.errors import CapacityError, EngineDead, ManyloraError
 from manylora.functions.batching import most_urgent
@@ -22,7 +23,7 @@ from manylora.functions.billing import PLATFORM, Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.functions.meter import MachineState, Meter, Taken
 from manylora.functions.offload import Held, choose_offload
-from manylora.functions.placement import HOLDS, hold_name
+from manylora.functions.placement import hold_name
 from manylora.functions.wire import Account, BackboneState, FunctionState
 from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.node.instance import FunctionInstance, Phase
@@ -78,12 +79,12 @@ class FunctionNode:
         self._spec = NodeSpec()
         self._hold: frozenset[str] = frozenset()
         self._present: list[FunctionInstance] = []  # those with a process, or about to have one
+        self._has_room: dict[FunctionInstance, None] = {}  # those of them that memory is reserved for
         self._uids: Iterator[int] = itertools.count(FIRST_UID)
         self._free_uids: list[int] = []
         self._making_room = asyncio.Lock()
         self._has_changed = asyncio.Event()
-        self._preloading: dict[str, asyncio.Task[object]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()  # loads, and functions that end
         self._origin_ns = time.time_ns() - time.monotonic_ns()
         self._meter = Meter(self._now_ns(), num_cpus=len(os.sched_getaffinity(0)))
         self._cpu_read: dict[int, int] = {}  # by process
@@ -100,7 +101,7 @@ class FunctionNode:
     ) -> None:
         """Follow the controller's orders; ``functions`` is ``None`` if they are the same as before."""
         self._spec = spec
-        self._hold = frozenset(hold)
+        before, self._hold = self._hold, frozenset(hold)
         for name, backbone in backbones.items():
             if name not in self.hosts:
                 self.hosts[name] = BackboneHost(
@@ -110,44 +111,41 @@ class FunctionNode:
             self._set_functions(functions)
         for name, instance in self.functions.items():
             instance.is_held = hold_name("process", name) in self._hold
-        self._preload()
+        self._preload(self._hold - before)
 
     def _set_functions(self, functions: Mapping[str, FunctionSpec]) -> None:
         for name in [name for name, one in self.functions.items() if functions.get(name) != one.spec]:
             gone = self.functions.pop(name)
             error = EngineDead("The function was removed or replaced while the request waited; please try again.")
-            task = asyncio.create_task(gone.close(error))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._begin(gone.close(error))
         for name, spec in functions.items():
             if name not in self.functions and spec.backbone in self.hosts:
                 self.functions[name] = FunctionInstance(name, spec, self.hosts[spec.backbone], self)
         self.num_changes += 1
 
-    def _preload(self) -> None:
-        """Begin to load artefacts that are to be held and are not there."""
+    def _preload(self, new: Collection[str]) -> None:
+        """Begin to load artefacts that are to be held and are not there; ``new`` are those of the last orders."""
         for name, host in self.hosts.items():
             if hold_name("libraries", name) in self._hold and host.state in ("absent", "loaded"):
-                self._begin(name, self._ready(host))
+                self._begin(self._ready(host))
         num_waking = sum(one.phase is Phase.WAKING for one in self._present)
+        folders = []
         for name, instance in self.functions.items():
-            if instance.phase is not Phase.ASLEEP or not self._hold & {hold_name(kind, name) for kind in HOLDS[2:]}:
+            if instance.phase is not Phase.ASLEEP:
                 continue
+            if hold_name("adapter", name) in new:
+                folders.append(Path(instance.spec.adapter))
             has_room = self.used_bytes + instance.reserved_bytes <= self.memory_bytes
             if instance.is_held and has_room and num_waking < MAX_PRELOADING:
                 num_waking += 1
                 instance.wake()
-            elif hold_name("adapter", name) in self._hold:
-                self._begin(name, asyncio.to_thread(_read_ahead, Path(instance.spec.adapter)))
+        if folders:
+            self._begin(asyncio.to_thread(_read_ahead, folders))
 
-    def _begin(self, name: str, work: object) -> None:
-        if name in self._preloading or len(self._preloading) >= MAX_PRELOADING:
-            if asyncio.iscoroutine(work):
-                work.close()
-            return
-        assert asyncio.iscoroutine(work)
-        task = self._preloading[name] = asyncio.create_task(work)
-        task.add_done_callback(lambda done: self._preloading.pop(name, None))
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     async def _ready(self, host: BackboneHost) -> None:
         try:
@@ -178,10 +176,9 @@ class FunctionNode:
     async def stop(self) -> None:
         """End all functions and backbones."""
         error = EngineDead("The node is shutting down.")
-        for task in self._preloading.values():
-            task.cancel()
-        await asyncio.gather(*(one.close(error) for one in self.functions.values()), *self._closing)
+        await asyncio.gather(*(one.close(error) for one in self.functions.values()))
         await asyncio.gather(*(host.release() for host in self.hosts.values()))
+        await asyncio.gather(*self._beside, return_exceptions=True)
 
     def _keep_alive_s(self, instance: FunctionInstance) -> float:
         own = instance.spec.keep_alive_s
@@ -192,6 +189,7 @@ class FunctionNode:
     def changed(self) -> None:
         """Begin a new state of the account, and let requests leave whose time has come."""
         self._present = [one for one in self.functions.values() if one.phase in (Phase.WAKING, Phase.AWAKE)]
+        self._has_room = {one: None for one in self._present if one in self._has_room}
         self._meter.change(self._now_ns(), self._machine_state())
         self._has_changed.set()
         waiting = [one for one in self._present if one.has_waiting and one.phase is Phase.AWAKE]
@@ -208,6 +206,10 @@ class FunctionNode:
     def num_running_beside(self, instance: FunctionInstance) -> int:
         """Return the number of other functions that run."""
         return sum(one.is_running for one in self._present if one is not instance)
+
+    def num_sharers(self, host: BackboneHost) -> int:
+        """Return the number of processes that share the pages of a backbone's zygote, with itself."""
+        return 1 + sum(one.host is host and one.pid is not None for one in self._present)
 
     def take_uid(self) -> int | None:
         """Return a user for a new process; ``None`` unless this one is root."""
@@ -228,7 +230,8 @@ class FunctionNode:
         """
         try:
             async with asyncio.timeout(ROOM_PATIENCE_S), self._making_room:  # one at a time, in order
-                while (short := self.used_bytes - self.memory_bytes) > 0:  # the function counts from ``wake`` on
+                self._has_room[instance] = None  # those that wait for their turn do not count yet
+                while (short := self.used_bytes - self.memory_bytes) > 0:
                     choice = choose_offload(self._held(instance), short)
                     if choice is None:
                         self._has_changed.clear()
@@ -238,6 +241,7 @@ class FunctionNode:
                         await asyncio.shield(self._let_go(name))
         except TimeoutError:
             lacking = self.used_bytes - self.memory_bytes
+            self._has_room.pop(instance, None)
             raise CapacityError(
                 f"The node's memory is in use: function {instance.name!r} lacks {lacking} bytes",
                 retry_after_s=5.0,
@@ -247,12 +251,12 @@ class FunctionNode:
     @property
     def used_bytes(self) -> int:
         """Memory of backbones, zygotes and functions that are awake or waking."""
-        needed = {one.host.name for one in self._present}
+        needed = {one.host.name for one in self._has_room}
         bases = sum(
             host.num_bytes + host.zygote_bytes or (host.expected_bytes if name in needed else 0)
             for name, host in self.hosts.items()
         )
-        return bases + sum(one.reserved_bytes for one in self._present)
+        return bases + sum(one.reserved_bytes for one in self._has_room)
 
     def _held(self, waking: FunctionInstance) -> list[Held]:
         """Return all that is in memory, for the choice of what leaves it."""
@@ -379,9 +383,9 @@ class FunctionNode:
         return self._origin_ns + time.monotonic_ns()
 
 
-def _read_ahead(folder: Path) -> None:
-    """Ask the kernel for the files of an adapter, which are not opened by any parser here."""
-    for file in folder.glob("*.safetensors"):
+def _read_ahead(folders: Iterable[Path]) -> None:
+    """Ask the kernel for the files of adapters, which are not opened by any parser here."""
+    for file in itertools.chain.from_iterable(folder.glob("*.safetensors") for folder in folders):
         with contextlib.suppress(OSError):
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
             try:

@@ -17,11 +17,13 @@ class MemoryReading(NamedTuple):
 
     Args:
         pss: Proportional set size: pages that are shared count by the number of sharers.
-        own: Of that, memory that is not a file: neither the base nor libraries.
+        own: Memory that is not a file and that no other process shares: neither the base nor the zygote's.
+        anonymous: Memory that is not a file, shared or not.
     """
 
     pss: int
     own: int
+    anonymous: int
 
 
 def cpu_ns(pid: int) -> int | None:
@@ -32,14 +34,21 @@ def cpu_ns(pid: int) -> int | None:
         return None
 
 
-def memory_of(pid: int) -> MemoryReading | None:
-    """Return the memory of a process; ``None`` if it has ended.
+def memory_of(pid: int, num_sharers: int = 2) -> MemoryReading | None:
+    """Return the memory of a process that shares pages with its zygote and others; ``None`` if it has ended.
 
-    A process that hides its memory shows its map to root alone; for others, resident pages that are not shared count.
+    The kernel tells the sum of own and shared pages, and their sum with shared ones divided by their sharers. A process
+    that hides its memory shows its map to root alone; for others, resident pages that are not of files count.
+
+    Args:
+        pid: The process.
+        num_sharers: Processes that share the pages of a zygote: it, and its functions.
     """
     try:
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-        return MemoryReading(_bytes(fields["Pss"]), _bytes(fields["Pss_Anon"]))
+        part, whole = _bytes(fields["Pss_Anon"]), _bytes(fields["Anonymous"])
+        own = (part * num_sharers - whole) // max(1, num_sharers - 1)
+        return MemoryReading(_bytes(fields["Pss"]), min(part, max(1, own)), whole)
     except (PermissionError, KeyError):
         pass
     except (OSError, ValueError):
@@ -49,7 +58,7 @@ def memory_of(pid: int) -> MemoryReading | None:
     except (OSError, ValueError):
         return None
     own = (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-    return MemoryReading(own, own)
+    return MemoryReading(own, own, own)
 
 
 def _bytes(text: str) -> int:
