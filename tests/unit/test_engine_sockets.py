@@ -82,6 +82,7 @@ def refuse(port: int, options: dict[str, bytes]) -> None:
             with suppress(zmq.Again):
                 stranger.send(encode(Cancel(["of a stranger"])))
             assert recv_monitor_message(monitor)["event"] & REFUSED
+            stranger.disable_monitor()
 
 
 def test_an_engine_listens_to_the_key_that_it_was_told_and_to_no_other() -> None:

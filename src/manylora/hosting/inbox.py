@@ -31,10 +31,14 @@ class Inbox:
         self._receive()
 
     def close(self, reason: str = "it was stopped") -> None:
-        """Read no more; may be called again."""
+        """Close the socket; may be called again."""
         if not self._socket.closed:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._stop(reason)
             self._socket.close(linger=0)
+
+    def _stop(self, reason: str) -> None:
+        """Read no more. The owner closes the socket, after it has let go of all that watches it."""
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
         if not self.broken.done():
             self.broken.set_result(reason)
 
@@ -51,4 +55,4 @@ class Inbox:
             if messages:
                 self._deliver(messages)
         except Exception as error:
-            self.close(repr(error))
+            self._stop(repr(error))

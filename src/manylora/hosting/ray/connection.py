@@ -58,7 +58,7 @@ class EngineConnection:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done once the network or the engine has closed a connection: the event, in words."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._monitors: list[zmq.Socket[bytes]] = []
+        self._monitors: dict[zmq.Socket[bytes], zmq.Socket[bytes]] = {}  # by the socket that each reports about
         messages = self._connect(zmq.PULL, door, door.messages_port, keys)
         self._commands = self._connect(zmq.PUSH, door, door.commands_port, keys)
         self._inbox = Inbox(messages, deliver)
@@ -77,8 +77,11 @@ class EngineConnection:
     def close(self) -> None:
         """Close both connections; may be called again."""
         loop = asyncio.get_running_loop()
-        for monitor in self._monitors:
+        for socket, monitor in self._monitors.items():
             loop.remove_reader(monitor.fileno())
+            # While the socket is open: an event without a reader would hold up ZeroMQ's thread for ever.
+            socket.disable_monitor()
+            monitor.close(linger=0)
         self._monitors.clear()
         self._inbox.close()
         self._context.destroy(linger=0)
@@ -95,7 +98,7 @@ class EngineConnection:
         for option, value in KEEP_ALIVE.items():
             socket.setsockopt(option, value)
         monitor = socket.get_monitor_socket(LOST_EVENTS)
-        self._monitors.append(monitor)
+        self._monitors[socket] = monitor
         asyncio.get_running_loop().add_reader(monitor.fileno(), self._note_loss, monitor)
         self._note_loss(monitor)  # ZeroMQ signals only the change from empty
         socket.connect(endpoint(door.host, port))
