@@ -241,6 +241,8 @@ def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpReg
         server.faults.statuses = [status]
         with pytest.raises(AdapterError, match=message):
             read(server, registry)
+    with pytest.raises(AdapterError, match="took longer than 0 s"):
+        read(server, HttpRegistry([server.url], limit_s=0.0))
     (server.root / "org" / "a" / "adapter_config.json").write_bytes(b" " * (1 << 21))
     with pytest.raises(AdapterError, match=r"adapter_config\.json has 2097152 bytes, at most 1048576"):
         read(server, registry)

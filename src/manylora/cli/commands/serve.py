@@ -106,12 +106,12 @@ def serve(
         lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),
         allowed_lora_paths=tuple(str(Path(folder).expanduser()) for folder in server.allowed_lora_paths),
     )
-    server = with_vllm_environment(server, os.environ)
+    cache = chosen.make(AdapterConfig)
+    server = with_vllm_environment(server, os.environ, cache.registries)
     if warning := exposure_warning(server):
         note(warning)
     base = chosen.of(ModelConfig)
     roots = [os.path.realpath(folder) for folder in (*server.lora_dirs, *server.allowed_lora_paths)]
-    cache = chosen.make(AdapterConfig)
     typed = collect_adapters(lora_modules or (), server.lora_dirs, roots, cache.registries)
     checkpoint, base["served_model_name"], adapters = resolve_model(model, base["served_model_name"], typed)
     engine = chosen.make(
