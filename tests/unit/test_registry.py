@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bad_adapters import tiny_base, write_good_adapter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from registry_server import RegistryServer, serving_folder
 
 from manylora.adapters.folder import open_folder
@@ -19,6 +21,7 @@ from manylora.adapters.opened import LocalFile
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
 from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
+from manylora.adapters.remote import RemoteFile
 from manylora.adapters.report import inspect_adapter
 from manylora.adapters.stamp import is_provisional
 from manylora.adapters.urls import check_registry, resolve_url
@@ -186,6 +189,29 @@ def test_errors_of_the_server_are_retried_and_then_named(server: RegistryServer,
         check(server, registry)
 
 
+@given(
+    has_ranges=st.booleans(),
+    cuts=st.lists(st.integers(0, 300_000), max_size=5),
+    reads=st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 300_000)), min_size=1, max_size=4),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_range_of_any_server_that_breaks_off_anywhere_is_right(
+    has_ranges: bool, cuts: list[int], reads: list[tuple[int, int]], server: RegistryServer
+) -> None:
+    content = (server.root / "org" / "a" / "adapter_model.safetensors").read_bytes()
+    server.faults.has_ranges, server.faults.cut_after = has_ranges, list(cuts)
+    registry = HttpRegistry([server.url], retries_s=[0.0] * len(cuts))
+    try:
+        url = f"{server.url}/org/a/adapter_model.safetensors"
+        head = registry.open("mine", url, LIMIT)
+        file = RemoteFile("mine", url, head, registry)
+        assert file.size == len(content)
+        for begin, end in map(sorted, reads):
+            assert file.read(begin, end - begin) == content[begin:end]
+    finally:
+        registry.close()
+
+
 @pytest.mark.parametrize("checks_if_match", [True, False])
 @pytest.mark.parametrize("has_ranges", [True, False])
 def test_a_file_that_changes_between_two_ranges_is_refused(
@@ -231,6 +257,7 @@ def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpReg
     for headers, message in (
         ({"ETag": "", "Last-Modified": ""}, "neither ETag nor Last-Modified"),
         ({"Content-Range": "bytes 0-9/*"}, "does not say how many bytes"),
+        ({"Content-Range": "bytes 1-10/100"}, "another range than bytes 0 to 99"),
         ({"Content-Encoding": "gzip"}, "encoded, which was not asked for"),
     ):
         server.faults.headers = headers

@@ -120,7 +120,10 @@ class HttpRegistry:
             etag, modified = _identity(answer)
             if not (etag or modified):
                 raise AdapterError(name, f"the server sends neither ETag nor Last-Modified for {url}")
-            first = b"".join(self._taken(name, answer, min(size, FIRST_BYTES)))
+            length = min(size, FIRST_BYTES)
+            if answer.status_code == 206:
+                length = _length(name, answer, 0, length)
+            first = b"".join(self._taken(name, answer, length))
         return RemoteHead(size, etag, modified, first)
 
     def _range(self, name: str, url: str, head: RemoteHead, begin: int, end: int) -> Iterator[bytes]:
