@@ -200,6 +200,13 @@ class AdapterConfig:
     real_roots: tuple[str, ...] | None = option(
         None, help="Real paths of the folders in which all files of adapters must lie; by default anywhere."
     )
+    registries: tuple[str, ...] = _adapters(
+        (),
+        flag="--lora-registry",
+        metavar="URL",
+        help="Allow adapters from below URL, on a static HTTP server or an object store, as paths of --lora-modules "
+        "and of loads through the API. Repeatable.",
+    )
     adapter_dtype: str = _adapters(
         "auto",
         choices=_DTYPES,

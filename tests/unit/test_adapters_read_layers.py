@@ -15,10 +15,11 @@ from bad_adapters import tiny_base, write_good_adapter
 from safetensors.numpy import load_file
 
 from manylora.adapters import weight_file
+from manylora.adapters.opened import LocalFile
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
 from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
-from manylora.adapters.weight_source import LocalFile, read_header
+from manylora.adapters.weight_source import read_header
 from manylora.errors import AdapterError, AdapterNotFound
 
 BASE = tiny_base(num_layers=5)
@@ -107,7 +108,7 @@ def _rewrite_scale(folder: Path) -> None:
 def _touch_last_layer(folder: Path) -> None:
     """Change one number of layer 4 in place."""
     file = folder / "adapter_model.safetensors"
-    source = LocalFile("mine", file.open("rb"))
+    source = LocalFile("mine", file.open("rb"), file)
     place = read_header("mine", source)["base_model.model.model.layers.4.self_attn.q_proj.lora_A.weight"].place
     source.close()
     assert place is not None

@@ -60,6 +60,25 @@ def test_serve_options_become_configuration(served: list[Served], tmp_path: Path
     assert (server.drain_timeout_s, server.in_process, server.lora_dirs) == (1.5, True, (str(tmp_path),))
 
 
+def test_adapters_from_registries_are_urls_below_an_option(served: list[Served], tmp_path: Path) -> None:
+    line = [
+        "serve",
+        str(tmp_path),
+        "--lora-modules",
+        "a=https://Host.org/x/a/",
+        "--lora-registry",
+        "https://host.org/x",
+    ]
+    assert CliRunner().invoke(app, line).exit_code == 0
+    (call,) = served
+    assert call.adapters == {"a": "https://host.org/x/a"}
+    assert call.engine.adapters == AdapterConfig(real_roots=(), registries=("https://host.org/x",))
+    for command in (["serve"], ["generate", "--adapter", "a"]):
+        refused = CliRunner().invoke(app, [command[0], str(tmp_path), *command[1:], *line[2:4]], input="hello")
+        assert "--lora-registry" in str(refused.exception)
+    assert "Got the URL 'x'" in str(CliRunner().invoke(app, ["serve", str(tmp_path), "--lora-registry", "x"]).exception)
+
+
 def test_serve_defaults_are_the_configuration_s(served: list[Served], tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["serve", str(tmp_path)], env={"XDG_CACHE_HOME": str(tmp_path)}).exit_code == 0
     defaults = EngineConfig(
@@ -307,6 +326,9 @@ def test_generate_asks_every_adapter_every_prompt(engine: type[FakeEngine], tmp_
     asked = [(answer["model"], answer["prompt"]) for answer in answers]
     assert asked == [("base", "one"), ("a", "one"), ("b", "one"), ("base", "two"), ("a", "two"), ("b", "two")]
     assert engine.made["adapters"] == {"a": "/x", "b": "/y"}
+    line[3], line[8:] = "a=https://host.org/a", ["--lora-registry", "https://host.org"]
+    assert CliRunner().invoke(app, line, input="one").exit_code == 0
+    assert engine.made["registries"] == ("https://host.org",)
 
 
 def test_generate_chats(engine: type[FakeEngine], tmp_path: Path) -> None:

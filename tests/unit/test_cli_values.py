@@ -260,6 +260,7 @@ def test_vllms_environment_is_read_or_refused() -> None:
     assert with_vllm_environment(ServerConfig(api_keys=("own",)), {"VLLM_API_KEY": "k"}).api_keys == ("own",)
     name = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
     assert with_vllm_environment(allowed, {name: "True"}) == allowed
+    assert with_vllm_environment(plain, {name: "1"}, ("https://host.org",)) == plain
     assert with_vllm_environment(plain, {name: "0"}) == plain
     for server, value in ((plain, "1"), (allowed, "false")):
         with pytest.raises(ConfigError, match="--allowed-lora-path"):

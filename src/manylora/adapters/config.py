@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from manylora.adapters.folder import CONFIG_FILE, AdapterFolder
+from manylora.adapters.folder import CONFIG_FILE, Folder
 from manylora.errors import AdapterError
 
 __all__ = ["parse_config", "read_config", "read_config_file", "unique_pairs"]
@@ -13,19 +13,18 @@ __all__ = ["parse_config", "read_config", "read_config_file", "unique_pairs"]
 MAX_CONFIG_BYTES = 1024 * 1024
 
 
-def read_config(folder: AdapterFolder) -> dict[str, Any]:
+def read_config(folder: Folder) -> dict[str, Any]:
     """Read the configuration in an adapter's folder; errors as of the two functions below."""
     return parse_config(folder.name, read_config_file(folder))
 
 
-def read_config_file(folder: AdapterFolder) -> bytes:
+def read_config_file(folder: Folder) -> bytes:
     """Return the content of the configuration in an adapter's folder.
 
     Raises:
         AdapterError: It is missing or too large.
     """
-    with folder.open(CONFIG_FILE, MAX_CONFIG_BYTES) as file:
-        return file.read(MAX_CONFIG_BYTES)
+    return folder.read(CONFIG_FILE, MAX_CONFIG_BYTES)
 
 
 def parse_config(name: str, content: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from manylora.adapters.folder import CONFIG_FILE, open_regular
+from manylora.adapters.urls import is_url
 from manylora.errors import AdapterError, ConfigError
 from manylora.generation import (
     GENERATION_FILE,
@@ -72,8 +73,11 @@ class _TokenizerConfig(msgspec.Struct):
     chat_template: str | list[_NamedTemplate] | None = None
 
 
-def read_extras(name: str, directory: Path) -> AdapterExtras:
-    """Read the settings in the folder of an adapter of that name; never raises."""
+def read_extras(name: str, path: str) -> AdapterExtras:
+    """Read the settings in the folder of an adapter of that name; never raises. A folder in a registry has none."""
+    if is_url(path):
+        return AdapterExtras()
+    directory = Path(path)
     problems: list[str] = []
 
     def read(file: str, max_bytes: int) -> bytes | None:

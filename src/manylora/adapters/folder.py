@@ -1,4 +1,4 @@
-"""An adapter's folder, of which a tenant may write every file, and change it at any time.
+"""An adapter's folder, of which a tenant may write every file, and change it at any time; here of folders on disk.
 
 Only regular files are opened (a FIFO would block a thread). Sizes are limited before bytes are read. Nothing is
 memory-mapped: truncating a mapped file kills the process, while a short read raises an error.
@@ -14,20 +14,67 @@ import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
+from manylora.adapters.opened import FileIdentity, LocalFile, OpenFile
+from manylora.adapters.remote import Registry, RemoteFolder
+from manylora.adapters.urls import NO_REGISTRY, is_url
 from manylora.errors import AdapterError, AdapterForbidden, AdapterNotFound
 
-__all__ = ["CONFIG_FILE", "WEIGHT_FILES", "AdapterFolder", "lies_in", "open_folder", "open_regular", "vouched_roots"]
+__all__ = [
+    "CONFIG_FILE",
+    "WEIGHT_FILES",
+    "AdapterFolder",
+    "Folder",
+    "lies_in",
+    "open_folder",
+    "open_regular",
+    "vouched_roots",
+]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """In PEFT's order: the first that exists is read. If it is damaged, the adapter is refused."""
 
 
+class Folder(Protocol):
+    """The folder of an adapter, for its files to be opened."""
+
+    @property
+    def name(self) -> str:
+        """The adapter, for messages."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Its path or URL."""
+        ...
+
+    def read(self, file: str, max_bytes: int) -> bytes:
+        """Return the content of a small file, of at most ``max_bytes`` bytes; errors as of ``open``."""
+        ...
+
+    def open(self, file: str, max_bytes: int) -> OpenFile:
+        """Open a file of at most ``max_bytes`` bytes.
+
+        Raises:
+            AdapterError: It is missing, unreadable, or too large.
+            AdapterForbidden: It lies outside of all places that are allowed.
+        """
+        ...
+
+    def find_weights(self) -> str:
+        """Return the name of the weight file, or raise ``AdapterError`` if there is none."""
+        ...
+
+    def identify(self, file: str) -> FileIdentity:
+        """Return the present identity of a file; errors as of ``open``."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """The folder of an adapter, for its files to be opened.
+    """A ``Folder`` on disk.
 
     Args:
         name: The adapter, for messages.
@@ -39,9 +86,20 @@ class AdapterFolder:
     path: Path
     roots: Collection[str] | None = None
 
-    def open(self, file: str, max_bytes: int) -> BinaryIO:
+    @property
+    def place(self) -> str:
+        """Its path."""
+        return str(self.path)
+
+    def read(self, file: str, max_bytes: int) -> bytes:
+        """Return the content of a small file; errors as of ``open_regular``."""
+        with open_regular(self.name, self.path / file, max_bytes, self.roots) as opened:
+            return opened.read(max_bytes)
+
+    def open(self, file: str, max_bytes: int) -> LocalFile:
         """Open a file of at most ``max_bytes`` bytes in the folder; errors as of ``open_regular``."""
-        return open_regular(self.name, self.path / file, max_bytes, self.roots)
+        path = self.path / file
+        return LocalFile(self.name, open_regular(self.name, path, max_bytes, self.roots), path)
 
     def find_weights(self) -> str:
         """Return the name of the weight file, or raise ``AdapterError`` if there is none."""
@@ -50,14 +108,27 @@ class AdapterFolder:
                 return file
         raise AdapterError(self.name, f"has no weight file ({' or '.join(WEIGHT_FILES)})")
 
+    def identify(self, file: str) -> FileIdentity:
+        """Return the present identity of a file, without opening it."""
+        try:
+            return FileIdentity.of(self.path / file, os.stat(self.path / file))
+        except OSError as error:
+            raise AdapterError(self.name, f"cannot open {file}: {error.strerror}") from error
 
-def open_folder(name: str, path: str | Path, roots: Collection[str] | None = None) -> AdapterFolder:
-    """Return the folder at a path.
+
+def open_folder(
+    name: str, path: str | Path, roots: Collection[str] | None = None, registry: Registry | None = None
+) -> Folder:
+    """Return the folder at a path, or at a URL if there is a ``registry`` to ask.
 
     Raises:
         AdapterNotFound: There is no folder.
-        AdapterForbidden: It lies outside the roots.
+        AdapterForbidden: It lies outside the roots, or no registry is allowed.
     """
+    if isinstance(path, str) and is_url(path):
+        if registry is None:
+            raise AdapterForbidden(name, NO_REGISTRY)
+        return RemoteFolder(name, path.rstrip("/"), registry)
     folder = Path(path)
     try:
         is_folder = folder.is_dir()

@@ -23,11 +23,12 @@ from manylora.adapters.layout import make_version
 from manylora.adapters.methods import find_method
 from manylora.adapters.precision import choose_dtype_unread
 from manylora.adapters.read import read_adapter
+from manylora.adapters.remote import Registry
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import make_stamp, provisional_key
 from manylora.adapters.tensors import StoredTensor
 from manylora.adapters.weight_file import check_size
-from manylora.adapters.weight_source import LocalFile, parse_header, read_header_bytes
+from manylora.adapters.weight_source import parse_header, read_header_bytes
 from manylora.types import AdapterVersion
 
 __all__ = ["HeaderReader"]
@@ -44,6 +45,7 @@ class HeaderReader:
         max_bytes: Largest weight file.
         max_pages: As of ``read_adapter``.
         roots: As of ``read_adapter``.
+        registry: As of ``read_adapter``.
         dtype: As of ``read_adapter``.
         known: Returns the content of files by their stamp, if they were read before.
     """
@@ -55,6 +57,7 @@ class HeaderReader:
         max_bytes: int,
         max_pages: int | None = None,
         roots: Collection[str] | None = None,
+        registry: Registry | None = None,
         dtype: str | None = None,
         known: Callable[[str], KnownContent | None] = lambda stamp: None,
     ) -> None:
@@ -62,6 +65,7 @@ class HeaderReader:
         self._max_bytes = max_bytes
         self._max_pages = max_pages
         self._roots = roots
+        self._registry = registry
         self._dtype = dtype or base.page.dtype
         self._known = known
         self._shapes: dict[tuple[object, ...], AdapterVersion] = {}
@@ -72,25 +76,23 @@ class HeaderReader:
         Raises:
             AdapterError: It cannot be served on this base, as far as its header shows.
         """
-        folder = open_folder(name, path, self._roots)
+        folder = open_folder(name, path, self._roots, self._registry)
         config = read_config_file(folder)
         weights = folder.find_weights()
         if weights.endswith(".bin"):
             return self._read_whole(name, path)
-        source = LocalFile(name, folder.open(weights, self._max_bytes))
+        source = folder.open(weights, self._max_bytes)
         try:
-            status = source.status()
+            identity, num_bytes = source.identity, source.size
             header = read_header_bytes(name, source)
         finally:
             source.close()
-        stamp = make_stamp(self._base, self._dtype, config, str(folder.path / weights), status)
+        stamp = make_stamp(self._base, self._dtype, config, identity)
         content = self._known(stamp)
-        shape = self._shape(name, config, header, status.st_size, None if content is None else content.dtype)
+        shape = self._shape(name, config, header, num_bytes, None if content is None else content.dtype)
         if content is None:
-            return replace(shape, key=provisional_key(stamp), source=str(folder.path), stamp=stamp)
-        return replace(
-            shape, key=content.key, source=str(folder.path), layer_digests=content.layer_digests, stamp=stamp
-        )
+            return replace(shape, key=provisional_key(stamp), source=folder.place, stamp=stamp)
+        return replace(shape, key=content.key, source=folder.place, layer_digests=content.layer_digests, stamp=stamp)
 
     def _read_whole(self, name: str, path: str | Path) -> AdapterVersion:
         return read_adapter(
@@ -100,6 +102,7 @@ class HeaderReader:
             max_bytes=self._max_bytes,
             max_pages=self._max_pages,
             roots=self._roots,
+            registry=self._registry,
             dtype=self._dtype,
         ).version
 

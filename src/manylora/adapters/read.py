@@ -18,6 +18,7 @@ from manylora.adapters.method import ModuleWeights
 from manylora.adapters.methods import find_method
 from manylora.adapters.packed import Allocate, PackedAdapter, own_memory, pack
 from manylora.adapters.precision import choose_dtype
+from manylora.adapters.remote import Registry
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.weight_file import WeightFile, check_size
 from manylora.errors import AdapterError
@@ -33,18 +34,20 @@ def read_adapter(
     max_bytes: int,
     max_pages: int | None = None,
     roots: Collection[str] | None = None,
+    registry: Registry | None = None,
     dtype: str | None = None,
     allocate: Allocate = own_memory,
 ) -> PackedAdapter:
-    """Read and check a PEFT directory, and pack its weights for a base. Blocks on the disk; safe from any thread.
+    """Read and check a PEFT directory, and pack its weights for a base. Blocks; safe from any thread.
 
     Args:
         name: The adapter, for messages.
-        path: The directory.
+        path: The directory, or its URL.
         base: The base model.
         max_bytes: Largest weight file.
         max_pages: Pages of the pool; an adapter that cannot fit is refused before its weights are read.
         roots: As of ``AdapterFolder``.
+        registry: Asked for URLs; ``None`` if none is allowed.
         dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``precision``), the page's own when
             ``None``.
         allocate: Returns the memory for the image.
@@ -52,7 +55,7 @@ def read_adapter(
     Raises:
         AdapterError: The adapter cannot be served on this base, with the reason.
     """
-    folder = open_folder(name, path, roots)
+    folder = open_folder(name, path, roots, registry)
     config = read_config(folder)
     method = find_method(config)
     settings = method.parse(name, config)
@@ -69,7 +72,7 @@ def read_adapter(
         layout,
         base.page,
         key=content_key(base, digests),
-        source=str(folder.path),
+        source=folder.place,
         disk_bytes=file.num_bytes,
         layer_digests=b"".join(digests),
     )

@@ -10,7 +10,8 @@ A layer is used once it is known to hold the weights that were registered, never
 the pages count as full when the last layer has been read and the content hash of all is right.
 
 A version with a provisional key (``stamp``) is read for the first time: its files must have the stamp that they were
-registered with before the first byte is read and after the last. Then its content is known.
+registered with before the first byte is read and after the last. Then its content is known. In a registry with strong
+ETags, every range is known to be of the file with that stamp, and its layers are used as they come.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from manylora.adapters.config import read_config
+from manylora.adapters.config import parse_config, read_config_file
 from manylora.adapters.content import by_layer, content_key, digest_layer, split_digests
 from manylora.adapters.folder import open_folder
 from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.layout import AdapterLayout
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.methods import find_method
+from manylora.adapters.opened import FileIdentity
 from manylora.adapters.packed import pack_groups
 from manylora.adapters.precision import choose_dtype, exact_dtypes
 from manylora.adapters.read import check_finite
+from manylora.adapters.remote import Registry
 from manylora.adapters.shape import BaseShape
-from manylora.adapters.stamp import is_provisional, provisional_key, stamp_files
+from manylora.adapters.stamp import is_provisional, make_stamp, provisional_key, stamp_files
 from manylora.adapters.weight_file import WeightFile
 from manylora.errors import AdapterError
-from manylora.types import AdapterKey, AdapterVersion
+from manylora.types import AdapterVersion
 
 __all__ = ["LayerReader"]
 
@@ -51,6 +54,7 @@ class LayerReader:
         base: The base model.
         max_bytes: Largest weight file.
         roots: As of ``read_adapter``.
+        registry: As of ``read_adapter``.
         asked_dtype: Type of packed weights that is asked for, as of ``read_adapter``.
 
     Raises:
@@ -64,6 +68,7 @@ class LayerReader:
         *,
         max_bytes: int,
         roots: Collection[str] | None = None,
+        registry: Registry | None = None,
         asked_dtype: str | None = None,
     ) -> None:
         self.first_content: KnownContent | None = None
@@ -74,14 +79,19 @@ class LayerReader:
         self._asked_dtype = asked_dtype or base.page.dtype
         self._digests = split_digests(version.layer_digests)
         self._is_first = is_provisional(version.key) and not self._digests
-        self._folder = open_folder(self._name, version.source, roots)
-        if self._is_first and self._stamp() != version.key:
-            raise self._changed()
-        config = read_config(self._folder)
-        method = find_method(config)
-        settings = method.parse(self._name, config)
-        self._file = WeightFile(self._folder, max_bytes)
+        self._folder = open_folder(self._name, version.source, roots, registry)
+        written = read_config_file(self._folder)
+
+        def admit(weights: FileIdentity) -> None:
+            stamp = make_stamp(base, self._asked_dtype, written, weights)
+            if self._is_first and provisional_key(stamp) != version.key:
+                raise self._changed()
+
+        self._file = WeightFile(self._folder, max_bytes, admit)
         try:
+            config = parse_config(self._name, written)
+            method = find_method(config)
+            settings = method.parse(self._name, config)
             weights = settings.match(self._file.tensors, base)
             dtype = version.dtype or choose_dtype(self._file.fetch(weights), base.page.dtype)
             self.layout: AdapterLayout = method.lay_out({w.module.name: w.rank for w in weights}, base, dtype)
@@ -129,19 +139,21 @@ class LayerReader:
                     of_layer = exact_dtypes(weights)
                     exact = of_layer if number == 0 else [dtype for dtype in exact if dtype in of_layer]
                 pack_groups(self._name, image, groups, weights, self.layout.dtype)
-                if self._digests and not is_last:
+                if not is_last and (self._digests or (self._is_first and self._file.is_pinned)):
                     yield num_full
-        if not self._is_content(digests) or (self._is_first and self._stamp() != self._version.key):
+        if not self._is_content(digests) or (self._is_first and not self._is_as_stamped()):
             raise self._changed()
         if self._is_first:
             dtype = exact[0] if exact else self._asked_dtype
             self.first_content = KnownContent(content_key(self._base, digests), dtype, b"".join(digests))
         yield self.layout.num_pages
 
-    def _stamp(self) -> AdapterKey:
-        """Return the provisional key that the files have now."""
+    def _is_as_stamped(self) -> bool:
+        """Whether the bytes that were read are known to be those of the stamp, which the files had at the opening."""
+        if self._file.is_pinned:
+            return True
         stamp, _ = stamp_files(self._folder, self._base, self._asked_dtype)
-        return provisional_key(stamp)
+        return provisional_key(stamp) == self._version.key
 
     def _is_content(self, digests: list[bytes]) -> bool:
         """Whether layers of these digests are the version, as far as its content is known."""

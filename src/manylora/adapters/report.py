@@ -11,6 +11,7 @@ from manylora.adapters.folder import open_folder
 from manylora.adapters.method import StoredModule
 from manylora.adapters.methods import find_method
 from manylora.adapters.read import read_adapter
+from manylora.adapters.remote import Registry
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.weight_file import WeightFile
 from manylora.errors import AdapterError
@@ -54,14 +55,16 @@ class AdapterReport:
         return tuple(sorted({m.name.rpartition(".")[2] for m in self.modules}))
 
 
-def inspect_adapter(path: str | Path, base: BaseShape | None = None, *, max_bytes: int) -> AdapterReport:
-    """Report on an adapter directory with a weight file of at most ``max_bytes``, and whether it fits ``base``.
+def inspect_adapter(
+    path: str | Path, base: BaseShape | None = None, *, max_bytes: int, registry: Registry | None = None
+) -> AdapterReport:
+    """Report on an adapter directory or URL with a weight file of at most ``max_bytes``, and whether it fits ``base``.
 
     Raises:
         AdapterError: It cannot be read for any base. An adapter that does not fit ``base`` is reported, not raised.
     """
     name = str(path)
-    folder = open_folder(name, path)
+    folder = open_folder(name, path, registry=registry)
     config = read_config(folder)
     settings = find_method(config).parse(name, config)
     with WeightFile(folder, max_bytes) as file:
@@ -69,7 +72,7 @@ def inspect_adapter(path: str | Path, base: BaseShape | None = None, *, max_byte
     version, problem = None, None
     if base is not None:
         try:
-            version = read_adapter(name, path, base, max_bytes=max_bytes).version
+            version = read_adapter(name, path, base, max_bytes=max_bytes, registry=registry).version
         except AdapterError as error:
             problem = error.reason
     return AdapterReport(
@@ -83,5 +86,5 @@ def inspect_adapter(path: str | Path, base: BaseShape | None = None, *, max_byte
         fits=None if base is None else problem is None,
         problem=problem,
         version=version,
-        extras=read_extras(name, folder.path),
+        extras=read_extras(name, folder.place),
     )

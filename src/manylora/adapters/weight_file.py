@@ -7,17 +7,17 @@ has no header and is read whole.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from manylora.adapters.bin_file import read_bin
-from manylora.adapters.folder import AdapterFolder
+from manylora.adapters.folder import Folder
 from manylora.adapters.method import ModuleWeights
+from manylora.adapters.opened import FileIdentity, LocalFile, OpenFile
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import StoredTensor
-from manylora.adapters.weight_source import LocalFile, fetch, read_header
+from manylora.adapters.weight_source import fetch, read_header
 from manylora.errors import AdapterError
 
 __all__ = ["WeightFile", "check_size"]
@@ -31,25 +31,31 @@ class WeightFile:
     Args:
         folder: The folder.
         max_bytes: Largest weight file.
+        admit: Takes the identity of the open file before it is parsed, and raises to refuse it.
 
     Raises:
         AdapterError: The file is missing, unreadable, damaged, or larger than ``max_bytes``.
     """
 
-    def __init__(self, folder: AdapterFolder, max_bytes: int) -> None:
+    def __init__(
+        self, folder: Folder, max_bytes: int, admit: Callable[[FileIdentity], None] = lambda identity: None
+    ) -> None:
         name, file = folder.name, folder.find_weights()
         opened = folder.open(file, max_bytes)
-        self.num_bytes = os.fstat(opened.fileno()).st_size
+        self.num_bytes = opened.size
+        self.is_pinned = opened.is_pinned
+        """Whether ``fetch`` fails for bytes that were written after the opening."""
         self.tensors: Mapping[str, StoredTensor]
         """Its tensors by key; without their bytes where ``fetch`` reads them."""
-        self._source: LocalFile | None = None
+        self._source: OpenFile | None = None
         try:
-            if file.endswith(".bin"):
-                self.tensors = read_bin(name, opened, max_bytes)
+            admit(opened.identity)
+            if isinstance(opened, LocalFile) and file.endswith(".bin"):
+                self.tensors = read_bin(name, opened.file, max_bytes)
                 opened.close()
             else:
-                self._source = LocalFile(name, opened)
-                self.tensors = read_header(name, self._source)
+                self._source = opened
+                self.tensors = read_header(name, opened)
         except BaseException:
             opened.close()
             raise

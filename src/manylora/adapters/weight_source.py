@@ -1,27 +1,23 @@
-"""Weight files by ranges: where bytes come from, and the places of tensors in them.
-
-A range is all that an object store or a registry over HTTP serves as well as a disk. Another source is another class
-with two members.
-"""
+"""Weight files by ranges: the places of tensors in a safetensors file, and their bytes when they are wanted."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manylora.adapters.config import unique_pairs
 from manylora.adapters.method import ModuleWeights
+from manylora.adapters.opened import WeightSource
 from manylora.adapters.tensors import StoredTensor
 from manylora.errors import AdapterError
 
-__all__ = ["LocalFile", "WeightSource", "fetch", "parse_header", "read_header", "read_header_bytes"]
+__all__ = ["fetch", "parse_header", "read_header", "read_header_bytes"]
 
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 """Largest safetensors header: thousands of times that of a real adapter, small enough to parse at once."""
@@ -32,54 +28,6 @@ _BITS: Mapping[str, int] = (
     | {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
 )
 """Bits of an element, by safetensors' names of the types."""
-
-
-class WeightSource(Protocol):
-    """A weight file; safe from any thread."""
-
-    @property
-    def size(self) -> int:
-        """Size in bytes, at the time it was opened."""
-        ...
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Return a range of it, all of ``length`` bytes. Blocks.
-
-        Raises:
-            AdapterError: The range lies beyond its end, or cannot be read.
-        """
-        ...
-
-
-class LocalFile:
-    """An open file, which it closes; a ``WeightSource``. Messages name the adapter ``name``."""
-
-    def __init__(self, name: str, file: BinaryIO) -> None:
-        self._name = name
-        self._file = file
-        self.size = self.status().st_size
-
-    def status(self) -> os.stat_result:
-        """Return the present status of the file."""
-        return os.fstat(self._file.fileno())
-
-    def read(self, offset: int, length: int) -> bytes:
-        """Return a range of the file."""
-        parts = []
-        while length:
-            try:
-                part = os.pread(self._file.fileno(), length, offset)
-            except OSError as error:
-                raise AdapterError(self._name, f"cannot read the weight file: {error.strerror}") from error
-            if not part:
-                raise AdapterError(self._name, f"the weight file is damaged: it ends at byte {offset}")
-            parts.append(part)
-            offset, length = offset + len(part), length - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def read_header(name: str, source: WeightSource) -> dict[str, StoredTensor]:

@@ -181,6 +181,7 @@ def _build(
         max_bytes=config.adapters.max_adapter_bytes,
         max_pages=num_pages,
         roots=config.adapters.real_roots,
+        registries=config.adapters.registries,
         dtype=dtype,
         hashes=hashes,
         limit_s=config.adapters.read_timeout_s,

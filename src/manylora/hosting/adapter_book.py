@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
+from manylora.adapters.urls import is_url
 from manylora.engine.status import AdapterStatus
 from manylora.errors import (
     AdapterError,
@@ -38,7 +39,7 @@ class LoraModule:
 
     Args:
         name: Its name in requests.
-        path: Its directory.
+        path: Its directory, or its URL.
         is_required: Whether an error in it stops the start. An adapter that was found in a folder is left out with a
             line in the log: a broken upload of one tenant must not stop the others.
     """
@@ -97,7 +98,7 @@ class AdapterBook:
                     logger.warning("adapter_skipped name=%a reason='another model has the name'", module.name)
                     continue
                 raise ConfigError(f"Got the name {module.name!r} twice, expected every model to have its own")
-            if module.is_required and not os.path.isdir(module.path):
+            if module.is_required and not is_url(module.path) and not os.path.isdir(module.path):
                 raise AdapterNotFound(module.name, f"there is no directory {module.path!r}")
             self.adapters[module.name] = LoadedAdapter(path=module.path, loaded_at=int(self._epoch_s()))
         self.num_changes += 1

@@ -11,7 +11,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from manylora.adapters.base_name import is_same_base
 from manylora.adapters.extras import read_extras
@@ -90,7 +89,7 @@ class ModelSettings:
 
     def _read(self, name: str, path: str) -> Settings:
         """Read an adapter's folder, and log its settings and those that have no effect."""
-        extras = read_extras(name, Path(path))
+        extras = read_extras(name, path)
         defaults, template = self.base.defaults, None
         ignored = list(extras.problems)
         if given := extras.defaults.given():

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
+from manylora.adapters.urls import is_url
 from manylora.config import EngineConfig, FleetConfig, ServerConfig
 from manylora.demo import demo_model_path
 from manylora.hosting.adapter_book import LoraModule
@@ -169,7 +170,7 @@ class Server:
         with collector_paused():
             from manylora.server.http_server import make_http_server
 
-        named = (module.path for module in self._modules if module.is_required)
+        named = (module.path for module in self._modules if module.is_required and not is_url(module.path))
         return make_http_server(
             self._engine_config,
             self._config,

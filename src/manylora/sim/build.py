@@ -10,12 +10,13 @@ from pathlib import Path
 from manylora.adapters.layout import make_version
 from manylora.adapters.methods import find_method
 from manylora.adapters.shape import BaseShape
+from manylora.adapters.urls import is_url
 from manylora.catalog.models import base_shape
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.costs.fitted import FittedCost
 from manylora.costs.model import CostModel, FixedCost
-from manylora.errors import AdapterError, AdapterNotFound
+from manylora.errors import AdapterError, AdapterForbidden, AdapterNotFound
 from manylora.ports import EngineParts, check_each
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.sim.target import SimulatedTarget, find_target, make_token_source
@@ -41,8 +42,11 @@ class SimulatedReader:
 
         Raises:
             AdapterNotFound: There is no ``adapter_config.json``.
+            AdapterForbidden: It is in a registry.
             AdapterError: It has no rank, or no module of this base.
         """
+        if is_url(path):
+            raise AdapterForbidden(name, "a simulated engine reads no registry; give a folder with its configuration")
         config_file = Path(path) / "adapter_config.json"
         if not config_file.is_file():
             raise AdapterNotFound(name, f"no adapter_config.json in {path}")

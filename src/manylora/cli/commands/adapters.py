@@ -18,6 +18,7 @@ from rich.text import Text
 from manylora.adapters.base_name import is_same_base, names_of_base
 from manylora.adapters.report import AdapterReport, inspect_adapter
 from manylora.adapters.shape import BaseShape
+from manylora.adapters.urls import is_url
 from manylora.cli.options.shared import resolve_model
 from manylora.cli.views.terminal import note, out
 from manylora.clock import WallClock
@@ -38,7 +39,7 @@ def _group() -> None:
 
 @adapters_app.command(name="inspect")
 def inspect_folder(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="An adapter's folder, as PEFT saves it.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="An adapter's folder, as PEFT saves it, or its URL.")],
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Also report whether it fits this model, and its size there.")
     ] = None,
@@ -49,7 +50,13 @@ def inspect_folder(
     [bold]manylora adapters inspect /adapters/sql --model /models/llama[/bold]
     """
     base = None if model is None else _describe(model)
-    report = inspect_adapter(Path(path).expanduser(), base, max_bytes=AdapterConfig().max_adapter_bytes)
+    max_bytes = AdapterConfig().max_adapter_bytes
+    if is_url(path):
+        from manylora.execution.storage.http_registry import HttpRegistry
+
+        report = inspect_adapter(path, base, max_bytes=max_bytes, registry=HttpRegistry([path]))
+    else:
+        report = inspect_adapter(Path(path).expanduser(), base, max_bytes=max_bytes)
     if as_json:
         sys.stdout.write(json.dumps(asdict(report), indent=2, default=bytes.hex) + "\n")
     else:

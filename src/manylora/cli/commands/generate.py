@@ -29,7 +29,7 @@ _FLAGS = flags_of(
     *(ModelConfig, EngineConfig, AdapterConfig, MemoryConfig),
     only=(
         *("tokenizer", "revision", "dtype", "device", "max_model_len", "lora_kernel", "trust_remote_code"),
-        *("seed", "adapter_dtype", "memory_bytes"),
+        *("seed", "adapter_dtype", "registries", "memory_bytes"),
     ),
 )
 
@@ -67,7 +67,8 @@ def generate(
     [bold]manylora generate demo "hello world" --chat --adapter all[/bold]
     """
     prompts = prompts or _prompts_from_stdin()
-    typed = collect_adapters(lora_modules or (), lora_dir or ())
+    options = chosen.all()
+    typed = collect_adapters(lora_modules or (), lora_dir or (), registries=options.get("registries") or ())
     checkpoint, served_name, adapters = resolve_model(model, None, typed)
     names = _answerers(adapter or [BASE], adapters)
     sampling = SamplingParams(
@@ -81,7 +82,6 @@ def generate(
     note(f"loading {model}")
     from manylora import Engine  # imports torch
 
-    options = chosen.all()
     if options.get("cache_dir") is not None:
         options["cache_dir"] = parse_cache_dir(options["cache_dir"])
     jobs = [(prompt, name) for prompt in prompts for name in names]

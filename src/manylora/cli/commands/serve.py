@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from manylora.adapters.folder import vouched_roots
+from manylora.adapters.urls import is_url
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
@@ -105,19 +106,20 @@ def serve(
         lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),
         allowed_lora_paths=tuple(str(Path(folder).expanduser()) for folder in server.allowed_lora_paths),
     )
-    server = with_vllm_environment(server, os.environ)
+    cache = chosen.make(AdapterConfig)
+    server = with_vllm_environment(server, os.environ, cache.registries)
     if warning := exposure_warning(server):
         note(warning)
     base = chosen.of(ModelConfig)
     roots = [os.path.realpath(folder) for folder in (*server.lora_dirs, *server.allowed_lora_paths)]
-    typed = collect_adapters(lora_modules or (), server.lora_dirs, roots)
+    typed = collect_adapters(lora_modules or (), server.lora_dirs, roots, cache.registries)
     checkpoint, base["served_model_name"], adapters = resolve_model(model, base["served_model_name"], typed)
     engine = chosen.make(
         EngineConfig,
         model=ModelConfig(model=checkpoint, **base),
         memory=chosen.make(MemoryConfig),
         scheduler=chosen.make(SchedulerConfig),
-        adapters=chosen.make(AdapterConfig),
+        adapters=cache,
     )
     engine = replace(engine, cache_dir=parse_cache_dir(engine.cache_dir))
     log_to_stderr(log_level, "api")
@@ -139,8 +141,8 @@ serve.command_class = ServeCommand  # type: ignore[attr-defined]
 
 def _real_roots(roots: Iterable[str], modules: Iterable[LoraModule]) -> tuple[str, ...]:
     """Return the real folders in which files of adapters may lie: a link that a tenant makes leads no further."""
-    named = [root for module in modules if module.is_required for root in vouched_roots(module.path)]
-    return tuple(dict.fromkeys([*roots, *named]))
+    named = [module.path for module in modules if module.is_required and not is_url(module.path)]
+    return tuple(dict.fromkeys([*roots, *(root for path in named for root in vouched_roots(path))]))
 
 
 def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from manylora.adapters.folder import CONFIG_FILE, WEIGHT_FILES, lies_in
 from manylora.adapters.sources import MAX_NAME_CHARS
+from manylora.adapters.urls import check_registry, is_url, resolve_url
 from manylora.cli.options.values import parse_adapter
 from manylora.errors import ConfigError
 
@@ -24,7 +25,10 @@ MAX_FOLDER_DEPTH = 4
 
 
 def collect_adapters(
-    modules: Iterable[str], folders: Iterable[str], roots: Collection[str] | None = None
+    modules: Iterable[str],
+    folders: Iterable[str],
+    roots: Collection[str] | None = None,
+    registries: Collection[str] = (),
 ) -> dict[str, str]:
     """Return paths by name of `--lora-modules` and of every `--lora-dir`.
 
@@ -34,12 +38,17 @@ def collect_adapters(
         modules: As of ``parse_adapter``.
         folders: As of ``adapters_below``.
         roots: As of ``adapters_below``.
+        registries: URLs below which those of `--lora-modules` must lie.
 
     Raises:
-        ConfigError: Two `--lora-modules` have one name and two paths, or a folder does not exist.
+        AdapterForbidden: A URL lies elsewhere.
+        ConfigError: Two `--lora-modules` have one name and two paths, a folder does not exist, or a registry is no URL.
     """
+    allowed = [check_registry(prefix) for prefix in registries]
     adapters: dict[str, str] = {}
     for name, path in map(parse_adapter, modules):
+        if is_url(path):
+            path = resolve_url(name, path, allowed)
         other = adapters.setdefault(name, path)
         if not _is_same(other, path):
             raise ConfigError(f"Got two adapters named {name!r}: {other} and {path}")

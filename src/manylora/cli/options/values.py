@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from manylora.adapters.urls import is_url
 from manylora.errors import ConfigError
 
 __all__ = [
@@ -71,7 +72,7 @@ def parse_adapter(text: str) -> tuple[str, str]:
         name, _, path = text.partition("=")
     if not (isinstance(name, str) and name.strip() and isinstance(path, str) and path.strip()):
         raise ConfigError(f'Got --lora-modules {text!r}, expected name=path or {{"name": ..., "path": ...}}')
-    return name, str(Path(path).expanduser())
+    return name, path if is_url(path) else str(Path(path).expanduser())
 
 
 def read_template(text: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from manylora.config import ServerConfig
@@ -15,7 +15,9 @@ API_KEY = "VLLM_API_KEY"
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 
-def with_vllm_environment(server: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
+def with_vllm_environment(
+    server: ServerConfig, environment: Mapping[str, str], registries: Collection[str] = ()
+) -> ServerConfig:
     """Return the configuration with vLLM's key, if it has none of its own.
 
     Raises:
@@ -25,16 +27,16 @@ def with_vllm_environment(server: ServerConfig, environment: Mapping[str, str]) 
     if key and not server.api_keys:
         server = replace(server, api_keys=(key,))
     wish = environment.get(RUNTIME_LORA, "").strip().lower()
-    may_load = bool(server.lora_dirs or server.allowed_lora_paths)
+    may_load = bool(server.lora_dirs or server.allowed_lora_paths or registries)
     if wish in ("1", "true") and not may_load:
         raise ConfigError(
             f"Got {RUNTIME_LORA}={wish}, which allows any path: give --lora-dir DIR or --allowed-lora-path DIR, the "
-            "directories to load adapters from"
+            "directories to load adapters from, or --lora-registry URL"
         )
     if wish in ("0", "false") and may_load:
         raise ConfigError(
-            f"Got {RUNTIME_LORA}={wish} with --lora-dir or --allowed-lora-path, which allow loading at run time: "
-            "unset it, or give adapters with --lora-modules"
+            f"Got {RUNTIME_LORA}={wish} with --lora-dir, --allowed-lora-path or --lora-registry, which allow loading "
+            "at run time: unset it, or give adapters with --lora-modules"
         )
     return server
 

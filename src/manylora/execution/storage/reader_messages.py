@@ -43,6 +43,7 @@ class ReaderSettings:
         max_bytes: Largest weight file accepted.
         max_pages: Pages of the pool, which an adapter must fit in; ``None`` for no limit.
         roots: Real paths below which all files of adapters must lie; ``None`` for no limit.
+        registries: URLs below which adapters may be read from servers; empty for no such adapters.
         dtype: Type of the packed weights, as of ``read_adapter``.
         hashes: File of the hash cache; ``None`` for none.
         limit_s: Time that the next part of an adapter may take, in seconds, before it is given up.
@@ -53,6 +54,7 @@ class ReaderSettings:
     max_bytes: int
     max_pages: int | None = None
     roots: tuple[str, ...] | None = None
+    registries: tuple[str, ...] = ()
     dtype: str | None = None
     hashes: str | None = None
     limit_s: float = 60.0

@@ -17,6 +17,9 @@ layers, and on busy cores a read of lower priority would get little time.
 The process may die. It is confined before it opens a file (``reader_service``), and its memory is bounded. If a file
 kills it, or takes longer than ``ReaderSettings.limit_s``, that adapter is refused by name, and the next one starts
 another process.
+
+It has no network. Where registries are allowed, a further process asks them for it (``registry_process``), and their
+lives end together.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +44,7 @@ from manylora.adapters.layout import AdapterLayout, lay_out
 from manylora.adapters.packed import PackedAdapter, image_of
 from manylora.errors import AdapterError, CapacityError
 from manylora.execution.storage.reader_messages import Again, Answer, Checked, Packed, Pages, ReaderSettings, receive
+from manylora.execution.storage.registry_process import start_registry
 from manylora.types import AdapterVersion
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ class ReaderProcess:
         self._lock = threading.Lock()
         self._pipe: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._registry: subprocess.Popen[bytes] | None = None
         self._lay_out = lru_cache(maxsize=256)(self._lay_out_again)
 
     def start(self) -> None:
@@ -172,9 +177,10 @@ class ReaderProcess:
         assert self._settings is not None, "configure comes first"
         for wait_s in (*RETRIES_S, None):
             try:
-                if self._process is not None and self._process.poll() is not None:
-                    logger.warning("reader_process_restarted exit_code=%d", self._process.returncode)
-                    self._stop()
+                for process in (self._process, self._registry):
+                    if process is not None and process.poll() is not None:
+                        logger.warning("reader_process_restarted exit_code=%d", process.returncode)
+                        self._stop()
                 roots = [_identity(root) for root in self._settings.roots or ()]
                 if self._is_configured and roots != self._roots:
                     logger.info("reader_process_restarted reason='a folder of adapters was replaced'")
@@ -182,7 +188,7 @@ class ReaderProcess:
                 pipe = self._pipe or self._start()
                 if not self._is_configured:
                     self._roots = roots
-                    pipe.send(self._settings)
+                    self._send_settings(pipe)
                     self._is_configured = True
                 return pipe
             except OSError as error:
@@ -193,6 +199,15 @@ class ReaderProcess:
                     raise CapacityError(reason, status=503) from error
                 time.sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
+
+    def _send_settings(self, pipe: Connection) -> None:
+        """Send the settings, and behind them a pipe to a process that asks registries if any are allowed."""
+        assert self._settings is not None and self._process is not None
+        pipe.send(self._settings)
+        if self._settings.registries:
+            self._registry, end = start_registry(self._settings.registries, self._settings.limit_s)
+            with end:
+                send_handle(pipe, end.fileno(), self._process.pid)
 
     def _receive(self, pipe: Connection) -> Answer:
         assert self._settings is not None
@@ -235,10 +250,11 @@ class ReaderProcess:
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        for process in (self._process, self._registry):
+            if process is not None:
+                process.kill()
+                process.wait()
+        self._process = self._registry = None
         self._is_configured = False
 
     def _receive_image(self, pipe: Connection, packed: Packed) -> PackedAdapter:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ from manylora.adapters.header import HeaderReader
 from manylora.adapters.packed import image_of
 from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
+from manylora.adapters.remote import Registry
 from manylora.adapters.stamp import provisional_key, stamp_files
 from manylora.errors import AdapterError
 from manylora.execution.storage.reader_messages import (
@@ -43,6 +44,7 @@ from manylora.execution.storage.reader_messages import (
     Refused,
     send,
 )
+from manylora.execution.storage.registry_process import PipedRegistry
 from manylora.isolation import READABLE_OF_SYSTEM, Confinement, confine
 from manylora.types import AdapterKey, AdapterVersion
 
@@ -67,11 +69,15 @@ def main(descriptor: int) -> None:
         return
     hashes = None if settings.hashes is None else HashCache(Path(settings.hashes))
     kept = [0, 1, 2, descriptor]
+    registry: Registry | None = None
+    if settings.registries:
+        kept.append(asked := recv_handle(pipe))
+        registry = PipedRegistry(Connection(asked))
     if hashes is not None and (file := hashes.open()) is not None:
         kept.append(file)
     if sys.platform == "linux":
         _confine(settings, kept)
-    serve(pipe, settings, hashes)
+    serve(pipe, settings, hashes, registry)
 
 
 def _confine(settings: ReaderSettings, kept: Sequence[int]) -> None:
@@ -91,9 +97,11 @@ def _confine(settings: ReaderSettings, kept: Sequence[int]) -> None:
             logger.warning("reader_not_confined measure=%s reason=%r", one.name, one.note)
 
 
-def serve(pipe: Connection, settings: ReaderSettings, hashes: HashCache | None = None) -> None:
+def serve(
+    pipe: Connection, settings: ReaderSettings, hashes: HashCache | None = None, registry: Registry | None = None
+) -> None:
     """Read and check adapters on request until the pipe closes."""
-    served = _Served(pipe, settings, hashes)
+    served = _Served(pipe, settings, hashes, registry)
     try:
         # On Linux a thread has a priority of its own. Elsewhere the whole process has this one from the first work on.
         with ThreadPoolExecutor(1, initializer=os.nice, initargs=(NICENESS,)) as at_low_priority:
@@ -114,16 +122,20 @@ def serve(pipe: Connection, settings: ReaderSettings, hashes: HashCache | None =
 class _Served:
     """The reading side of a pipe."""
 
-    def __init__(self, pipe: Connection, settings: ReaderSettings, hashes: HashCache | None) -> None:
+    def __init__(
+        self, pipe: Connection, settings: ReaderSettings, hashes: HashCache | None, registry: Registry | None
+    ) -> None:
         self._pipe = pipe
         self._settings = settings
         self._dtype = settings.dtype or settings.base.page.dtype
         self._hashes = hashes
+        self._registry = registry
         self._headers = HeaderReader(
             settings.base,
             max_bytes=settings.max_bytes,
             max_pages=settings.max_pages,
             roots=settings.roots,
+            registry=registry,
             dtype=settings.dtype,
             known=(lambda stamp: None) if hashes is None else hashes.get,
         )
@@ -170,7 +182,7 @@ class _Served:
 
     def _read(self, name: str, path: str, memory: _MemoryFile) -> None:
         base = self._settings.base
-        folder = open_folder(name, path, self._settings.roots)
+        folder = open_folder(name, path, self._settings.roots, self._registry)
         stamp, changed_at = stamp_files(folder, base, self._dtype)
         packed = read_adapter(
             name,
@@ -179,6 +191,7 @@ class _Served:
             max_bytes=self._settings.max_bytes,
             max_pages=self._settings.max_pages,
             roots=self._settings.roots,
+            registry=self._registry,
             dtype=self._dtype,
             allocate=memory.allocate,
         )
@@ -192,14 +205,19 @@ class _Served:
     def _read_layers(self, version: AdapterVersion, memory: _MemoryFile) -> None:
         settings, base = self._settings, self._settings.base
         with LayerReader(
-            version, base, max_bytes=settings.max_bytes, roots=settings.roots, asked_dtype=settings.dtype
+            version,
+            base,
+            max_bytes=settings.max_bytes,
+            roots=settings.roots,
+            registry=self._registry,
+            asked_dtype=settings.dtype,
         ) as reader:
             image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
             self._send_image(Packed.of(version, reader.layout), memory)
             for num_full in reader.pack(image):
                 first = reader.first_content
                 if first is not None:
-                    folder = open_folder(version.source, version.source, settings.roots)
+                    folder = open_folder(version.source, version.source, settings.roots, self._registry)
                     stamp, changed_at = stamp_files(folder, base, self._dtype)
                     if provisional_key(stamp) == version.key:
                         self._keep(stamp, first, changed_at)

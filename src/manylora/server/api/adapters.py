@@ -1,7 +1,7 @@
 """Adapters at run time: list, load, replace, pin, warm, unload, with vLLM's bodies, texts and status codes.
 
 ``lora_path`` is not trusted: with its links resolved it must be in one of the directories that the server was started
-with. Without such a directory there is no loading at run time.
+with, or it is a URL below a registry that it was started with. Without any there is no loading at run time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from manylora.adapters.sources import check_name, resolve_path
+from manylora.adapters.urls import is_url, resolve_url
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, AdapterExists, AdapterForbidden, AdapterNotFound, RequestError
 from manylora.server.api.models import json_response
@@ -70,15 +71,18 @@ async def _load(
         check_name(name)
     except AdapterError as error:
         raise _invalid(str(error), name_field) from None
-    if not context.lora_roots:
+    if not is_url(path) and not context.lora_roots:
         raise AdapterForbidden(
             name,
             "loading adapters at run time is off; start the server with --lora-dir DIR or --allowed-lora-path DIR to "
             "allow it from there",
         )
     try:
-        resolved = await asyncio.to_thread(resolve_path, path, context.lora_roots)
-        await context.fleet.adapters.load(name, str(resolved), replace_existing=in_place)
+        if is_url(path):
+            resolved = resolve_url(name, path, context.engine_config.adapters.registries)
+        else:
+            resolved = str(await asyncio.to_thread(resolve_path, path, context.lora_roots))
+        await context.fleet.adapters.load(name, resolved, replace_existing=in_place)
     except AdapterExists:
         if name == context.fleet.served_name:
             raise _invalid(
@@ -90,9 +94,8 @@ async def _load(
             name_field,
         ) from None
     except AdapterForbidden as error:
-        raise HttpError(
-            error.status, f"{error} (--lora-dir and --allowed-lora-path allow them)", param=path_field
-        ) from None
+        hint = "" if is_url(path) else " (--lora-dir and --allowed-lora-path allow them)"
+        raise HttpError(error.status, f"{error}{hint}", param=path_field) from None
     except AdapterNotFound as error:
         raise HttpError(error.status, str(error), param=path_field) from None
     except AdapterError as error:

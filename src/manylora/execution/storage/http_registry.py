@@ -1,0 +1,286 @@
+"""Files of registries over HTTP, by ranged reads that go on where they broke off.
+
+::
+
+    open     GET bytes=0-65535    size, ETag, Last-Modified, and the first bytes: all of a configuration or a header
+    read     GET bytes=a-b        If-Match: the ETag; what comes is compared with it again
+             broken at c, or 5xx  wait, GET bytes=c-b
+    a server that ignores Range:  its one body is kept in a temporary file as it comes, and ranges are read from there
+
+Redirects are not followed, and no proxy of the environment is asked: a request goes to the host that was allowed.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import httpx
+
+from manylora.adapters.remote import RemoteHead
+from manylora.adapters.urls import check_registry, resolve_url
+from manylora.errors import AdapterError, AdapterNotFound
+
+__all__ = ["HttpRegistry"]
+
+FIRST_BYTES = 64 * 1024
+"""Bytes that come with the opening: more than the header of most adapters."""
+CONNECT_S = 10.0
+READ_S = 30.0
+"""Longest wait for the next bytes."""
+RETRIES_S = (0.1, 0.5, 2.0, 5.0)
+"""Waits between attempts; from the first again once bytes have come."""
+PART_BYTES = 256 * 1024
+"""Bytes that are read from the temporary file at once."""
+MAX_IDENTITY_CHARS = 256
+
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+
+
+class _BrokenOff(Exception):
+    """An answer that is not the last word: the same may be asked again."""
+
+
+class HttpRegistry:
+    """Asks registries, one question at a time; a ``Registry``.
+
+    Args:
+        prefixes: URLs below which files may be read.
+        limit_s: Time for one question.
+        retries_s: Waits between attempts.
+    """
+
+    def __init__(
+        self, prefixes: Sequence[str], *, limit_s: float = 120.0, retries_s: Sequence[float] = RETRIES_S
+    ) -> None:
+        self._prefixes = [check_registry(prefix) for prefix in prefixes]
+        self._limit_s = limit_s
+        self._retries_s = retries_s
+        self._lock = threading.Lock()
+        self._deadline = 0.0  # of the question in progress
+        self._body: _WholeBody | None = None  # of the last file whose server ignores ranges
+        self._http = httpx.Client(
+            verify=ssl.create_default_context(),
+            timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
+            headers={"Accept-Encoding": "identity", "User-Agent": "manylora"},
+            follow_redirects=False,
+            trust_env=False,
+        )
+
+    def open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
+        """Return the head of a file; see ``Registry.open``."""
+        url = resolve_url(name, url, self._prefixes)
+        with self._lock:
+            self._deadline = time.monotonic() + self._limit_s
+            waits = iter(self._retries_s)
+            while True:
+                try:
+                    return self._open(name, url, max_bytes)
+                except (httpx.TransportError, _BrokenOff) as error:
+                    self._wait(name, url, waits, error)
+
+    def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
+        """Return a range of a file; see ``Registry.read``."""
+        return b"".join(self.parts(name, url, head, offset, length))
+
+    def parts(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> Iterator[bytes]:
+        """Yield a range of a file as it comes; errors as of ``Registry.read``."""
+        url = resolve_url(name, url, self._prefixes)
+        end = offset + length
+        with self._lock:
+            self._deadline = time.monotonic() + self._limit_s
+            waits = iter(self._retries_s)
+            while offset < end:
+                try:
+                    for part in self._range(name, url, head, offset, end):
+                        offset += len(part)
+                        waits = iter(self._retries_s)
+                        yield part
+                except (httpx.TransportError, _BrokenOff) as error:
+                    self._wait(name, f"{url} from byte {offset} on", waits, error)
+
+    def close(self) -> None:
+        """Close all connections."""
+        if self._body is not None:
+            self._body.close()
+        self._http.close()
+
+    def _open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
+        with closing(self._ask(name, url, f"bytes=0-{FIRST_BYTES - 1}")) as answer:
+            size = _size(answer)
+            if size is None:
+                raise AdapterError(name, f"the server does not say how many bytes {url} has")
+            if size > max_bytes:
+                raise AdapterError(name, f"{url} has {size} bytes, at most {max_bytes} are accepted")
+            etag, modified = _identity(answer)
+            if not (etag or modified):
+                raise AdapterError(name, f"the server sends neither ETag nor Last-Modified for {url}")
+            length = min(size, FIRST_BYTES)
+            if answer.status_code == 206:
+                length = _length(name, answer, 0, length)
+            first = b"".join(self._taken(name, answer, length))
+        return RemoteHead(size, etag, modified, first)
+
+    def _range(self, name: str, url: str, head: RemoteHead, begin: int, end: int) -> Iterator[bytes]:
+        """Yield bytes from ``begin`` on, ``end`` at most; of one answer, or of the one body."""
+        body = self._body
+        if body is None or body.of != (url, head):
+            answer = self._ask(name, url, f"bytes={begin}-{end - 1}", head)
+            if answer.status_code == 206:
+                with closing(answer):
+                    yield from self._taken(name, answer, _length(name, answer, begin, end))
+                return
+            if body is not None:
+                body.close()
+            body = self._body = _WholeBody(url, head)
+            body.go_on(answer)
+        while body.num_bytes < end:
+            if not body.is_coming:
+                body.go_on(self._ask(name, url, None, head))
+            body.take()
+            self._check_time(name)
+        yield from body.parts(begin, end)
+
+    def _taken(self, name: str, answer: httpx.Response, length: int) -> Iterator[bytes]:
+        """Yield the first ``length`` bytes of an answer."""
+        for part in answer.iter_raw():
+            self._check_time(name)
+            yield part[:length]
+            length -= len(part)
+            if length <= 0:
+                return
+        if length:
+            raise _BrokenOff(f"its answer ended {length} bytes early")
+
+    def _ask(self, name: str, url: str, range_: str | None, head: RemoteHead | None = None) -> httpx.Response:
+        """Return an open answer with bytes of a file, of the one with ``head`` if that is given."""
+        headers = {} if range_ is None else {"Range": range_}
+        if head is not None and head.is_strong:
+            headers["If-Match"] = head.etag
+        answer = self._http.send(self._http.build_request("GET", url, headers=headers), stream=True)
+        try:
+            _check_status(name, url, answer)
+            if head is not None and (_size(answer), *_identity(answer)) != (head.size, head.etag, head.modified):
+                raise _changed(name, url)
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
+    def _wait(self, name: str, what: str, waits: Iterator[float], error: Exception) -> None:
+        """Wait before the next attempt, or raise ``AdapterError`` if there is none."""
+        wait_s = next(waits, None)
+        if wait_s is None:
+            raise AdapterError(name, f"cannot read {what}: {error or type(error).__name__}") from error
+        time.sleep(wait_s)
+        self._check_time(name)
+
+    def _check_time(self, name: str) -> None:
+        if time.monotonic() > self._deadline:
+            raise AdapterError(name, f"reading it took longer than {self._limit_s:g} s, and was given up")
+
+
+class _WholeBody:
+    """The body of a file whose server ignores ranges, as far as it has come."""
+
+    def __init__(self, url: str, head: RemoteHead) -> None:
+        self.of = url, head
+        self.num_bytes = 0
+        self._num_known = 0  # bytes of the present answer that are here already
+        self._answer: httpx.Response | None = None
+        self._coming: Iterator[bytes] = iter(())
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by `close`
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether an answer is open."""
+        return self._answer is not None
+
+    def go_on(self, answer: httpx.Response) -> None:
+        """Take further bytes from an answer that begins with the first byte of the file."""
+        self._answer, self._coming, self._num_known = answer, answer.iter_raw(), self.num_bytes
+
+    def take(self) -> None:
+        """Take some bytes; an answer that breaks off is closed."""
+        try:
+            part = next(self._coming, None)
+            if part is None:
+                raise _BrokenOff(f"its answer ended at byte {self.num_bytes}")
+        except BaseException:
+            self._end()
+            raise
+        new = memoryview(part)[self._num_known :]
+        self._num_known = max(0, self._num_known - len(part))
+        while new:
+            num = self._file.write(new)
+            self.num_bytes += num
+            new = new[num:]
+
+    def parts(self, begin: int, end: int) -> Iterator[bytes]:
+        """Yield a range that has come."""
+        position = self._file.tell()
+        self._file.seek(begin)
+        while begin < end:
+            part = self._file.read(min(PART_BYTES, end - begin))
+            begin += len(part)
+            yield part
+        self._file.seek(position)
+
+    def close(self) -> None:
+        """Drop it."""
+        self._end()
+        self._file.close()
+
+    def _end(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
+
+
+def _check_status(name: str, url: str, answer: httpx.Response) -> None:
+    """Raise unless an answer has bytes of the file."""
+    status = answer.status_code
+    if status == 404:
+        raise AdapterNotFound(name, f"there is no {url}")
+    if status == 412:
+        raise _changed(name, url)
+    if status == 429 or status >= 500:
+        raise _BrokenOff(f"the server answers {status}")
+    if 300 <= status < 400:
+        raise AdapterError(name, f"the server answers {status} to {url}, and redirects are not followed")
+    if status not in (200, 206):
+        raise AdapterError(name, f"the server answers {status} to {url}")
+    if answer.headers.get("content-encoding", "identity") != "identity":
+        raise AdapterError(name, f"the server sends {url} encoded, which was not asked for")
+
+
+def _size(answer: httpx.Response) -> int | None:
+    """Return the size of the whole file, ``None`` if an answer does not say it."""
+    if answer.status_code == 206:
+        match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+        return None if match is None else int(match[3])
+    length = answer.headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) <= 18 else None
+
+
+def _identity(answer: httpx.Response) -> tuple[str, str]:
+    """Return ETag and ``Last-Modified``, each empty if it is missing or overlong."""
+    etag, modified = answer.headers.get("etag", ""), answer.headers.get("last-modified", "")
+    return etag if len(etag) <= MAX_IDENTITY_CHARS else "", modified if len(modified) <= MAX_IDENTITY_CHARS else ""
+
+
+def _length(name: str, answer: httpx.Response, begin: int, end: int) -> int:
+    """Return the bytes in an answer to a request for a range; it may have fewer than were asked for."""
+    match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+    if match is None or int(match[1]) != begin or not begin <= int(match[2]) < end:
+        raise AdapterError(name, f"the server answers with another range than bytes {begin} to {end - 1}")
+    return int(match[2]) + 1 - begin
+
+
+def _changed(name: str, url: str) -> AdapterError:
+    return AdapterError(name, f"{url} changed while it was read; register it again")

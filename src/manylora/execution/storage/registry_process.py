@@ -1,0 +1,160 @@
+"""A process that asks registries, so that the reader of adapters needs no network, and the engine no time.
+
+::
+
+    engine ----- settings, adapters ----->  reader           confined: parses what tenants wrote
+           <---- layers in order ---------    |  ^
+                                         URL, range  bytes
+                                              v  |
+                                            this process     asks registries; looks at no byte of the content
+
+The reader may have been taken over by a file. Its questions are decoded as one of two structs, and a URL outside the
+registries that the operator allowed is refused here. The process is not confined itself: it must reach hosts.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from manylora.adapters.remote import RemoteHead
+from manylora.errors import AdapterError
+from manylora.execution.storage.reader_messages import Refused
+
+if TYPE_CHECKING:
+    import subprocess
+
+__all__ = ["PipedRegistry", "main", "start_registry"]
+
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+
+
+class _Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The question for the head of a file."""
+
+    name: str
+    url: str
+    max_bytes: int
+
+
+class _Read(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The question for a range; answered by as many parts as it takes."""
+
+    name: str
+    url: str
+    head: RemoteHead
+    offset: int
+    length: int
+
+
+class _Opened(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    head: RemoteHead
+
+
+class _Part(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    content: bytes
+
+
+_Question: TypeAlias = _Open | _Read
+_Answer: TypeAlias = _Opened | _Part | Refused
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_question = msgspec.msgpack.Decoder(_Question).decode
+_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
+
+
+class PipedRegistry:
+    """A ``Registry`` at the other end of a pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+
+    def open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
+        """Return the head of a file; see ``Registry.open``."""
+        with self._lock:
+            answer = self._ask(name, _Open(name, url, max_bytes))
+        assert isinstance(answer, _Opened)
+        return answer.head
+
+    def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
+        """Return a range of a file; see ``Registry.read``."""
+        content = bytearray()
+        with self._lock:
+            answer = self._ask(name, _Read(name, url, head, offset, length))
+            while True:
+                assert isinstance(answer, _Part)
+                content += answer.content
+                if len(content) >= length:
+                    return bytes(content)
+                answer = self._answer(name)
+
+    def _ask(self, name: str, question: _Question) -> _Answer:
+        try:
+            self._pipe.send_bytes(_encode(question))
+        except OSError as error:
+            raise _lost(name) from error
+        return self._answer(name)
+
+    def _answer(self, name: str) -> _Answer:
+        try:
+            answer: _Answer = _decode_answer(self._pipe.recv_bytes(MAX_MESSAGE_BYTES))
+        except (OSError, EOFError) as error:
+            raise _lost(name) from error
+        if isinstance(answer, Refused):
+            raise answer.to_error()
+        return answer
+
+
+def start_registry(prefixes: tuple[str, ...], limit_s: float) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that asks registries; return it, and the end of its pipe for a ``PipedRegistry``.
+
+    Raises:
+        OSError: It could not be started.
+    """
+    import subprocess  # here, since an engine that may start no process does without
+
+    here, there = Pipe()
+    command = [sys.executable, "-P", "-c", f"import {__name__} as here; here.main({there.fileno()})"]
+    try:
+        process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+        here.send((prefixes, limit_s))
+    except OSError:
+        here.close()
+        raise
+    finally:
+        there.close()
+    return process, here
+
+
+def main(descriptor: int) -> None:
+    """Run the process at the other end of a pipe."""
+    from manylora.execution.storage.http_registry import HttpRegistry  # here, since a reader has no use for it
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    pipe = Connection(descriptor)
+    try:
+        prefixes, limit_s = pipe.recv()  # from the engine; all else is from the reader
+        registry = HttpRegistry(prefixes, limit_s=limit_s)
+        while True:
+            question: _Question = _decode_question(pipe.recv_bytes(MAX_MESSAGE_BYTES))
+            try:
+                if isinstance(question, _Open):
+                    pipe.send_bytes(_encode(_Opened(registry.open(question.name, question.url, question.max_bytes))))
+                else:
+                    asked = question.name, question.url, question.head, question.offset, question.length
+                    for part in registry.parts(*asked):
+                        pipe.send_bytes(_encode(_Part(part)))
+            except AdapterError as error:
+                pipe.send_bytes(_encode(Refused.of(error)))
+    except (EOFError, OSError):  # the reader has ended
+        return
+
+
+def _lost(name: str) -> AdapterError:
+    return AdapterError(name, "the process that asks registries died while it read this one")
