@@ -42,6 +42,10 @@ attack: $(FOR_TEST) ## the attack suite over and over for ATTACK_S seconds (half
 	    $(BIN)/python -m pytest -v -rP tests/attack $(ARGS) || failed=$$((failed + 1)); done; \
 	echo "== $$round rounds, $$failed failed"; exit $$((failed > 0))
 
+.PHONY: clients
+clients: $(FOR_TEST) ## clients of other projects against a live server, each in an environment of its own below .clients
+	@$(BIN)/python bench/clients.py $(ARGS)
+
 .PHONY: check
 check: $(FOR_TEST) ## lint, format, types and the layering of imports
 	@failed=0; for tool in 'ruff check .' 'ruff format --check .' mypy 'lint-imports --no-logo'; do \
@@ -62,7 +66,7 @@ setup: $(FOR_TEST) ## install everything a developer needs
 
 .PHONY: clean
 clean: ## remove .venv and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info
+	rm -rf $(VENV) .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment, two levels of it: to run, and to develop. A test environment can run as well, so making it stamps both.

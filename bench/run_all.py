@@ -41,9 +41,9 @@ COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
 }
 """Commands of manylora by name: in full, and as a smoke test where there is one."""
 
-BY_HAND = ("gpu.py", "proxy_parts.py", "scaling.py", "scaling_live.py", "versions.py")
-"""Not run here: the first needs a GPU, the second is started by `proxy.py`, two read one trace by its name, the last
-needs another checkout."""
+BY_HAND = ("clients.py", "gpu.py", "proxy_parts.py", "scaling.py", "scaling_live.py", "versions.py")
+"""Not run here: the first installs packages (`make clients`), the second needs a GPU, the third is started by
+`proxy.py`, two read one trace by its name, the last needs another checkout."""
 
 
 @dataclass(frozen=True, slots=True)

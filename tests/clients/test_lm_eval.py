@@ -1,4 +1,4 @@
-"""EleutherAI's lm-eval against a server of the demo models: a log-likelihood and a generate task on local data."""
+"""EleutherAI's lm-eval: a log-likelihood and a generate task on local data."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from manylora.config import EngineConfig, ModelConfig, ServerConfig
-from manylora.demo import demo_adapters, demo_model_path
-from manylora.server import BackgroundServer, LoraModule
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'lm-eval[api]'")
 
@@ -25,7 +21,7 @@ def run_lm_eval(url: str, model: str, output: Path) -> dict[str, float]:
     arguments = {
         "model": model,
         "base_url": f"{url}/v1/completions",
-        "tokenizer": str(demo_model_path()),
+        "tokenizer": str(ROOT / "src/manylora/demo/assets/base"),
         "tokenizer_backend": "huggingface",
         "num_concurrent": "2",
         "max_length": "256",
@@ -41,9 +37,6 @@ def run_lm_eval(url: str, model: str, output: Path) -> dict[str, float]:
     return {task: results[task][metric] for task, metric in TASKS.items()}
 
 
-def test_both_kinds_of_task(tmp_path: Path) -> None:
-    engine = EngineConfig(model=ModelConfig(model=str(demo_model_path()), served_model_name="demo", device="cpu"))
-    modules = [LoraModule("upper", str(demo_adapters()["upper"]))]
-    with BackgroundServer(engine, ServerConfig(port=0), modules) as server:
-        assert run_lm_eval(server.url, "upper", tmp_path / "upper") == dict.fromkeys(TASKS, 1.0)
-        assert run_lm_eval(server.url, "demo", tmp_path / "base") == dict.fromkeys(TASKS, 0.0)
+def test_a_log_likelihood_and_a_generate_task(url: str, tmp_path: Path) -> None:
+    assert run_lm_eval(url, "upper", tmp_path / "upper") == dict.fromkeys(TASKS, 1.0)
+    assert run_lm_eval(url, "demo", tmp_path / "base") == dict.fromkeys(TASKS, 0.0)

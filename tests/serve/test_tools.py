@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -249,3 +250,29 @@ def test_reasoning_is_apart_from_content_and_calls(serve: Callable[..., openai.O
             model="base", messages=say("{}"), response_format={"type": "json_object"}
         )
         assert constrained.choices[0].message.content == "{}"
+
+
+def test_tokenize_counts_the_tools_of_a_chat(serve: Callable[..., openai.OpenAI]) -> None:
+    client = serve(tool_call_parser="hermes")
+    chat = client.chat.completions.create(model="base", messages=say("Hello."), tools=TOOLS)
+    url = str(client.base_url).removesuffix("v1/") + "tokenize"
+    counted = httpx.post(url, json={"messages": say("Hello."), "tools": TOOLS}, timeout=60).json()
+    assert b"<tools>" in bytes(counted["tokens"])
+    assert chat.usage
+    assert counted["count"] == chat.usage.prompt_tokens
+
+
+def test_template_variables_reach_chats_responses_and_tokenize(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path, "{{ style }}" + TEMPLATE)
+    config = ServerConfig(port=0, in_process=True)
+    extra = {"chat_template_kwargs": {"style": "terse"}}
+    with (
+        BackgroundServer(engine_config(tokenizer), config, [], builder="reciter:scripted_parts") as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        chat = client.chat.completions.create(model="base", messages=say("Hello."), extra_body=extra)
+        response = client.responses.create(model="base", input="say:Hello.", extra_body=extra)
+        tokens = httpx.post(server.url + "/tokenize", json={"messages": say("Hello."), **extra}).json()["tokens"]
+    assert bytes(tokens).startswith(b"terse<user>")
+    assert chat.usage and response.usage
+    assert chat.usage.prompt_tokens == response.usage.input_tokens == len(tokens)

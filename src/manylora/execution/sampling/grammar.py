@@ -107,6 +107,8 @@ class Grammars:
         self._loading = threading.Lock()
         self._lock = threading.Lock()  # of ``_compiled``
         self._progress: dict[int, _Progress] = {}
+        self._bits: NDArray[np.uint8] | None = None
+        self._bits_address = 0
 
     def allowed(self, seq_id: int, constraint: Constraint, generated: Sequence[int]) -> NDArray[np.bool_]:
         """Return which tokens may follow ``generated``, bool ``[vocab]``.
@@ -190,12 +192,12 @@ class Grammars:
         return LLTokenizer(json.dumps(description), n_vocab=max(self._vocab_size, len(hf)), eos_token=eos)
 
     def _mask(self, matcher: Any) -> NDArray[np.bool_]:
-        from llguidance.numpy import fill_next_token_bitmask
-
-        bits = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), dtype=np.int32)
-        fill_next_token_bitmask(matcher, bits)
-        flags = np.unpackbits(bits.view(np.uint8)[0], bitorder="little", count=self._vocab_size)
-        return flags.astype(np.bool_)
+        # One buffer and its address for all rows: a new one for each takes longer than the mask of a small vocabulary.
+        if self._bits is None:
+            self._bits = np.zeros(4 * -(-self._tokenizer.vocab_size // 32), dtype=np.uint8)
+            self._bits_address = self._bits.ctypes.data
+        matcher.unsafe_compute_mask_ptr(self._bits_address, self._bits.size)
+        return np.unpackbits(self._bits, bitorder="little", count=self._vocab_size).view(np.bool_)
 
     def _only_eos(self) -> NDArray[np.bool_]:
         mask = np.zeros(self._vocab_size, dtype=np.bool_)

@@ -37,7 +37,7 @@ from manylora.server.bounds import (
 )
 from manylora.server.model_settings import Settings
 
-__all__ = ["chat_routes", "chat_tokens"]
+__all__ = ["chat_routes", "chat_tokens", "template_kwargs", "with_template"]
 
 CHARS_PER_MESSAGE = 50
 """Characters of text that take as long as the template's work on a message."""
@@ -200,7 +200,7 @@ async def chat_tokens(
     return await context.text_work.run(request, render)
 
 
-def _template_kwargs(raw: msgspec.Raw) -> dict[str, Any]:
+def template_kwargs(raw: msgspec.Raw) -> dict[str, Any]:
     """Read the template's variables.
 
     Raises:
@@ -225,7 +225,7 @@ def _template_kwargs(raw: msgspec.Raw) -> dict[str, Any]:
     raise RequestError(f"{param} is nested deeper than {MAX_TEMPLATE_DEPTH}", param=param)
 
 
-def _with_template(context: Context, settings: Settings, template: str | None) -> Settings:
+def with_template(context: Context, settings: Settings, template: str | None) -> Settings:
     """Return settings with the chat template of a request, if it has one.
 
     Raises:
@@ -254,7 +254,7 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatBody)
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
-    settings = _with_template(context, await context.settings.of(body.model), body.chat_template)
+    settings = with_template(context, await context.settings.of(body.model), body.chat_template)
     details = Details.of(body)
     sampling = sampling_params(
         body,
@@ -273,7 +273,7 @@ async def create_chat_completion(request: Request) -> Response:
         context,
         settings,
         body.messages,
-        {**_template_kwargs(body.chat_template_kwargs), **use.template_variables},
+        {**template_kwargs(body.chat_template_kwargs), **use.template_variables},
         limit=truncation.limit,
         **template_arguments(body),
     )

@@ -15,9 +15,10 @@ from starlette.routing import Route
 
 from manylora.errors import ManyloraError, ModelNotFound, RequestError
 from manylora.hosting.adapter_book import LoadedAdapter
-from manylora.server.api.chat import chat_tokens
+from manylora.server.api.chat import chat_tokens, template_kwargs, with_template
 from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, check_token_ids, template_arguments
+from manylora.server.api.tools import tool_use
 from manylora.server.bounds import INLINE_CHARS, TOKENIZE_CONTEXTS
 
 __all__ = ["json_response", "model_routes"]
@@ -90,8 +91,12 @@ async def tokenize(request: Request) -> Response:
         encode = partial(tokenizer.encode_within, text, limit, add_special_tokens=body.add_special_tokens is not False)
         tokens = encode() if len(text) <= INLINE_CHARS else await context.text_work.run(request, encode)
     else:
-        settings, messages = await context.settings.of(body.model or ""), body.messages or []
-        tokens = await chat_tokens(request, context, settings, messages, {}, limit=limit, **template_arguments(body))
+        settings = with_template(context, await context.settings.of(body.model or ""), body.chat_template)
+        shown = tool_use(body.tools, "none", None, parser=None).template_variables
+        variables = {**template_kwargs(body.chat_template_kwargs), **shown}
+        tokens = await chat_tokens(
+            request, context, settings, body.messages or [], variables, limit=limit, **template_arguments(body)
+        )
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": context.fleet.info.max_model_len,

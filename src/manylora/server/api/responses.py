@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import RequestError
-from manylora.server.api.chat import chat_tokens
+from manylora.server.api.chat import chat_tokens, template_kwargs
 from manylora.server.api.constraints import JsonSchema, ResponseFormat
 from manylora.server.api.free_form import NULL, free_form, is_null
 from manylora.server.api.message_format import message_readers
@@ -85,6 +85,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     tools: list[FlatTool] | None = None
     tool_choice: str | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: msgspec.Raw = NULL
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -257,13 +258,14 @@ async def create_response(request: Request) -> Response:
         tools, _tool_choice(body.tool_choice), body.parallel_tool_calls, parser=context.config.tool_call_parser
     )
     sampling = use.constrain(sampling)
+    variables = {**template_kwargs(body.chat_template_kwargs), **use.template_variables}
     try:
         prompt = await chat_tokens(
             request,
             context,
             settings,
             _messages(body),
-            use.template_variables,
+            variables,
             limit=context.fleet.info.max_model_len,
         )
     except RequestError as error:

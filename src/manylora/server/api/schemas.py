@@ -129,6 +129,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: msgspec.Raw = NULL
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
