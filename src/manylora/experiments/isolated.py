@@ -65,8 +65,8 @@ def run_isolated(case: Case) -> Result:
 
 
 def _ttft(call: Call) -> float:
-    assert call.first_token_at is not None
-    return call.first_token_at - call.spec.arrival_s
+    assert call.answered_from is not None
+    return call.answered_from - call.spec.arrival_s
 
 
 def _e2e(call: Call) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -84,7 +85,9 @@ class EngineConnection:
             monitor.close(linger=0)
         self._monitors.clear()
         self._inbox.close()
-        self._context.destroy(linger=0)
+        self._commands.close(linger=0)
+        # After a refused handshake ZeroMQ sometimes never ends its context, and nothing here waits for that.
+        threading.Thread(target=self._context.term, name="connection-end", daemon=True).start()
 
     def _connect(self, kind: int, door: Door, port: int, keys: CurveKeys) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

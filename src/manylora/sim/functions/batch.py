@@ -33,7 +33,7 @@ class Call:
     spec: RequestSpec
     left: float = 0.0
     started_at: float | None = None
-    first_token_at: float | None = None
+    answered_from: float | None = None
     finished_at: float | None = None
     device: int = 0
     batch_size: int = 0

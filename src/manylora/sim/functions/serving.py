@@ -45,7 +45,7 @@ def step_done(device: Device, process: Process, now: float, prompt_s: PromptTime
     device.turns.end(process.engine.key)
     if process.prompts:
         for call in process.prompts:
-            call.first_token_at = now
+            call.answered_from = now
         process.decoding += process.prompts
         process.prompts = []
     elif process.stretch is not None:
