@@ -35,7 +35,7 @@ def simulate() -> FunctionsRun:
 
 
 def digest(run: FunctionsRun) -> str:
-    lines = [f"{one.number} {one.started_at!r} {one.first_token_at!r} {one.finished_at!r}" for one in run.calls]
+    lines = [f"{one.number} {one.started_at!r} {one.answered_from!r} {one.finished_at!r}" for one in run.calls]
     lines += [f"{name} {tuple(usage)}" for name, usage in sorted(run.accounts.items())]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 

@@ -49,8 +49,8 @@ def run(requests: Workload, **changes: Any) -> FunctionsRun:
 
 
 def ttft(call: Call) -> float:
-    assert call.first_token_at is not None
-    return call.first_token_at - call.spec.arrival_s
+    assert call.answered_from is not None
+    return call.answered_from - call.spec.arrival_s
 
 
 def e2e(call: Call) -> float:
