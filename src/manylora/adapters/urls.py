@@ -1,7 +1,7 @@
 """URLs of adapters, and the prefixes that allow them.
 
-A URL of a request is not trusted: it has a host, a path of plain characters, and nothing else. The text that is compared
-with the prefixes is the one that is requested: percent signs, ``..``, user names, queries and fragments are refused.
+A URL of a request is not trusted: it has a host, a path of plain characters, and nothing else. The text that is
+compared with the prefixes is the one that is requested: percent signs, ``..``, user names and queries are refused.
 """
 
 from __future__ import annotations
