@@ -1,9 +1,12 @@
-"""A workload as requests for a live engine: greedy, each to the length of its answer."""
+"""A workload as requests for a live engine, or over HTTP: greedy, each to the length of its answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from manylora.bench.ask import Question
+from manylora.bench.prompts import TokenPrompts
+from manylora.bench.target import Target
 from manylora.sim.run.prompts import PromptMaker
 from manylora.types import Request, SamplingParams
 from manylora.workloads import Workload
@@ -20,3 +23,18 @@ def live_arrivals(workload: Workload, vocab_size: int, began_at: float) -> Itera
             model=spec.adapter or "base",
         )
         yield began_at + spec.arrival_s, request
+
+
+def http_arrivals(workload: Workload, target: Target, vocab_size: int) -> list[Question]:
+    """Return the requests of a workload for a server of the demo model, under the names of the workload's adapters."""
+    prompts = TokenPrompts(vocab_size=vocab_size, seed=0)
+    return [
+        Question(
+            request_id=str(index),
+            at_s=one.arrival_s,
+            adapter=one.adapter or "",
+            num_prompt_tokens=one.num_prompt_tokens,
+            body=target.body(one.adapter or "demo", one, prompts.make(index, one)),
+        )
+        for index, one in enumerate(workload.requests)
+    ]

@@ -27,11 +27,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from live_arrivals import http_arrivals
 from publishing import arguments, publish, table
 
-from manylora.bench.ask import Question
 from manylora.bench.load import run_load
-from manylora.bench.prompts import TokenPrompts
 from manylora.bench.target import Target
 from manylora.config import AdapterConfig, SchedulerConfig
 from manylora.demo import demo_model_path
@@ -136,17 +135,8 @@ def simulated(router: str, workload: Workload, options: argparse.Namespace) -> d
 def live(router: str, workload: Workload, adapters: Path, options: argparse.Namespace) -> dict[str, float]:
     """Serve the workload over HTTP."""
     with serving(router, adapters, options.replicas) as url:
-        prompts, target = TokenPrompts(vocab_size=VOCABULARY, seed=0), Target(url=url)
-        questions = [
-            Question(
-                request_id=str(index),
-                at_s=one.arrival_s,
-                adapter=one.adapter or "",
-                num_prompt_tokens=one.num_prompt_tokens,
-                body=target.body(one.adapter or "demo", one, prompts.make(index, one)),
-            )
-            for index, one in enumerate(workload.requests)
-        ]
+        target = Target(url=url)
+        questions = http_arrivals(workload, target, VOCABULARY)
         run = asyncio.run(run_load(target, questions, warm_up=questions[:1]))  # one that fails ends the run
         with urllib.request.urlopen(f"{url}/status?adapters=0") as answer:
             status = json.load(answer)

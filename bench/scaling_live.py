@@ -21,14 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+from live_arrivals import http_arrivals
 from local_ray import LocalRay
 from publishing import arguments, publish, table
 from router_live import SCHEDULER, VOCABULARY, write_adapters
 
-from manylora.bench.ask import Question
 from manylora.bench.load import run_load
 from manylora.bench.machine import machine
-from manylora.bench.prompts import TokenPrompts
 from manylora.bench.scaling_day import count_flaps, make_day, replica_seconds
 from manylora.bench.target import Target
 from manylora.config import AdapterConfig, EngineConfig, FleetConfig, ModelConfig, ServerConfig
@@ -81,17 +80,8 @@ async def watch(url: str, spans: list[ReplicaSpan]) -> None:
 
 async def ask(url: str, workload: Workload) -> tuple[list[RequestRecord], list[ReplicaSpan]]:
     """Send the requests at their times; return their records, and the lives of engines."""
-    prompts, target = TokenPrompts(vocab_size=VOCABULARY, seed=0), Target(url=url)
-    questions = [
-        Question(
-            request_id=str(index),
-            at_s=one.arrival_s,
-            adapter=one.adapter or "",
-            num_prompt_tokens=one.num_prompt_tokens,
-            body=target.body(one.adapter or "demo", one, prompts.make(index, one)),
-        )
-        for index, one in enumerate(workload.requests)
-    ]
+    target = Target(url=url)
+    questions = http_arrivals(workload, target, VOCABULARY)
     spans: list[ReplicaSpan] = []
     watching = asyncio.create_task(watch(url, spans))
     began_at = asyncio.get_running_loop().time()
