@@ -37,8 +37,9 @@ from local_ray import LocalRay
 from publishing import arguments, publish, table
 
 from manylora.bench.machine import machine
-from manylora.config import EngineConfig, FleetConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_adapters
+from manylora.fleet_config import FleetConfig
 from manylora.server import BackgroundServer, LoraModule, RestartPolicy
 
 NUM_REPLICAS = 3

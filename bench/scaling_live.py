@@ -30,8 +30,9 @@ from manylora.bench.load import run_load
 from manylora.bench.machine import machine
 from manylora.bench.scaling_day import count_flaps, make_day, replica_seconds
 from manylora.bench.target import Target
-from manylora.config import AdapterConfig, EngineConfig, FleetConfig, ModelConfig, ServerConfig
+from manylora.config import AdapterConfig, EngineConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_model_path
+from manylora.fleet_config import FleetConfig
 from manylora.measure import RequestRecord
 from manylora.scaling import ScalingPolicy
 from manylora.server import BackgroundServer, LoraModule

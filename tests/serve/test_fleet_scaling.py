@@ -11,8 +11,9 @@ import pytest
 from reciter import engine_config, slow_reciter_parts
 
 from manylora.clock import Clock
-from manylora.config import EngineConfig, FleetConfig, ServerConfig
+from manylora.config import EngineConfig, ServerConfig
 from manylora.errors import ConfigError
+from manylora.fleet_config import FleetConfig
 from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_keeper import RestartPolicy, State
 from manylora.hosting.fleet import Fleet

@@ -15,9 +15,10 @@ import httpx
 import pytest
 from disturbed import answers, leave_alone, replicas_of
 
-from manylora.config import EngineConfig, FleetConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_adapters
 from manylora.errors import ConfigError, NoPlace
+from manylora.fleet_config import FleetConfig
 from manylora.server import BackgroundServer, LoraModule
 
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")

@@ -14,9 +14,10 @@ import pytest
 from disturbed import answers, leave_alone, replicas_of
 from reciter import engine_config
 
-from manylora.config import EngineConfig, FleetConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_adapters
 from manylora.errors import ConfigError
+from manylora.fleet_config import FleetConfig
 from manylora.server import BackgroundServer, LoraModule
 
 

@@ -190,7 +190,8 @@ SERVE = """
 import sys
 from pathlib import Path
 from reciter import engine_config
-from manylora.config import FleetConfig, ServerConfig
+from manylora.config import ServerConfig
+from manylora.fleet_config import FleetConfig
 from manylora.server.serve import run
 config = ServerConfig(port=0, drain_timeout_s=60, fleet=FleetConfig(replicas=int(sys.argv[2])))
 sys.exit(run(engine_config(Path(sys.argv[1])), config, builder="reciter:held_parts"))

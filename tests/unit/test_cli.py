@@ -22,8 +22,9 @@ import manylora.cli
 import manylora.server
 from manylora.cli.app import app, main
 from manylora.cli.views.demo_report import Answer, print_answers
-from manylora.config import AdapterConfig, EngineConfig, FleetConfig, ServerConfig
+from manylora.config import AdapterConfig, EngineConfig, ServerConfig
 from manylora.demo import TASKS, demo_adapters, demo_model_path
+from manylora.fleet_config import FleetConfig
 from manylora.hosting.early_start import TORCH_BUILDER
 from manylora.offline import Generation
 from manylora.types import SamplingParams

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.config import EngineConfig, FleetConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.errors import ConfigError
+from manylora.fleet_config import FleetConfig
 from manylora.hosting.engine_specs import engine_specs
 from manylora.hosting.protocol import EngineSpec
 from manylora.hosting.ray.cluster import RayCluster

@@ -18,13 +18,13 @@ from manylora.cli.options.fields import PLUGINS, Flag, flags_of
 from manylora.config import (
     AdapterConfig,
     EngineConfig,
-    FleetConfig,
     MemoryConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
 )
 from manylora.errors import ConfigError
+from manylora.fleet_config import FleetConfig
 from manylora.memory import ReloadCosts, make_eviction_policy
 from manylora.options import check_options, option, option_of
 from manylora.plugins import options_for, options_of

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from manylora.config import EngineConfig, FleetConfig
+from manylora.config import EngineConfig
+from manylora.fleet_config import FleetConfig
 from manylora.hosting.protocol import EngineSpec
 from manylora.hosting.ray.resources import engine_resources
 

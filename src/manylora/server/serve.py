@@ -20,8 +20,9 @@ from dataclasses import replace
 from random import Random
 
 from manylora.adapters.urls import is_url
-from manylora.config import EngineConfig, FleetConfig, ServerConfig
+from manylora.config import EngineConfig, ServerConfig
 from manylora.demo import demo_model_path
+from manylora.fleet_config import FleetConfig
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_keeper import RestartPolicy

@@ -18,8 +18,9 @@ from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LogLevel, log_to_stderr
 from manylora.cli.views.functions_view import bill_table, functions_table, starts_table
 from manylora.cli.views.terminal import note, out
-from manylora.config import FleetConfig, ServerConfig
+from manylora.config import ServerConfig
 from manylora.errors import ConfigError
+from manylora.fleet_config import FleetConfig
 from manylora.functions.wire import Overview
 
 __all__ = ["functions_app"]

@@ -25,13 +25,13 @@ from manylora.cli.views.terminal import note
 from manylora.config import (
     AdapterConfig,
     EngineConfig,
-    FleetConfig,
     MemoryConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
 )
 from manylora.errors import ConfigError
+from manylora.fleet_config import FleetConfig
 from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import options_for, options_of
 from manylora.routing import ROUTERS

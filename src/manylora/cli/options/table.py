@@ -12,13 +12,13 @@ from manylora.cli.options.vllm_page import vllm_section
 from manylora.config import (
     AdapterConfig,
     EngineConfig,
-    FleetConfig,
     MemoryConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
 )
 from manylora.costs.workers import CpuWorkers
+from manylora.fleet_config import FleetConfig
 from manylora.options import Option, option_of
 from manylora.plugins import options_of
 from manylora.proxy.config import ProxyConfig

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import zmq
 
-from manylora.config import GIB, FleetConfig
+from manylora.config import GIB
 from manylora.errors import ConfigError, EngineDead, NoPlace
+from manylora.fleet_config import FleetConfig
 from manylora.hosting.ray.actor import Door, EngineActor
 from manylora.hosting.ray.connection import CurveKeys
 
