@@ -8,15 +8,14 @@ A turn is *collect* completed work, then *launch* the next step:
                        ^                                         |
                        +------------- pre-empted ----------------+
 
-It connects the parts: ``steps/running.py`` plans steps, ``steps/in_flight.py`` holds those in flight, ``answers.py``
-delivers tokens and ends requests, ``adapters/cache.py`` moves weights, ``adapters/catalog.py`` has the operations on
-adapters by name, ``memory/cache.py`` owns every page.
+It connects the parts: ``acceptance.py`` makes sequences of requests, ``steps/running.py`` plans steps,
+``steps/in_flight.py`` holds those in flight, ``answers.py`` delivers tokens and ends requests, ``adapters/cache.py``
+moves weights, ``adapters/catalog.py`` has the operations on adapters by name, ``memory/cache.py`` owns every page.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -26,13 +25,13 @@ from manylora.adapters.shape import BaseShape
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts
 from manylora.costs.rank_fit import RankFit, RankLoad
+from manylora.engine.acceptance import Acceptance, arrival_of
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.adapters.catalog import AdapterCatalog
 from manylora.engine.adapters.cold_starts import ColdStarts, possible_modes
 from manylora.engine.adapters.prefetch import Prefetcher
 from manylora.engine.answers import Answers
 from manylora.engine.integrity import check_integrity
-from manylora.engine.limits import RequestLimits
 from manylora.engine.prompt_logprobs import PromptReports
 from manylora.engine.queue_wait import QueueWait
 from manylora.engine.snapshot import take_snapshot
@@ -40,8 +39,8 @@ from manylora.engine.status import Counters, EngineStats
 from manylora.engine.steps.in_flight import Step, StepsInFlight
 from manylora.engine.steps.running import RunningSet
 from manylora.errors import RequestError
-from manylora.events import Event, EventSink, PrefixEvicted, RequestArrived, StepFinished, StepLaunched, TokensEmitted
-from manylora.memory import BlockTable, Depth, PageCache, ReloadCosts, make_eviction_policy, prefix_root
+from manylora.events import Event, EventSink, PrefixEvicted, StepFinished, StepLaunched, TokensEmitted
+from manylora.memory import Depth, PageCache, ReloadCosts, make_eviction_policy
 from manylora.plan import ON_DEVICE, StepPlan, StepResult
 from manylora.ports import EngineParts, Executor
 from manylora.scheduling import (
@@ -94,13 +93,9 @@ class EngineCore:
         waits_by_layer: bool = False,
         is_accelerated: bool = False,
     ) -> None:
-        self.base = base
-        self.served_name = served_name
         self._executor = executor
-        self._scheduler = scheduler
         self._memory = memory
         self._sinks = tuple(sinks)
-        self._rng = random.Random(seed)
         self._registry = AdapterRegistry(served_name, adapters.max_registered)
         self._costs = ReloadCosts()
         self._counters = Counters()
@@ -121,17 +116,11 @@ class EngineCore:
             emit=self._emit,
             on_arrived=lambda key: self._running.moved(key, ON_DEVICE),
         )
-        self._limits = RequestLimits(
-            base=base,
-            num_pages=num_pages,
-            block_size=memory.block_size,
-            num_pinned_pages=lambda version: self.adapters.num_pinned_pages(besides=version),
-        )
         self.adapters = AdapterCatalog(
             registry=self._registry,
             cache=self._cache,
             num_pages=num_pages,
-            pages_needed=self._limits.num_pages_needed,
+            block_size=memory.block_size,
             in_flight=lambda: list(self._sequences.values()),
             on_unread=lambda version: self._prefetcher.add_unread(version),
         )
@@ -193,6 +182,16 @@ class EngineCore:
             sequences=self._sequences,
             is_full=lambda: self._running.is_full,
         )
+        self._acceptance = Acceptance(
+            base=base,
+            served_name=served_name,
+            adapters=self.adapters,
+            check_room=self.check_room,
+            num_pages=num_pages,
+            block_size=memory.block_size,
+            scheduler=scheduler,
+            seed=seed,
+        )
         self._answers = Answers(
             sequences=self._sequences,
             reports=self._reports,
@@ -204,7 +203,6 @@ class EngineCore:
             counters=self._counters,
             emit=self._emit,
         )
-        self._next_seq_id = 0
 
     @classmethod
     def from_parts(
@@ -265,35 +263,9 @@ class EngineCore:
             RequestError: It can never be served: empty, unknown tokens, or too long for the model or the pool.
             CapacityError: Too many requests wait, or it would wait for too long (429).
         """
-        begun = request.continuation
-        if begun is not None and begun.tokens:
-            named = self.adapters.resolve_version(request.model, self.served_name, begun.adapter)
-        else:
-            named = self.adapters.resolve(request.model, self.served_name)
-        version = named.version if named else None
         if request.request_id in self._sequences:
             raise RequestError(f"Got request_id = {request.request_id!r}, which is in flight", param="request_id")
-        max_tokens = self._limits.check(request, version)
-        if begun is None:  # else it was accepted once already
-            self.check_room(now)
-        sampling = request.sampling
-        given = request.seed if sampling.seed is None else sampling.seed
-        seed = self._rng.getrandbits(63) if given is None else given & (2**64 - 1)
-        root = prefix_root(self.base.fingerprint, version.key if version else None, request.cache_salt)
-        eos = () if sampling.ignore_eos else self.base.eos_token_ids
-        sequence = Sequence(
-            seq_id=self._next_seq_id,
-            request=request,
-            version=version,
-            name=named.name if named else "",
-            table=BlockTable(root, self._memory.block_size),
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
-            seed=seed,
-            arrived_at=now,
-            reserves_output=self._scheduler.reserve_output == "whole",
-        )
-        self._next_seq_id += 1
+        sequence, named = self._acceptance.accept(request, now)
         self._sequences[request.request_id] = sequence
         self._reports.add(sequence)
         if named:
@@ -303,20 +275,7 @@ class EngineCore:
             self._prefetcher.asked(named.version.key, now)
         self._policy.add(sequence, now)
         self._queue_wait.added(sequence)
-        self._emit(
-            RequestArrived(
-                now,
-                request.request_id,
-                sequence.adapter,
-                sequence.num_prompt_tokens,
-                sequence.name,
-                sampling.max_tokens,
-                max_tokens,
-                sampling.temperature,
-                sampling.constraint is not None,
-                sequence.num_answered,
-            )
-        )
+        self._emit(arrival_of(sequence))
 
     def check_room(self, now: float) -> None:
         """Raise ``CapacityError`` if a new request would be refused for the length of the queue."""

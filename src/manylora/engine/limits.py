@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from manylora.adapters.shape import BaseShape
 from manylora.errors import ContextExceeded, RequestError
-from manylora.memory import num_blocks
-from manylora.scheduling import Sequence
 from manylora.types import AdapterVersion, Request
 
 __all__ = ["RequestLimits"]
@@ -74,10 +72,6 @@ class RequestLimits:
         if num_answered >= longest:
             raise RequestError(f"Got {num_answered} tokens of the answer already, expected fewer than {longest}")
         return longest
-
-    def num_pages_needed(self, sequence: Sequence) -> int:
-        """Return the KV pages a sequence may come to need; the last token generated needs no KV."""
-        return num_blocks(sequence.num_prompt_tokens + sequence.max_tokens - 1, self._block_size)
 
     def _check_tokens(self, request: Request) -> None:
         if not request.prompt:

@@ -13,6 +13,7 @@ from manylora.adapters.registry import AdapterRegistry, NamedAdapter
 from manylora.engine.adapters.cache import AdapterCache
 from manylora.engine.status import AdapterStatus
 from manylora.errors import AdapterError, AdapterReplaced, CapacityError, ManyloraError, ModelNotFound
+from manylora.memory import num_blocks
 from manylora.scheduling import Sequence
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
@@ -26,7 +27,7 @@ class AdapterCatalog:
 
     Args:
         num_pages: Pages in the pool.
-        pages_needed: Most KV pages that a request in flight may need.
+        block_size: Tokens of KV in a page.
         in_flight: Returns every waiting and running sequence.
         on_unread: Called with each version that was registered without its weights.
     """
@@ -37,14 +38,14 @@ class AdapterCatalog:
         registry: AdapterRegistry,
         cache: AdapterCache,
         num_pages: int,
-        pages_needed: Callable[[Sequence], int],
+        block_size: int,
         in_flight: Callable[[], list[Sequence]],
         on_unread: Callable[[AdapterVersion], None],
     ) -> None:
         self._registry = registry
         self._cache = cache
         self._num_pages = num_pages
-        self._pages_needed = pages_needed
+        self._block_size = block_size
         self._in_flight = in_flight
         self._on_unread = on_unread
 
@@ -236,7 +237,8 @@ class AdapterCatalog:
         for sequence in self._in_flight():
             if sequence.adapter == version.key:
                 continue
-            need = self._pages_needed(sequence) + sequence.num_adapter_pages
+            most_tokens = sequence.num_prompt_tokens + sequence.max_tokens - 1  # the last one needs no KV
+            need = num_blocks(most_tokens, self._block_size) + sequence.num_adapter_pages
             left = self._num_pages - self.num_pinned_pages(besides=sequence.version) - version.num_pages
             if need > left:
                 raise CapacityError(
