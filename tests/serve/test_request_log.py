@@ -12,7 +12,7 @@ from reciter import engine_config
 
 from manylora.config import ServerConfig
 from manylora.errors import ConfigError
-from manylora.scheduling.prediction.request_log import RequestRecord
+from manylora.scheduling.prediction.request_log import LoggedRequest
 from manylora.server import BackgroundServer, LoraModule
 
 CONFIG = ServerConfig(port=0, in_process=True)
@@ -28,7 +28,7 @@ def test_finished_requests_are_logged_by_size(tokenizer: Path, lora_dir: Path, t
             assert httpx.post(server.url + "/v1/completions", json=body, timeout=30).status_code == 200
         refused = httpx.post(server.url + "/v1/completions", json={"model": "nobody", "prompt": "x"}, timeout=30)
         assert refused.status_code == 404
-    records = [RequestRecord(**json.loads(line)) for line in log.read_text().splitlines()]
+    records = [LoggedRequest(**json.loads(line)) for line in log.read_text().splitlines()]
     assert [(one.adapter, one.prompt_tokens, one.output_tokens, one.finish) for one in records] == [
         ("", 6, 3, "length"),
         ("m", 6, 5, "length"),

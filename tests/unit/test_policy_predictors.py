@@ -21,7 +21,7 @@ from manylora.scheduling.prediction import (
     RequestLog,
 )
 from manylora.scheduling.prediction.histogram import LengthHistogram, bin_of, upper_edge
-from manylora.scheduling.prediction.request_log import RequestRecord
+from manylora.scheduling.prediction.request_log import LoggedRequest
 
 
 def generated(one: Sequence, num_tokens: int) -> Sequence:
@@ -158,7 +158,7 @@ def test_the_log_has_a_line_for_each_request_that_finished():
     rig.drain()
     (line,) = file.getvalue().splitlines()
     assert json.loads(line)["adapter"] == "a"
-    record = RequestRecord(**json.loads(line))
+    record = LoggedRequest(**json.loads(line))
     assert (record.prompt_tokens, record.output_tokens, record.max_tokens, record.limit) == (7, 3, 3, 3)
     assert (record.finish, record.temperature, record.has_schema) == ("length", 0.0, False)
     assert not log._arrived

@@ -10,13 +10,13 @@ from typing import TextIO
 from manylora.events import Event, RequestArrived, RequestFinished
 from manylora.types import FinishReason
 
-__all__ = ["RequestLog", "RequestRecord"]
+__all__ = ["LoggedRequest", "RequestLog"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
+class LoggedRequest:
     """One finished request.
 
     Args:
@@ -59,7 +59,7 @@ class RequestLog:
             case RequestFinished(request_id=request_id, reason=reason, num_output_tokens=num_output_tokens):
                 arrived = self._arrived.pop(request_id)
                 if self._file is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-                    record = RequestRecord(
+                    record = LoggedRequest(
                         arrived_at=round(arrived.at, 6),
                         adapter=arrived.name,
                         prompt_tokens=arrived.num_prompt_tokens,
