@@ -13,9 +13,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from publishing import publish
+from publishing import publish, table
 
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import PageShape
@@ -52,7 +53,7 @@ def main() -> None:
     space = LoraSpace(directory, pool.flat)
     layout = lay_out(dict.fromkeys(base.all_linear, RANK), base)
     template = make_template(layout, directory)
-    table = range(layout.num_pages)
+    adapter_pages = range(layout.num_pages)
     rows = []
     for batch in (1, 32, 64, 128):
         graphs = DecodeGraphs(
@@ -82,12 +83,12 @@ def main() -> None:
             )
             for i in range(batch)
         ]
-        lines = [(i, i + 1, AdapterTable.put(template, table, page.num_elements, cpu)) for i in range(batch)]
+        lines = [(i, i + 1, AdapterTable.put(template, adapter_pages, page.num_elements, cpu)) for i in range(batch)]
         tables = StepTables(space, measure(lines, 16), 16)
-        work = {
-            "inputs": lambda graphs=graphs, s=sequences, n=batch: graphs._write_inputs(s, n),
-            "adapters": lambda tables=tables, lines=lines: tables.write(lines),
-            "table": lambda: template.place(table, page.num_elements),
+        work: dict[str, Callable[[], object]] = {
+            "inputs": partial(graphs._write_inputs, sequences, batch),
+            "adapters": partial(tables.write, lines),
+            "table": partial(template.place, adapter_pages, page.num_elements),
         }
         row: dict[str, float] = {"batch": batch}
         for name, one in work.items():

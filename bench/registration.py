@@ -52,7 +52,7 @@ from manylora.adapters.stamp import stamp_files
 from manylora.bench.core import Scale, measure_decision
 from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 from manylora.bench.synthetic import write_synthetic_adapter
-from manylora.cli.options.values import collect_adapters
+from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts
@@ -245,8 +245,8 @@ def measure(counts: Sequence[int], num_rounds: int, seconds: float, turns: int) 
         others, progress = Others(), Steps(len(counts) * num_rounds)
         for _, name in in_turns(list(folders), num_rounds, num_warm_up=0):
             rounds[name].append(run(place / "base", folders[name], place / "cache", seconds))
-            one = rounds[name][-1]
-            ready = ", ".join(f"{one[kind]['ready_s']:.1f} s with a {kind} cache" for kind in ("cold", "warm"))
+            latest = rounds[name][-1]
+            ready = ", ".join(f"{latest[kind]['ready_s']:.1f} s with a {kind} cache" for kind in ("cold", "warm"))
             progress.done(f"{name} adapters, ready after {ready}")
         busy_share = others.share()
         runs = []
@@ -271,7 +271,7 @@ def measure(counts: Sequence[int], num_rounds: int, seconds: float, turns: int) 
 def cost_of_one(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the growth per adapter from the fewest to the most."""
     few, many = runs[0], runs[-1]
-    more = max(1, many["adapters"] - few["adapters"])
+    more: int = max(1, many["adapters"] - few["adapters"])
 
     def growth(pick: Callable[[dict[str, Any]], float]) -> float:
         return (pick(many) - pick(few)) / more
@@ -292,7 +292,7 @@ def report(figures: dict[str, Any]) -> str:
     runs = figures["runs"]
     heads = ["", *(f"{run['adapters']:,}" for run in runs)]
     mib = 2**20
-    rows: list[list[object]] = []
+    rows: list[Sequence[object]] = []
     for kind in ("cold", "warm"):
         rows += [
             [f"seconds to ready, {kind} hash cache", *(f"{run[kind]['ready_s']:.2f}" for run in runs)],
