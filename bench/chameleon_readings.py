@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,9 +276,7 @@ def main() -> None:
         cases = cases_of(
             experiment, seeds=options.seeds, traces=options.traces, duration_s=60.0 if options.quick else None
         )
-        results = runner.run(
-            cases.values(), lambda done, of, cell=cell, place=place: progress(place, len(grid), cell, done, of)
-        )
+        results = runner.run(cases.values(), partial(progress, place, len(grid), cell))
         by_place: dict[tuple[str, str], list[Result]] = {}
         for (setup, label, _), case in cases.items():
             by_place.setdefault((setup, label), []).append(results[case.key])

@@ -76,7 +76,7 @@ def try_client(name: str, python: Path) -> list[Tried]:
     options = ["-q", "-c", os.devnull, f"--rootdir={tests}", f"--confcutdir={tests}", "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [python, "-m", "pytest", *options, f"--junitxml={report}"]
+        command = [str(python), "-m", "pytest", *options, f"--junitxml={report}"]
         subprocess.run(
             [*command, tests / f"test_{name.replace('-', '_')}.py"],
             env={**os.environ, "MANYLORA_PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"},

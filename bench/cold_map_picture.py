@@ -52,7 +52,7 @@ def draw(points: Sequence[Point], live: Sequence[LivePoint], path: Path) -> None
 
     figure = Figure(figsize=(15.0, 11.5), layout="constrained")
     FigureCanvasAgg(figure)
-    maps, below = figure.subfigures(2, 1, height_ratios=(3, 1.25))
+    maps, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(3, 1.25))[:, 0]
     grid = maps.subplots(len(RANKS), len(DEVICES), sharex=True, sharey=True)
     widths = dict(zip(CORES, (0.6, 1.2, 2.2, 3.4), strict=True))
     for row, rank in enumerate(RANKS):

@@ -23,6 +23,7 @@ from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
+from manylora.execution.executor import TorchExecutor
 from manylora.execution.kernels.linear import linear, pack
 from manylora.types import Output, Request, SamplingParams
 
@@ -116,6 +117,7 @@ class Ours:
             self.weight_bytes[name] = sum(version.weight_bytes for version in versions)
         self.forward_s = 0.0
         self.answers: list[list[int]] = []
+        assert isinstance(self._parts.executor, TorchExecutor)
         self._watch_forward(self._parts.executor._runner._model)
 
     def run(self, asked: Sequence[Asked], adapters: Sequence[str] | None = None) -> None:
@@ -219,7 +221,7 @@ class Bare:
         x = functional.embedding(tokens, self._embedding)
         for layer, (norm_in, qkv, out, norm_out, gate_up, down) in enumerate(self._layers):
             heads = self._linear(self._normed(x, norm_in), qkv).view(num_rows, num_new, 3 * HEADS, -1).transpose(1, 2)
-            query, key, value = heads.split(HEADS, 1)
+            query, key, value = heads.chunk(3, 1)
             kv[layer, 0, :, :, start:stop] = _rotated(key, cos, sin)
             kv[layer, 1, :, :, start:stop] = value
             mixed = functional.scaled_dot_product_attention(

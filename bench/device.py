@@ -112,7 +112,16 @@ def launch_s(device: torch.device, count: int = 1000) -> float:
 def profile(rates: dict[str, float], like: str | None, name: str) -> Hardware:
     """Put measured rates into a profile: as shares of the peak where a data sheet gives one."""
     if like is None:
-        return Hardware(name=name, memory_bytes=8 * GIB, flops_share=1.0, memory_share=1.0, **rates)
+        return Hardware(
+            name=name,
+            memory_bytes=8 * GIB,
+            flops_per_s=rates["flops_per_s"],
+            memory_bytes_per_s=rates["memory_bytes_per_s"],
+            link_bytes_per_s=rates["link_bytes_per_s"],
+            launch_s=rates["launch_s"],
+            flops_share=1.0,
+            memory_share=1.0,
+        )
     known = find_hardware(like)
     return replace(
         known,

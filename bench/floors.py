@@ -91,7 +91,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     base = base_shape("llama-3-8b")
     devices = [find_hardware(name) for name in ("h200", "a100-80")]
-    report = {
+    report: dict[str, Any] = {
         "command": "python bench/floors.py",
         "context": CONTEXT,
         "adapters": NUM_ADAPTERS,

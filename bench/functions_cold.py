@@ -153,8 +153,8 @@ def text(figures: dict[str, Any]) -> str:
     ready = 1000 * statistics.median(sum(one.values()) - one["first token"] for one in zygote)
     lines += [f"From the sealed backbone to an engine that takes requests: {ready:.0f} ms (goal: {GOAL_MS}).", ""]
     if seen := figures.get("trace"):
-        rows = [(key, value if not isinstance(value, float) else f"{value:.3f}") for key, value in seen.items()]
-        lines += table(("trace", "value"), rows)
+        shown = [(key, value if not isinstance(value, float) else f"{value:.3f}") for key, value in seen.items()]
+        lines += table(("trace", "value"), shown)
     return "\n".join(lines)
 
 

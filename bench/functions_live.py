@@ -43,6 +43,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.errors import ConfigError
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.base_share import BaseShare
+from manylora.hosting.early_start import TORCH_BUILDER
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.functions.backbone import fetch_backbone
 from manylora.hosting.functions.messages import Backbone
@@ -51,7 +52,6 @@ from manylora.hosting.link import EngineLink
 from manylora.hosting.link_function import FunctionLink, FunctionPlace
 from manylora.hosting.link_process import ProcessLink
 from manylora.hosting.protocol import EngineSpec
-from manylora.hosting.service import TORCH_BUILDER
 from manylora.types import Output, Request, SamplingParams
 
 PARTS = ("memory", "steps", "starts", "attacks")

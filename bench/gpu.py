@@ -39,7 +39,8 @@ from manylora.execution.attention.triton import TritonBatch
 from manylora.execution.device import make_device_ops
 from manylora.execution.fusion.gate import activate
 from manylora.execution.fusion.norm import FusedNorm
-from manylora.execution.lora.tables import BatchTables
+from manylora.execution.lora.tables import BatchTables, StepTables
+from manylora.execution.storage.tile_tables import GroupSpan
 from manylora.measure import Recorder, summarise
 from manylora.sim.run.simulation import SimulationConfig, simulate
 from manylora.types import AdapterVersion
@@ -112,9 +113,10 @@ class Bench:
         for num in self.sizes.adapters:
             for rank in (self.sizes.ranks[0], self.sizes.ranks[len(self.sizes.ranks) // 2], None):
                 versions, _ = self.adapters(num, rank, ALL_LINEAR)
-                tables = [engine.runner._resident[v.key].table for v in versions]
+                held = [engine.runner._resident[v.key].table for v in versions]
+                tables = [table for table in held if table is not None]
                 spans = [(batch * i // num, batch * (i + 1) // num, table) for i, table in enumerate(tables)]
-                step = BatchTables(space, [span for span in spans if span[1] > span[0]]).step  # type: ignore[misc]
+                step = BatchTables(space, [span for span in spans if span[1] > span[0]]).step
                 for family in sorted({name.rpartition(".")[2] for name in space.directory.groups} - {"lm_head"}):
                     chosen = [g for name, g in space.directory.groups.items() if name.endswith(f".{family}")]
                     width = sum(columns for _, columns in chosen[0].modules)
@@ -122,14 +124,18 @@ class Bench:
                     x = torch.randn(batch, chosen[0].in_features, device=self.device).to(dtype)
                     out = torch.zeros(batch, width, device=self.device, dtype=dtype)
 
-                    def work(step=step, x=x, out=out, chosen=chosen) -> None:
+                    def work(
+                        step: StepTables = step,
+                        x: torch.Tensor = x,
+                        out: torch.Tensor = out,
+                        chosen: list[GroupSpan] = chosen,
+                    ) -> None:
                         for span in chosen:  # every layer: more than the cache holds
                             step.apply(x, out, span)
 
                     took = seconds(captured(work, self.device), self.device, self.sizes.rounds)
-                    num_bytes = (
-                        sum(_table_bytes(table.template, g.index) for table in tables for g in chosen) * dtype.itemsize
-                    )  # type: ignore[union-attr]
+                    num_elements = sum(_table_elements(table.template, g.index) for table in tables for g in chosen)
+                    num_bytes = num_elements * dtype.itemsize
                     what = {"kernel": f"lora {family}", "rows": batch, "adapters": num, "rank": rank or "mixed"}
                     rows.append(what | self._speed(took, num_bytes, len(chosen)))
         return rows
@@ -159,7 +165,7 @@ class Bench:
                 for i in range(shape.num_layers)
             ]
 
-            def work(step=step, calls=calls) -> None:
+            def work(step: TritonBatch = step, calls: list[AttentionCall] = calls) -> None:
                 for call in calls:
                     step.attend(call)
 
@@ -184,7 +190,7 @@ class Bench:
                 ("gate", lambda both=both: activate(*both.chunk(2, dim=-1), is_gelu=False), both.numel() * 3 // 2),
             ):
 
-                def layers(work=work) -> None:
+                def layers(work: Callable[[], object] = work) -> None:
                     for _ in range(self.sizes.model["num_hidden_layers"]):
                         work()
 
@@ -389,7 +395,7 @@ def _latencies(records: list[Any]) -> dict[str, float]:
     }
 
 
-def _table_bytes(template: Any, group: int) -> int:
+def _table_elements(template: Any, group: int) -> int:
     """Return the elements of a group's tiles."""
     header = template.header[group]
     first = template.header.size

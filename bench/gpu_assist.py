@@ -22,6 +22,7 @@ from manylora.execution.assist.stream import DeviceStream, ThreadStream
 from manylora.execution.assist.words import Words, await_word, write_word
 from manylora.execution.assist.workers import Supervisor, Task, Worker
 from manylora.plan import IN_HOST, AdapterLoad, StepPlan, StepResult
+from manylora.ports import Work
 from manylora.types import AdapterVersion, Tier
 
 NUM_HANDOFFS = 1000
@@ -118,7 +119,7 @@ def taking_over(engine: Engine, sizes: Sizes, plan: StepPlan, version: AdapterVe
     steps: list[StepResult] = []
     for _ in range(2 + sizes.rounds):
         engine.executor.drop_adapter(version.key, Tier.DEVICE)
-        works = [engine.executor.load_adapter(load, 0.0), engine.executor.launch(plan, 0.0)]
+        works: list[Work] = [engine.executor.load_adapter(load, 0.0), engine.executor.launch(plan, 0.0)]
         while any(work.poll(0.0) is None for work in works):
             time.sleep(0.0005)
         result = works[1].poll(0.0)

@@ -141,7 +141,7 @@ def seconds(work: Callable[[], object], device: torch.device, rounds: int) -> fl
     for _ in range(2):
         work()
     wait(device)
-    times = []
+    times: list[float] = []
     for _ in range(rounds):
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -188,9 +188,15 @@ class Engine:
         self.sizes = sizes
         self.device = device
         self.clock = WallClock()
-        kernels = {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "on"}
         self.config = EngineConfig(
-            model=ModelConfig(model="random", device=device.type, dtype=sizes.dtype, **kernels),
+            model=ModelConfig(
+                model="random",
+                device=device.type,
+                dtype=sizes.dtype,
+                lora_kernel="ragged",
+                attention_kernel="triton",
+                decode_graphs="on",
+            ),
             memory=MemoryConfig(num_pages=sizes.num_pages, prefix_caching=False),
             scheduler=SchedulerConfig(max_num_seqs=max(sizes.batches)),
             adapters=AdapterConfig(look_ahead=10),
@@ -220,7 +226,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads: all but the embedding's table."""
-        model = self.runner._model
+        model: Any = self.runner._model
         table = model.get_input_embeddings().weight
         return sum(p.numel() * p.element_size() for p in model.parameters() if p is not table)
 

@@ -173,7 +173,7 @@ class Columns:
         self, profile: CostProfile, live: Sequence[LogLine], start_s: float, *, vocab_size: int, choose: Choose
     ) -> None:
         self._profile = profile
-        self._made = {"vocab_size": vocab_size, "choose": choose}
+        self._made: dict[str, Any] = {"vocab_size": vocab_size, "choose": choose}
         self._live = [moved(line, -start_s) for line in live]
         self.whole = fit_profile(self._live)
         self.folds = profiles_of_folds(self._live, 0.0)

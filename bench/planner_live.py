@@ -115,7 +115,7 @@ def crossing(served: list[Served]) -> float:
     for low, high in pairwise(served):
         if low.live_s <= LIMIT_S < high.live_s:
             share = math.log(LIMIT_S / low.live_s) / math.log(high.live_s / low.live_s)
-            return low.rate * (high.rate / low.rate) ** share
+            return low.rate * math.pow(high.rate / low.rate, share)
     return math.inf if served[-1].live_s <= LIMIT_S else 0.0
 
 

@@ -193,7 +193,7 @@ def report(results: dict[str, list[Figures]], command: str, *, is_kept: bool) ->
                 f"{sum(one['errors'] for one in rounds):.0f}",
             ]
         )
-    heads = ("router", "TTFT mean ms", "P50", "P99", f"within {SLO_TTFT_S:g} s %")
+    heads: tuple[str, ...] = ("router", "TTFT mean ms", "P50", "P99", f"within {SLO_TTFT_S:g} s %")
     heads += ("loads to device", "from disk", "loads a request", "errors")
     text = [
         "# Adapters over three servers, by router",

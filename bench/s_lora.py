@@ -202,7 +202,7 @@ def report(
                 summary.append([f"{device}, {name}", setup, len(chosen), *map(spread, errors)])
     lines += table(["rows", "setup", "number", *(f"{one}: median (worst)" for one in FIGURES)], summary, left=2)
     for device, setting in POOLS:
-        chosen = [
+        those = [
             (row, result)
             for row, result in zip(rows, results, strict=True)
             if (row.device, row.setting) == (device, setting)
@@ -223,7 +223,7 @@ def report(
                         )
                     ),
                 ]
-                for row, result in chosen
+                for row, result in those
             ),
         )
     return "\n".join(lines)

@@ -71,11 +71,12 @@ def cov(times: Numbers) -> float:
 
 def zipf_exponent(counts: Numbers) -> float:
     """Return the exponent of a finite Zipf law with the greatest likelihood."""
-    counts = np.sort(counts[counts > 0])[::-1].astype(np.float64)
-    logs = np.log(np.arange(1, len(counts) + 1))
+    uses = np.sort(counts.astype(np.float64))[::-1]
+    uses = uses[uses > 0]
+    logs = np.log(np.arange(1, len(uses) + 1))
 
     def loss(s: float) -> float:
-        return float(s * (counts @ logs) + counts.sum() * np.log(np.exp(-s * logs).sum()))
+        return float(s * (uses @ logs) + uses.sum() * np.log(np.exp(-s * logs).sum()))
 
     return float(minimize_scalar(loss, bounds=(0.0, 4.0), method="bounded").x)
 

@@ -218,7 +218,7 @@ def sensitivity() -> list[dict[str, object]]:
 
 def report(scale: dict[str, float] | None) -> str:
     """Write the tables; what needs the trace only where its scale is given."""
-    agree = sum(fits(*case) == expected for *case, expected in FITTING)
+    agree = sum(fits(model, hardware, shards) == expected for model, hardware, shards, expected in FITTING)
     lines = [
         "# Unloaded facts, published and modelled",
         "",

@@ -134,7 +134,7 @@ def train_base(out: Path, *, num_steps: int, seed: int) -> None:
             for optimizer, rate in zip(optimizers, peak_rates, strict=True):
                 optimizer.param_groups[0]["lr"] = rate * factor
             loss, is_exact = loss_and_exactness(model, batch, bf16=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(others, 1.0)
             for optimizer in optimizers:
                 optimizer.step()
@@ -198,7 +198,7 @@ def train_adapter(out: Path, base_path: Path, task: Task, *, max_steps: int, see
         for batch in source.batches(batch_tokens=2500, max_chars=max_chars, num_examples=512):
             optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 20, (max_steps - step) / (0.6 * max_steps))
             loss, is_exact = loss_and_exactness(model.get_base_model(), batch, bf16=False)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
             optimizer.zero_grad()

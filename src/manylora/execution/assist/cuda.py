@@ -145,14 +145,14 @@ def _probe(stream: CudaStream, device: torch.device) -> None:
         if not value:
             raise RuntimeError(f"the device lacks {wanted}")
     words = stream.host_memory(128).numpy().view(np.uint32)
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(torch.cuda.Stream(device)):
         stream.wait_value(words, 0, 1)
         stream.write_value(words, 16, 1)
-        is_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        is_done = torch.cuda.Event()
         is_done.record()
         write_word(words, 0, 1)
         deadline = time.monotonic() + PROBE_S
-        while not is_done.query():  # type: ignore[no-untyped-call]
+        while not is_done.query():
             if time.monotonic() > deadline:
                 raise RuntimeError("the stream does not see a word that the host wrote")
             time.sleep(1e-4)

@@ -79,7 +79,7 @@ def reorder(weight: torch.Tensor) -> torch.Tensor:
 @cache
 def has_onednn() -> bool:
     """Return whether oneDNN's linear exists and agrees with ``functional.linear``, packed and not."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     x, weight = torch.linspace(-1, 1, 64).view(4, 16), torch.linspace(1, -2, 128).view(8, 16)
     try:

@@ -56,7 +56,7 @@ class CopyContext:
         self.thread = thread
         self.prepare = prepare
         device = pages.flat.device
-        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which the device copies beside its steps."""
@@ -67,7 +67,7 @@ class CopyContext:
         if self.stream is None:
             return None
         # A blocking event sleeps instead of spinning: the step's thread needs the core.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
         return event
 
