@@ -39,6 +39,9 @@ def test_a_run_over_adapters_and_one_over_the_base(tokenizer: Path, lora_dir: Pa
     sent = [record for record in records if record["run"] == "adapters"]
     assert {record["adapter"] for record in sent} == {"", "m", "p"}
     assert all(10 <= record["num_prompt_tokens"] <= 30 and 3 <= record["num_output_tokens"] <= 9 for record in sent)
+    again = [record for record in records if record["run"] == "base alone"]
+    seen_before = [record for record in again if record["num_cached_tokens"]]
+    assert len(seen_before) <= 1, "the second run has prompts of its own; the first of them warms up"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"table.md", "latency.png", "throughput.png"}
 
 

@@ -260,7 +260,7 @@ def _questions(
             body=target.body(
                 names.base if request.adapter is None else served[request.adapter],
                 request,
-                prompts.make(index, request),
+                prompts.make(first_prompt + index, request),
             ),
         )
         for index, request in enumerate(load.requests)
