@@ -56,7 +56,6 @@ class Tokenizer:
         if not getattr(hf, "is_fast", False):
             raise ConfigError(f"Got a slow tokenizer {type(hf).__name__} from {name!r}, expected a fast one")
         self._hf = hf
-        self._name = name
         self._fast: FastTokenizer = hf.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()

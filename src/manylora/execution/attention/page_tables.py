@@ -28,7 +28,6 @@ class PageTables:
     """The tables of sequences that ran lately: ``num_lines``, at least the most in one step, of ``width`` pages."""
 
     def __init__(self, ops: DeviceOps, *, num_lines: int, width: int) -> None:
-        self._ops = ops
         self._host = ops.host_buffer((num_lines, width), torch.int32)
         self._rows = self._host.numpy()
         self.table = torch.zeros((num_lines, width), dtype=torch.int32, device=ops.device)

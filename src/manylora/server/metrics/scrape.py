@@ -77,7 +77,7 @@ def snapshot_metrics(
         now_s: The time in seconds since the epoch.
     """
     yield from _vllm_metrics(stats, statuses, config, served_name, now_s)
-    yield from _own_metrics(stats, statuses)
+    yield from _own_metrics(stats)
     yield from _adapter_metrics(statuses, served_name)
 
 
@@ -162,7 +162,7 @@ def _vllm_metrics(
     )
 
 
-def _own_metrics(stats: EngineStats, statuses: Sequence[AdapterStatus]) -> Iterator[Metric]:
+def _own_metrics(stats: EngineStats) -> Iterator[Metric]:
     pages = {
         "free": stats.num_free_pages,
         "kv": stats.num_kv_pages,
