@@ -52,7 +52,7 @@ from manylora.adapters.stamp import stamp_files
 from manylora.bench.core import Scale, measure_decision
 from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 from manylora.bench.synthetic import write_synthetic_adapter
-from manylora.cli.options.values import collect_adapters
+from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts
