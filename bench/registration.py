@@ -11,7 +11,8 @@ medians of the rounds, and ratios those of `manylora.bench.rounds`.
 * *seconds to ready*: from the start of the process to the line that says so, and the part of it that registration takes
   by the engine's log;
 * *memory*: resident memory of the API's process and of the engine's, and their growth per adapter;
-* *requests per second*: of the hundred adapters, with background reads off, so that the numbers of adapters compare;
+* *requests per second*, and *processor time* of API and engine per request: of the hundred adapters, with background
+  reads off, so that the numbers of adapters compare;
 * *decision*: time of a scheduling decision with as many versions registered, without a model, as
   `bench/results/decision.md` measures it;
 * `/metrics` and `/v1/models`: median times, and the bytes of `/metrics`.
@@ -65,6 +66,8 @@ NUM_CONNECTIONS = 16
 NUM_IN, NUM_OUT = 32, 16
 VOCAB = 256
 KIB = 1024
+KINDS = ("cold", "warm")
+"""Starts of a round, by the cache of content hashes."""
 
 
 def make_base(folder: Path) -> BaseShape:
@@ -138,23 +141,31 @@ class Served:
 
     def memory(self) -> dict[str, int]:
         """Return the resident bytes of the API's process and of the engine's."""
+        return {name: one.memory_info().rss for name, one in self._processes().items()}
+
+    def processor_s(self) -> float:
+        """Return the processor time that both have taken so far."""
+        times = [one.cpu_times() for one in self._processes().values()]
+        return float(sum(one.user + one.system for one in times))
+
+    def _processes(self) -> dict[str, psutil.Process]:
         api = psutil.Process(self.process.pid)
         engine = next(one for one in api.children() if "engine_process" in " ".join(one.cmdline()))
-        return {"api": api.memory_info().rss, "engine": engine.memory_info().rss}
+        return {"api": api, "engine": engine}
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         self._log.extend(self.process.stderr)
 
 
-async def ask(url: str, seconds: float) -> dict[str, float]:
-    """Ask the used adapters for some time; return requests per second, and times of the other routes meanwhile."""
+async def ask(served: Served, seconds: float) -> dict[str, float]:
+    """Ask the used adapters for some time; return requests per second, and times of the other routes afterwards."""
     rng = np.random.default_rng(1)
     shares = 1.0 / np.arange(1, NUM_USED + 1) ** ZIPF
     order = iter(rng.choice(NUM_USED, 1_000_000, p=shares / shares.sum()).tolist())
     num_done = 0
     timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+    async with aiohttp.ClientSession(served.url, timeout=timeout) as session:
 
         async def one(name: str) -> None:
             prompt = rng.integers(1, VOCAB, NUM_IN).tolist()
@@ -171,9 +182,12 @@ async def ask(url: str, seconds: float) -> dict[str, float]:
 
         for index in range(NUM_USED):  # so that none is cold
             await one(f"a{index:05}")
-        began_at = time.perf_counter()
+        began_at, taken_s = time.perf_counter(), served.processor_s()
         await asyncio.gather(*(connection(began_at + seconds) for _ in range(NUM_CONNECTIONS)))
-        figures = {"requests_per_s": num_done / (time.perf_counter() - began_at)}
+        figures = {
+            "requests_per_s": num_done / (time.perf_counter() - began_at),
+            "processor_ms": 1e3 * (served.processor_s() - taken_s) / num_done,
+        }
         for route in ("/metrics", "/v1/models", "/status"):
             times = []
             for _ in range(7):
@@ -216,11 +230,11 @@ def run(base: Path, folder: Path, cache: Path, seconds: float) -> dict[str, Any]
     """Return the figures of one number of adapters in one round."""
     shutil.rmtree(cache, ignore_errors=True)
     figures: dict[str, Any] = {}
-    for kind in ("cold", "warm"):
+    for kind in KINDS:
         with Served(base, folder, cache) as served:
             one: dict[str, Any] = {"ready_s": served.ready_s, "registered_s": served.registered_s}
             one["memory"] = served.memory()
-            one |= asyncio.run(ask(served.url, seconds))
+            one |= asyncio.run(ask(served, seconds))
             figures[kind] = one
     return figures
 
@@ -246,7 +260,7 @@ def measure(counts: Sequence[int], num_rounds: int, seconds: float, turns: int) 
         for _, name in in_turns(list(folders), num_rounds, num_warm_up=0):
             rounds[name].append(run(place / "base", folders[name], place / "cache", seconds))
             latest = rounds[name][-1]
-            ready = ", ".join(f"{latest[kind]['ready_s']:.1f} s with a {kind} cache" for kind in ("cold", "warm"))
+            ready = ", ".join(f"{latest[kind]['ready_s']:.1f} s with a {kind} cache" for kind in KINDS)
             progress.done(f"{name} adapters, ready after {ready}")
         busy_share = others.share()
         runs = []
@@ -255,14 +269,19 @@ def measure(counts: Sequence[int], num_rounds: int, seconds: float, turns: int) 
             one["decision_us"] = decision_us(count, turns)
             one["parts_us"] = parts_us(base, folders[str(count)], count)
             runs.append(one)
-    served = {name: [one["warm"]["requests_per_s"] for one in each] for name, each in rounds.items()}
-    over = {name: asdict(ratio_by_round(each, served[str(counts[0])])) for name, each in served.items()}
+
+    def over_fewest(figure: str) -> dict[str, Any]:
+        """Return the ratios by round of a figure, of both starts of a round, to those of the fewest adapters."""
+        each = {name: [one[kind][figure] for one in all_ for kind in KINDS] for name, all_ in rounds.items()}
+        return {name: asdict(ratio_by_round(values, each[str(counts[0])])) for name, values in each.items()}
+
     return {
         "command": "python bench/registration.py",
         "busy_share": busy_share,
         "num_rounds": num_rounds,
         "runs": runs,
-        "requests_over_fewest": over,
+        "requests_over_fewest": over_fewest("requests_per_s"),
+        "processor_over_fewest": over_fewest("processor_ms"),
         "rounds": rounds,
         "of one more": cost_of_one(runs),
     }
@@ -293,14 +312,16 @@ def report(figures: dict[str, Any]) -> str:
     heads = ["", *(f"{run['adapters']:,}" for run in runs)]
     mib = 2**20
     rows: list[Sequence[object]] = []
-    for kind in ("cold", "warm"):
+    for kind in KINDS:
         rows += [
             [f"seconds to ready, {kind} hash cache", *(f"{run[kind]['ready_s']:.2f}" for run in runs)],
             ["of which registration, s", *(f"{run[kind]['registered_s']:.3f}" for run in runs)],
             [f"requests per second, {kind}", *(f"{run[kind]['requests_per_s']:.1f}" for run in runs)],
+            [f"processor time of a request, {kind}, ms", *(f"{run[kind]['processor_ms']:.2f}" for run in runs)],
         ]
-    over = figures["requests_over_fewest"].values()
-    rows.append(["over the fewest, by round (95 % interval), warm", *(Ratio(**one) for one in over)])
+    for what in ("requests", "processor"):
+        over = [Ratio(**one) for one in figures[f"{what}_over_fewest"].values()]
+        rows.append([f"{what} over the fewest, by start (95 % interval)", *over])
     cold = [run["cold"] for run in runs]
     rows += [
         ["memory of the API, MiB", *(f"{one['memory']['api'] / mib:.0f}" for one in cold)],
