@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from manylora.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile
+from manylora.adapters.shape import ModuleKind, TargetModule
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
 from manylora.execution.lora.grouped import MAX_READ_ROWS, apply_grouped
 from manylora.execution.lora.parts import GroupParts, Part
-from manylora.execution.storage.resident import Piece, ResidentGroup, ResidentModule
+from manylora.execution.storage.resident import ResidentGroup, read_in_place
 
 BLOCK, LAYERS, PAGES = 4, 3, 60
 
@@ -145,7 +147,7 @@ def test_what_is_small_or_16_bit_is_not_packed(monkeypatch: pytest.MonkeyPatch) 
     assert pack(weight) is weight
 
 
-def scattered(pool: torch.Tensor, start: int, matrix: torch.Tensor, num_pieces: int) -> tuple[tuple[Piece, ...], int]:
+def scattered(pool: torch.Tensor, start: int, matrix: torch.Tensor, num_pieces: int) -> tuple[tuple[Tile, ...], int]:
     """Put a matrix into ``pool`` from ``start`` on, cut into pieces by rows and by columns; return where it ends."""
     pieces = []
     for rows in torch.arange(matrix.shape[0]).chunk(num_pieces):
@@ -153,7 +155,7 @@ def scattered(pool: torch.Tensor, start: int, matrix: torch.Tensor, num_pieces: 
             row, col = int(rows[0]), int(cols[0])
             weight = pool.as_strided((len(rows), len(cols)), (len(cols), 1), start)
             weight.copy_(matrix[row : row + len(rows), col : col + len(cols)])
-            pieces.append(Piece(weight, row, col))
+            pieces.append(Tile(0, start, row, len(rows), col, len(cols)))
             start += weight.numel()
     return tuple(pieces), start
 
@@ -165,8 +167,19 @@ def random_group(
     modules = []
     for index, width in enumerate(widths):
         b, start = scattered(pool, start, torch.randn(rank, width), num_pieces)
-        modules.append(ResidentModule(index * rank, rank, sum(widths[:index]), b))
-    return ResidentGroup(rank * len(widths), a, tuple(modules)), start
+        module = TargetModule(
+            name=str(index),
+            kind=ModuleKind.LINEAR,
+            in_features=in_features,
+            out_features=width,
+            layer=0,
+            group="group",
+            offset=sum(widths[:index]),
+        )
+        modules.append(ModuleLayout(module, rank, index * rank, b))
+    group = GroupLayout("group", rank * len(widths), in_features, a, tuple(modules), 1)
+    layout = AdapterLayout({"group": group}, 1, start, str(pool.dtype).removeprefix("torch."))
+    return read_in_place(layout, pool[None]).groups["group"], start
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -213,7 +226,8 @@ def test_work_is_every_weight_once(kernels: CompiledKernels, num_pieces: int) ->
     pool = torch.zeros(20_000)
     for widths in ([40], [40, 24, 24]):
         weights, num_weights = random_group(pool, 0, 32, widths, 5, num_pieces)
-        for tables in (kernels.tables([(0, 2, weights)]), kernels.product_tables([(0, 20, weights)])):
+        for make_tables, num_rows in ((kernels.tables, 2), (kernels.product_tables, 20)):
+            tables = make_tables([(0, num_rows, weights.memory)], ["group"])["group"]
             pieces = np.concatenate([tables.shrink, tables.expand])
             assert (pieces[:, PIECE_ROWS] * pieces[:, PIECE_COLS]).sum() == num_weights
 
