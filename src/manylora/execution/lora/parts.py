@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from manylora.execution.storage.resident import AdapterRows, ResidentGroup
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupParts", "Part", "StepRows"]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Rows ``[start, stop)`` use ``weights``."""
 
     start: int
