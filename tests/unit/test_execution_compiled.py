@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from manylora.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile
+from manylora.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile, lay_out
 from manylora.adapters.shape import ModuleKind, TargetModule
+from manylora.catalog.dims import ModelDims
+from manylora.catalog.models import base_shape
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
 from manylora.execution.lora.grouped import MAX_READ_ROWS, apply_grouped
@@ -243,3 +246,31 @@ def test_a_steps_prompts_are_one_call(kernels: CompiledKernels, monkeypatch: pyt
     parts = GroupParts(tuple(Part(a, b, weights) for a, b in itertools.pairwise(starts)))
     apply_grouped(torch.zeros(starts[-1], 32), torch.zeros(starts[-1], 64), parts)
     assert calls == ["products", "lora"]
+
+
+def test_tables_of_all_groups_at_once_are_those_of_each_group_by_itself(kernels: CompiledKernels) -> None:
+    from manylora.execution.kernels.cpu.tables import DTYPE, OFFSET
+
+    dims = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 50}
+    base = base_shape(ModelDims(name="m", intermediate_size=96, max_model_len=64, dtype="float32", **dims))
+    names, rows = list(base.all_linear), []
+    for number, dtype in enumerate(("float32", "bfloat16", "float32", "float16", "float32")):
+        chosen = [name for place, name in enumerate(names) if number == 0 or place % (number + 1) == 0]
+        layout = lay_out({name: 1 + (place + number) % 7 for place, name in enumerate(chosen)}, base, dtype)
+        image = torch.zeros(layout.num_pages, base.page.elements_of(dtype), dtype=getattr(torch, dtype))
+        rows.append((20 * number, 20 * number + 3 * number + 1, read_in_place(layout, image).memory))
+    groups = list(dict.fromkeys(module.group for module in base.modules if module.name in names))
+    for make_tables in (kernels.tables, kernels.product_tables):
+        together = make_tables(rows, groups)
+        assert list(together) == groups
+        for group in groups:
+            own = [row for row in rows if group in row[2].layout.groups]
+            alone = make_tables(own, [group])[group]
+            shift = alone.memory.address - together[group].memory.address
+            for field in fields(alone):
+                ours, theirs = getattr(together[group], field.name), getattr(alone, field.name)
+                if field.name in ("shrink", "expand"):
+                    theirs = theirs.copy()
+                    theirs[:, OFFSET] += shift // np.where(theirs[:, DTYPE] == 0, 4, 2)
+                if field.name != "memory":
+                    np.testing.assert_array_equal(ours, theirs)

@@ -42,9 +42,9 @@ class Pieces:
     def of(cls, tables: Sequence[Table], lines: Sequence[Lines], numbers: Table, shifts: Table) -> Pieces:
         """Gather the lines of groups ``numbers`` ``[adapters, groups]``; ``shifts`` are added to the offsets."""
         num_adapters, num_groups = numbers.shape
-        before = np.cumsum([0, *map(len, tables[:-1])])
+        begins = np.cumsum([0, *map(len, tables[:-1])])
         counts = np.stack([one.count[row] for one, row in zip(lines, numbers, strict=True)])
-        first = np.stack([one.first[row] for one, row in zip(lines, numbers, strict=True)]) + before[:, None]
+        first = np.stack([one.first[row] for one, row in zip(lines, numbers, strict=True)]) + begins[:, None]
         flat = counts.T.ravel()
         ends = np.cumsum(flat)
         chosen = np.repeat(first.T.ravel() - ends + flat, flat)
