@@ -28,7 +28,7 @@ is frozen before the first round, as a server freezes its own.
 
 Statistics, chosen before any run: in each round the P99 over the requests (or gaps), and its ratio to that of the
 resident engine in the same round, on the same arrivals (`manylora.bench.rounds`). Of 600 requests half are cold. Modes
-that are not the engine's choice, and reads from disk, serve the first quarter of the round's requests, and are compared
+that are not the engine's choice, and reads from disk, serve the first sixth of the round's requests, and are compared
 with the same requests of the resident engine. Percentiles in milliseconds are over all rounds together.
 Goals, for *auto* with images in host memory: 1.10 at the P99 of the first token of cold requests, and 1.05 at the P99
 between tokens of warm ones. Writes `results/cold_start.json` and `.md`.
@@ -65,7 +65,7 @@ RANK = 64
 NUM_WARM, NUM_COLD = 4, 32
 NUM_SEATS = 32
 NUM_IN, NUM_OUT = 24, 24
-FEWER = 4
+FEWER = 6
 """Sides without a goal serve so many times fewer requests."""
 
 COPY_STEPS = (0.5, 4.0)
@@ -345,7 +345,7 @@ def page(figures: dict[str, Any]) -> str:
         "",
         f"`{figures['command']}` on {figures['machine']}; other processes took {figures['busy_share']:.0%} of it. "
         f"The demo model; adapters of rank {RANK} on all linears, {figures['adapter_bytes'] / 2**20:.1f} MiB each; "
-        f"{figures['requests']} requests a round, or the first quarter of them, of {NUM_IN} tokens in "
+        f"{figures['requests']} requests a round, or the first sixth of them, of {NUM_IN} tokens in "
         f"and {NUM_OUT} out, half of them cold, arriving "
         f"by a Poisson process at {figures['load']:.0%} of what the resident engine can do "
         f"({figures['requests_per_s']:.1f} a second). A copy is paced to last "
