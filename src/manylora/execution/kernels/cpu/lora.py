@@ -91,11 +91,16 @@ def make_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str,
         table[:, NUM_ROWS] = step.num_rows[adapters]
         table[:, START:NUM_FIELDS] *= cost[adapters, None]
         table[:, START] += pieces.spread(before(of_each))
-    totals = costs.sum(axis=1).T.tolist()
+    shrink_costs, expand_costs = costs.sum(axis=1).tolist()
     max_ranks = step.ranks.max(axis=0).tolist()
     return {
         group: LoraTables(
-            step.shrink.of_group(number), step.expand.of_group(number), *totals[number], max_ranks[number], step.memory
+            step.shrink.of_group(number),
+            step.expand.of_group(number),
+            shrink_costs[number],
+            expand_costs[number],
+            max_ranks[number],
+            step.memory,
         )
         for number, group in enumerate(groups)
         if max_ranks[number]
