@@ -47,8 +47,8 @@ def test_grouped_kernel_without_compiled_equals_peft(tmp_path: Path, monkeypatch
     [("llama", "grouped"), ("gemma3", "naive"), ("phi3", "grouped"), ("mixtral", "reference")],
 )
 def test_cold_requests_equal_peft(architecture: str, lora_kernel: str, tmp_path: Path) -> None:
-    """They run from the host copy; how many move to the device on the way is a matter of the machine."""
-    result = run_oracle(architecture, tmp_path, lora_kernel=lora_kernel, cold_start="assist")
+    """They run from the host copy, and move to the device on the way; a busy machine takes some steps before, too."""
+    result = run_oracle(architecture, tmp_path, lora_kernel=lora_kernel, cold_start="assist", link_bytes_per_s=300_000)
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0
     assert result.num_rows == 16 * 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,15 @@ import pytest
 import torch
 from torch.nn import functional
 
+from manylora.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile, lay_out
+from manylora.adapters.shape import ModuleKind, TargetModule
+from manylora.catalog.dims import ModelDims
+from manylora.catalog.models import base_shape
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
 from manylora.execution.lora.grouped import MAX_READ_ROWS, apply_grouped
 from manylora.execution.lora.parts import GroupParts, Part
-from manylora.execution.storage.resident import Piece, ResidentGroup, ResidentModule
+from manylora.execution.storage.resident import ResidentGroup, read_in_place
 
 BLOCK, LAYERS, PAGES = 4, 3, 60
 
@@ -145,7 +150,7 @@ def test_what_is_small_or_16_bit_is_not_packed(monkeypatch: pytest.MonkeyPatch) 
     assert pack(weight) is weight
 
 
-def scattered(pool: torch.Tensor, start: int, matrix: torch.Tensor, num_pieces: int) -> tuple[tuple[Piece, ...], int]:
+def scattered(pool: torch.Tensor, start: int, matrix: torch.Tensor, num_pieces: int) -> tuple[tuple[Tile, ...], int]:
     """Put a matrix into ``pool`` from ``start`` on, cut into pieces by rows and by columns; return where it ends."""
     pieces = []
     for rows in torch.arange(matrix.shape[0]).chunk(num_pieces):
@@ -153,7 +158,7 @@ def scattered(pool: torch.Tensor, start: int, matrix: torch.Tensor, num_pieces: 
             row, col = int(rows[0]), int(cols[0])
             weight = pool.as_strided((len(rows), len(cols)), (len(cols), 1), start)
             weight.copy_(matrix[row : row + len(rows), col : col + len(cols)])
-            pieces.append(Piece(weight, row, col))
+            pieces.append(Tile(0, start, row, len(rows), col, len(cols)))
             start += weight.numel()
     return tuple(pieces), start
 
@@ -165,8 +170,19 @@ def random_group(
     modules = []
     for index, width in enumerate(widths):
         b, start = scattered(pool, start, torch.randn(rank, width), num_pieces)
-        modules.append(ResidentModule(index * rank, rank, sum(widths[:index]), b))
-    return ResidentGroup(rank * len(widths), a, tuple(modules)), start
+        module = TargetModule(
+            name=str(index),
+            kind=ModuleKind.LINEAR,
+            in_features=in_features,
+            out_features=width,
+            layer=0,
+            group="group",
+            offset=sum(widths[:index]),
+        )
+        modules.append(ModuleLayout(module, rank, index * rank, b))
+    group = GroupLayout("group", rank * len(widths), in_features, a, tuple(modules), 1)
+    layout = AdapterLayout({"group": group}, 1, start, str(pool.dtype).removeprefix("torch."))
+    return read_in_place(layout, pool[None]).groups["group"], start
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -213,7 +229,8 @@ def test_work_is_every_weight_once(kernels: CompiledKernels, num_pieces: int) ->
     pool = torch.zeros(20_000)
     for widths in ([40], [40, 24, 24]):
         weights, num_weights = random_group(pool, 0, 32, widths, 5, num_pieces)
-        for tables in (kernels.tables([(0, 2, weights)]), kernels.product_tables([(0, 20, weights)])):
+        for make_tables, num_rows in ((kernels.tables, 2), (kernels.product_tables, 20)):
+            tables = make_tables([(0, num_rows, weights.memory)], ["group"])["group"]
             pieces = np.concatenate([tables.shrink, tables.expand])
             assert (pieces[:, PIECE_ROWS] * pieces[:, PIECE_COLS]).sum() == num_weights
 
@@ -229,3 +246,31 @@ def test_a_steps_prompts_are_one_call(kernels: CompiledKernels, monkeypatch: pyt
     parts = GroupParts(tuple(Part(a, b, weights) for a, b in itertools.pairwise(starts)))
     apply_grouped(torch.zeros(starts[-1], 32), torch.zeros(starts[-1], 64), parts)
     assert calls == ["products", "lora"]
+
+
+def test_tables_of_all_groups_at_once_are_those_of_each_group_by_itself(kernels: CompiledKernels) -> None:
+    from manylora.execution.kernels.cpu.tables import DTYPE, OFFSET
+
+    dims = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 50}
+    base = base_shape(ModelDims(name="m", intermediate_size=96, max_model_len=64, dtype="float32", **dims))
+    names, rows = list(base.all_linear), []
+    for number, dtype in enumerate(("float32", "bfloat16", "float32", "float16", "float32")):
+        chosen = [name for place, name in enumerate(names) if number == 0 or place % (number + 1) == 0]
+        layout = lay_out({name: 1 + (place + number) % 7 for place, name in enumerate(chosen)}, base, dtype)
+        image = torch.zeros(layout.num_pages, base.page.elements_of(dtype), dtype=getattr(torch, dtype))
+        rows.append((20 * number, 20 * number + 3 * number + 1, read_in_place(layout, image).memory))
+    groups = list(dict.fromkeys(module.group for module in base.modules if module.name in names))
+    for make_tables in (kernels.tables, kernels.product_tables):
+        together = make_tables(rows, groups)
+        assert list(together) == groups
+        for group in groups:
+            own = [row for row in rows if group in row[2].layout.groups]
+            alone = make_tables(own, [group])[group]
+            shift = alone.memory.address - together[group].memory.address
+            for field in fields(alone):
+                ours, theirs = getattr(together[group], field.name), getattr(alone, field.name)
+                if field.name in ("shrink", "expand"):
+                    theirs = theirs.copy()
+                    theirs[:, OFFSET] += shift // np.where(theirs[:, DTYPE] == 0, 4, 2)
+                if field.name != "memory":
+                    np.testing.assert_array_equal(ours, theirs)

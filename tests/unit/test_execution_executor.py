@@ -336,10 +336,9 @@ def test_a_load_makes_what_the_compiled_kernels_keep_with_weights(parts: EngineP
         pytest.skip("nothing is compiled here")
     version = parts.reader.read("one", str(folders["one"]))
     assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
-    groups = executor_of(parts)._resident[version.key].groups.values()
-    before = [dict(group.prepared) for group in groups]
-    assert all(before)
+    prepared = executor_of(parts)._resident[version.key].memory.prepared
+    before = dict(prepared)
+    assert before
     assert run(parts, sequence([1, 2], 0, 2, 0, version.key)).isfinite().all()
-    for group, kept in zip(groups, before, strict=True):
-        assert group.prepared.keys() == kept.keys()
-        assert all(group.prepared[key] is value for key, value in kept.items())
+    assert prepared.keys() == before.keys()
+    assert all(prepared[key] is value for key, value in before.items())

@@ -122,12 +122,14 @@ class AdapterLayout:
         num_pages: Pages.
         used_elements: Elements that hold weights; the rest of the pages is padding.
         dtype: Type of the elements: the page's own, or a narrower one, of which more fit in a page.
+        prepared: A kernel's data for this layout, by the kernel's key: adapters of one shape share both.
     """
 
     groups: dict[str, GroupLayout]
     num_pages: int
     used_elements: int
     dtype: str
+    prepared: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def weight_bytes(self) -> int:

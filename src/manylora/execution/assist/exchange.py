@@ -323,14 +323,17 @@ def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
 
 def _task(group: _Group, x: torch.Tensor, result: torch.Tensor, parts: Sequence[Part]) -> Task:
     """Return the work for inputs ``x`` of one worker; ``parts`` count in its rows."""
-    tables = [(part.start, part.stop, part.weights) for part in parts]
+    rows, names = [(part.start, part.stop, part.weights.memory) for part in parts], [parts[0].weights.layout.group]
     if group.is_embedding:
-        return Task.of(result, [(gather_kernel(), lora_arguments(x, result, make_tables(tables)))], parts)
+        (table,) = make_tables(rows, names).values()
+        return Task.of(result, [(gather_kernel(), lora_arguments(x, result, table))], parts)
     kernels = []
-    many = [table for table in tables if table[1] - table[0] > MAX_READ_ROWS]
-    few = [table for table in tables if table[1] - table[0] <= MAX_READ_ROWS]
+    many = [one for one in rows if one[1] - one[0] > MAX_READ_ROWS]
+    few = [one for one in rows if one[1] - one[0] <= MAX_READ_ROWS]
     if many:
-        kernels.append((product_kernel(), product_arguments(x, result, make_product_tables(many), 1)))
+        (products,) = make_product_tables(many, names).values()
+        kernels.append((product_kernel(), product_arguments(x, result, products, 1)))
     if few:
-        kernels.append((lora_kernel(), lora_arguments(x, result, make_tables(few))))
+        (table,) = make_tables(few, names).values()
+        kernels.append((lora_kernel(), lora_arguments(x, result, table)))
     return Task.of(result, kernels, parts)

@@ -21,9 +21,11 @@ from functools import cache
 import numpy as np
 import torch
 
+from manylora.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile
+from manylora.adapters.shape import ModuleKind, TargetModule
 from manylora.execution.kernels.cpu.openmp import point_to
 from manylora.execution.kernels.cpu.products import make_product_tables, product_arguments, product_kernel
-from manylora.execution.storage.resident import Piece, ResidentGroup, ResidentModule
+from manylora.execution.storage.resident import AdapterMemory, ResidentGroup
 
 __all__ = ["RowCost", "adapter_cost", "split_rows"]
 
@@ -84,26 +86,42 @@ def split_rows(segments: Sequence[tuple[int, RowCost]], num_workers: int) -> lis
 
 def _class_of(group: ResidentGroup) -> tuple[int, int, int]:
     """Return inputs, outputs and rank of one module with the work of the group."""
-    inputs = max(piece.col + piece.weight.shape[1] for piece in group.a)
-    work = sum(piece.weight.numel() for module in group.modules for piece in module.b)
-    return inputs, max(1, work // group.rank), 1 << (group.rank - 1).bit_length()
+    work = sum(part.rank * part.module.out_features for part in group.layout.modules)
+    return group.layout.in_features, max(1, work // group.rank), 1 << (group.rank - 1).bit_length()
 
 
 @cache
 def _class_cost(inputs: int, outputs: int, rank: int) -> RowCost:
-    weights = torch.zeros(rank * (inputs + outputs))
-    a, b = weights[: rank * inputs].view(rank, inputs), weights[rank * inputs :].view(rank, outputs)
-    group = ResidentGroup(rank, (Piece(a, 0, 0),), (ResidentModule(0, rank, 0, (Piece(b, 0, 0),)),))
+    weights = _probe(inputs, outputs, rank)
     kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(product_kernel())
     took = []
     for num_rows in PROBE_ROWS:
         x, out = torch.zeros(num_rows, inputs), torch.zeros(num_rows, outputs)
-        arguments = product_arguments(x, out, make_product_tables([(0, num_rows, group)]), 1)
+        (tables,) = make_product_tables([(0, num_rows, weights)], list(weights.layout.groups)).values()
+        arguments = product_arguments(x, out, tables, 1)
         pointers = point_to(arguments)
         took.append(min(_time(kernel, ctypes.addressof(pointers)) for _ in range(ROUNDS)))
     few, many = PROBE_ROWS
     row_s = max((took[1] - took[0]) / (many - few), took[1] / many / 4)
     return RowCost(max(0.0, took[1] - many * row_s), row_s)
+
+
+def _probe(inputs: int, outputs: int, rank: int) -> AdapterMemory:
+    """Return an adapter on one module, in memory of its own."""
+    num_a, num_b = rank * inputs, rank * outputs
+    module = TargetModule(
+        name="probe",
+        kind=ModuleKind.LINEAR,
+        in_features=inputs,
+        out_features=outputs,
+        layer=None,
+        group="probe",
+        offset=0,
+    )
+    b = ModuleLayout(module, rank, 0, (Tile(0, num_a, 0, rank, 0, outputs),))
+    group = GroupLayout("probe", rank, inputs, (Tile(0, 0, 0, rank, 0, inputs),), (b,), 1)
+    layout = AdapterLayout({"probe": group}, 1, num_a + num_b, "float32")
+    return AdapterMemory(layout, torch.zeros(1, num_a + num_b), (0,))
 
 
 def _time(kernel: Callable[[int], object], pointers: int) -> float:

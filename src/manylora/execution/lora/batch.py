@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from manylora.execution.kernels.triton.support import find_triton
 from manylora.execution.lora.assisted import Assist
 from manylora.execution.lora.comparison import apply_naive, apply_padded, apply_reference
 from manylora.execution.lora.grouped import apply_grouped, apply_ragged
-from manylora.execution.lora.parts import GroupParts, Part
+from manylora.execution.lora.parts import GroupParts, Part, StepRows
 from manylora.execution.lora.tables import PADDED, RAGGED, BatchTables, LoraSpace, RowBlocks, TableRows
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.resident import ResidentAdapter
@@ -90,6 +91,7 @@ class LoraBatch:
         self._space = space
         self._tables: dict[bool, BatchTables] = {}
         self._parts: dict[tuple[str, bool], GroupParts | None] = {}
+        self._step: StepRows | None = None
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it.
@@ -110,13 +112,23 @@ class LoraBatch:
             if weights is not None and stop > start:
                 parts.append(Part(start, stop, weights))
         if span is None or self._space is None:
-            return GroupParts(tuple(parts), is_scaled=any(p.weights.is_scaled for p in parts)) if parts else None
+            if not parts:
+                return None
+            step = None if is_sampled else self._step_rows()
+            return GroupParts(tuple(parts), step, is_scaled=any(part.weights.is_scaled for part in parts))
         if is_sampled not in self._tables:
             self._tables[is_sampled] = BatchTables(self._space, self._table_rows(is_sampled))
         tables = self._tables[is_sampled]
         if not tables.has_group(span):
             return None
         return GroupParts(tuple(parts), tables=lambda: tables.step, span=span, is_scaled=tables.is_scaled(span))
+
+    def _step_rows(self) -> StepRows:
+        if self._step is None:
+            rows = tuple([(segment.start, segment.stop, segment.adapter.memory) for segment in self.segments])
+            groups = dict.fromkeys(chain.from_iterable([segment.adapter.groups for segment in self.segments]))
+            self._step = StepRows(rows, tuple(groups))
+        return self._step
 
     def _table_rows(self, is_sampled: bool) -> list[TableRows]:
         rows: list[TableRows] = []

@@ -17,7 +17,7 @@ import torch
 
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import linear
-from manylora.execution.lora.parts import GroupParts
+from manylora.execution.lora.parts import GroupParts, StepRows
 from manylora.execution.storage.resident import ResidentAdapter, ResidentGroup
 
 if TYPE_CHECKING:
@@ -40,22 +40,21 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None
         for part in parts.parts:
             _apply(x[part.start : part.stop], out[part.start : part.stop], part.weights)
         return
-    step = _prepare(parts, kernels)
+    prepared = _prepare(parts, kernels)
     x = x.contiguous()
-    if step.many is not None:
-        kernels.products(x, out, step.many)
-    if step.few is not None:
-        kernels.lora(x, out, step.few)
+    if prepared.many is not None:
+        kernels.products(x, out, prepared.many)
+    if prepared.few is not None:
+        kernels.lora(x, out, prepared.few)
 
 
 def prepare_grouped(adapter: ResidentAdapter) -> None:
     """Make what the compiled kernels keep with an adapter's weights, on a thread that no step waits for.
 
-    Else the first step of the adapter does it, and all sequences of that step wait: 0.25 ms for a model of four layers.
+    Else the first step of the adapter does it, and all sequences of that step wait.
     """
     if (kernels := find_compiled()) is not None:
-        for weights in adapter.groups.values():
-            kernels.prepare(weights)
+        kernels.prepare(adapter.memory)
 
 
 def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
@@ -69,20 +68,27 @@ def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Tables of the parts with many rows and of those with few."""
+    """A group's tables: of the adapters with many rows, and of those with few."""
 
     many: ProductTables | None
     few: LoraTables | None
 
 
 def _prepare(parts: GroupParts, kernels: CompiledKernels) -> _Prepared:
-    if "grouped" not in parts.prepared:
-        many = [(p.start, p.stop, p.weights) for p in parts.parts if p.stop - p.start > MAX_READ_ROWS]
-        few = [(p.start, p.stop, p.weights) for p in parts.parts if p.stop - p.start <= MAX_READ_ROWS]
-        parts.prepared["grouped"] = _Prepared(
-            kernels.product_tables(many) if many else None, kernels.tables(few) if few else None
-        )
-    return cast(_Prepared, parts.prepared["grouped"])
+    """Return the tables of a group; the first group of a batch makes those of all."""
+    step = parts.step or StepRows.of(parts.parts)
+    if "grouped" not in step.prepared:
+        step.prepared["grouped"] = _prepare_all(step, kernels)
+    of_each = cast(dict[str, _Prepared], step.prepared["grouped"])
+    return of_each[parts.parts[0].weights.layout.group]
+
+
+def _prepare_all(step: StepRows, kernels: CompiledKernels) -> dict[str, _Prepared]:
+    many = [(start, stop, weights) for start, stop, weights in step.rows if stop - start > MAX_READ_ROWS]
+    few = [(start, stop, weights) for start, stop, weights in step.rows if stop - start <= MAX_READ_ROWS]
+    products = kernels.product_tables(many, step.groups) if many else {}
+    loras = kernels.tables(few, step.groups) if few else {}
+    return {group: _Prepared(products.get(group), loras.get(group)) for group in step.groups}
 
 
 def _apply(x: torch.Tensor, out: torch.Tensor, weights: ResidentGroup) -> None:

@@ -1,13 +1,15 @@
-"""An adapter on the device: views of its tiles in the page tensor, made once when it becomes resident.
+"""An adapter where kernels read it: in pages on the device, or in its image in host memory.
 
-Tiles that follow one another in a page become one matrix, because a tile of 16 rows is far too small a product for a
-CPU.
+Kernels find weights by the layout and the numbers of the pages, without work for each matrix when an adapter comes.
+Views are made when they are asked for, group by group: kernels of plain products need them. Tiles that follow one
+another in a page become one matrix then, because a tile of 16 rows is far too small a product for a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -15,7 +17,17 @@ from manylora.adapters.layout import AdapterLayout, GroupLayout, Tile
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.tile_tables import AdapterTable, TileTemplate
 
-__all__ = ["Piece", "ResidentAdapter", "ResidentGroup", "ResidentModule", "make_resident", "read_in_place"]
+__all__ = [
+    "AdapterMemory",
+    "AdapterRows",
+    "Piece",
+    "ResidentAdapter",
+    "ResidentGroup",
+    "ResidentModule",
+    "make_resident",
+    "merge_tiles",
+    "read_in_place",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +57,70 @@ class ResidentModule:
     column_scale: tuple[Piece, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterMemory:
+    """The place of an adapter's weights.
+
+    Args:
+        layout: The place of each matrix in the adapter's own pages.
+        flat: ``[pages, elements]`` of the adapter's type.
+        pages: The row of ``flat`` for each of its own pages.
+        prepared: A kernel's data for these weights, by the kernel's key; lives as long as they do.
+    """
+
+    layout: AdapterLayout
+    flat: torch.Tensor
+    pages: Sequence[int]
+    prepared: dict[str, object] = field(default_factory=dict)
+
+
+AdapterRows = tuple[int, int, AdapterMemory]
+"""Rows ``[start, stop)`` of a step take the adapter in that memory."""
+
+
 class ResidentGroup:
     """LoRA weights of one group.
 
     Args:
-        rank: Rows of the A stack.
-        a: Pieces of the A stack ``[rank, in_features]``.
-        prepared: A kernel's data for these weights, by the kernel's key; lives as long as the weights.
+        memory: The adapter's.
+        layout: The group's.
     """
 
-    rank: int
-    a: tuple[Piece, ...]
-    modules: tuple[ResidentModule, ...]
-    prepared: dict[str, object] = field(default_factory=dict, compare=False)
+    def __init__(self, memory: AdapterMemory, layout: GroupLayout) -> None:
+        self.memory = memory
+        self.layout = layout
+        self.rank = layout.rank
+        self.is_scaled = any(module.column_scale for module in layout.modules)
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether any of its modules has a column scale."""
-        return any(module.column_scale for module in self.modules)
+    @cached_property
+    def a(self) -> tuple[Piece, ...]:
+        """Pieces of the A stack ``[rank, in_features]``."""
+        return _pieces(self.layout.a, self.memory)
+
+    @cached_property
+    def modules(self) -> tuple[ResidentModule, ...]:
+        """The modules with weights, in order of their first rows."""
+        return tuple(
+            ResidentModule(
+                part.row,
+                part.rank,
+                part.module.offset,
+                _pieces(part.b, self.memory),
+                _pieces(part.column_scale, self.memory),
+            )
+            for part in self.layout.modules
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentAdapter:
-    """The weights by group name, as views of pages.
+    """The weights by group name.
 
     Equal only to itself: the same weights in other pages are another resident adapter.
     ``table`` is for table-driven kernels; ``None`` where no such kernel is in use.
     """
 
+    memory: AdapterMemory
     groups: dict[str, ResidentGroup]
     table: AdapterTable | None = None
 
@@ -81,56 +128,43 @@ class ResidentAdapter:
 def make_resident(
     layout: AdapterLayout, pages: Sequence[int], pool: PageTensor, template: TileTemplate | None = None
 ) -> ResidentAdapter:
-    """Build the views of an adapter in ``pages``, and its table if there is a ``template``."""
+    """Return an adapter in ``pages``, with its table if there is a ``template``."""
     table = None
     if template is not None:
         table = AdapterTable.put(template, pages, pool.shape.num_elements, pool.flat.device)
-    return ResidentAdapter(_groups(layout, pages, pool.flat_as(layout.dtype)), table)
+    return _adapter(AdapterMemory(layout, pool.flat_as(layout.dtype), pages), table)
 
 
 def read_in_place(layout: AdapterLayout, image: torch.Tensor) -> ResidentAdapter:
-    """Build the views of an adapter in its host image ``[num_pages, elements]``, which they keep alive.
+    """Return an adapter in its host image ``[num_pages, elements]``, which it keeps alive.
 
     The image has the layout of the pages, so kernels of the CPU read the one as they read the others.
     """
-    return ResidentAdapter(_groups(layout, range(layout.num_pages), image))
+    return _adapter(AdapterMemory(layout, image, range(layout.num_pages)))
 
 
-def _groups(layout: AdapterLayout, pages: Sequence[int], flat: torch.Tensor) -> dict[str, ResidentGroup]:
-    return {name: _group(group, pages, flat) for name, group in layout.groups.items()}
+def _adapter(memory: AdapterMemory, table: AdapterTable | None = None) -> ResidentAdapter:
+    groups = {name: ResidentGroup(memory, group) for name, group in memory.layout.groups.items()}
+    return ResidentAdapter(memory, groups, table)
 
 
-def _group(group: GroupLayout, pages: Sequence[int], flat: torch.Tensor) -> ResidentGroup:
-    modules = tuple(
-        ResidentModule(
-            part.row,
-            part.rank,
-            part.module.offset,
-            _pieces(part.b, pages, flat),
-            _pieces(part.column_scale, pages, flat),
-        )
-        for part in group.modules
-    )
-    return ResidentGroup(group.rank, _pieces(group.a, pages, flat), modules)
-
-
-def _pieces(tiles: Sequence[Tile], pages: Sequence[int], flat: torch.Tensor) -> tuple[Piece, ...]:
-    # One call per view, not three: an adapter has hundreds, and each holds the interpreter lock that the step needs.
-    page_elements = flat.shape[1]
+def _pieces(tiles: Sequence[Tile], memory: AdapterMemory) -> tuple[Piece, ...]:
+    flat, pages, page_elements = memory.flat, memory.pages, memory.flat.shape[1]
+    first = flat.storage_offset()
     return tuple(
         Piece(
             flat.as_strided(
-                (run.num_rows, run.num_cols), (run.num_cols, 1), pages[run.page] * page_elements + run.offset
+                (run.num_rows, run.num_cols), (run.num_cols, 1), first + pages[run.page] * page_elements + run.offset
             ),
             run.row,
             run.col,
         )
-        for run in _runs(tiles)
+        for run in merge_tiles(tiles)
     )
 
 
-def _runs(tiles: Sequence[Tile]) -> list[Tile]:
-    """Merge tiles that continue one another in rows and in memory."""
+def merge_tiles(tiles: Sequence[Tile]) -> list[Tile]:
+    """Return tiles with those merged that continue one another in rows and in memory."""
     runs: list[Tile] = []
     for tile in tiles:
         last = runs[-1] if runs else None

@@ -17,6 +17,7 @@ widened in registers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -34,6 +35,7 @@ from manylora.execution.kernels.cpu.openmp import (
     num_threads,
     thread_num,
 )
+from manylora.execution.kernels.cpu.step_pieces import StepPieces, before
 from manylora.execution.kernels.cpu.streams import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.kernels.cpu.tables import (
     BEGIN,
@@ -51,12 +53,10 @@ from manylora.execution.kernels.cpu.tables import (
     UNIT,
     Memory,
     Table,
-    group_table,
     share,
-    span,
 )
 from manylora.execution.kernels.cpu.vectors import as_float32
-from manylora.execution.storage.resident import ResidentGroup
+from manylora.execution.storage.resident import AdapterRows
 
 __all__ = ["LoraTables", "apply_compiled", "expand_piece", "lora_arguments", "lora_kernel", "make_tables"]
 
@@ -79,36 +79,32 @@ class LoraTables:
     memory: Memory
 
 
-def make_tables(parts: list[tuple[int, int, ResidentGroup]]) -> LoraTables:
-    """Return the tables of ``parts``, each ``(start, stop, weights)``."""
-    tables = [group_table(weights) for _, _, weights in parts]
-    first_row = np.array([start for start, _, _ in parts])
-    num_rows = np.array([stop - start for start, stop, _ in parts])
+def make_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, LoraTables]:
+    """Return the tables of each group that any adapter of ``rows`` changes."""
+    step = StepPieces(rows, groups)
     # The cost of a weight: its bytes to read; a row's arithmetic costs about as much as one byte.
-    cost = np.array([table.element_bytes for table in tables]) + num_rows
-    shrink_costs = cost * np.array([weights.rank for _, _, weights in parts])
-    expand_costs = cost * np.array([table.expand_cost for table in tables])
-
-    memory, shifts = span(tables)
-
-    def join(pieces: list[Table], costs: Table) -> Table:
-        table = np.concatenate(pieces)
-        counts = [len(piece) for piece in pieces]
-        table[:, OFFSET] += np.repeat(shifts, counts)
-        table[:, FIRST_ROW] = np.repeat(first_row, counts)
-        table[:, NUM_ROWS] = np.repeat(num_rows, counts)
-        table[:, START:NUM_FIELDS] *= np.repeat(cost, counts)[:, None]
-        table[:, START] += np.repeat(np.cumsum(costs) - costs, counts)
-        return table
-
-    return LoraTables(
-        join([table.shrink for table in tables], shrink_costs),
-        join([table.expand for table in tables], expand_costs),
-        int(shrink_costs.sum()),
-        int(expand_costs.sum()),
-        max(weights.rank for _, _, weights in parts),
-        memory,
-    )
+    cost = step.element_bytes + step.num_rows
+    costs = cost[:, None] * np.stack([step.ranks, step.expand_costs])
+    for pieces, of_each in zip((step.shrink, step.expand), costs, strict=True):
+        table, adapters = pieces.table, pieces.adapters
+        table[:, FIRST_ROW] = step.first_row[adapters]
+        table[:, NUM_ROWS] = step.num_rows[adapters]
+        table[:, START:NUM_FIELDS] *= cost[adapters, None]
+        table[:, START] += pieces.spread(before(of_each))
+    shrink_costs, expand_costs = costs.sum(axis=1).tolist()
+    max_ranks = step.ranks.max(axis=0).tolist()
+    return {
+        group: LoraTables(
+            step.shrink.of_group(number),
+            step.expand.of_group(number),
+            shrink_costs[number],
+            expand_costs[number],
+            max_ranks[number],
+            step.memory,
+        )
+        for number, group in enumerate(groups)
+        if max_ranks[number]
+    }
 
 
 def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> None:

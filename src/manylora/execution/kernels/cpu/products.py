@@ -16,6 +16,7 @@ and a processor prefetches along a row but not from row to row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from numba import carray, njit
 
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Arguments, Team, compile_kernel, num_threads, thread_num
+from manylora.execution.kernels.cpu.step_pieces import StepPieces, before
 from manylora.execution.kernels.cpu.tables import (
     COLUMN,
     DTYPE,
@@ -35,9 +37,7 @@ from manylora.execution.kernels.cpu.tables import (
     RANK_ROW,
     Memory,
     Table,
-    group_table,
     share,
-    span,
 )
 from manylora.execution.kernels.cpu.tiles import (
     AXPY_ROWS,
@@ -50,7 +50,7 @@ from manylora.execution.kernels.cpu.tiles import (
     dot_tile,
 )
 from manylora.execution.kernels.cpu.vectors import LANES, as_float32
-from manylora.execution.storage.resident import ResidentGroup
+from manylora.execution.storage.resident import AdapterRows
 
 __all__ = ["ProductTables", "apply_products", "make_product_tables", "product_arguments", "product_kernel"]
 
@@ -80,32 +80,30 @@ class ProductTables:
     memory: Memory
 
 
-def make_product_tables(parts: list[tuple[int, int, ResidentGroup]]) -> ProductTables:
-    """Return the tables of ``parts``, each ``(start, stop, weights)``."""
-    tables = [group_table(weights) for _, _, weights in parts]
-    lines = np.zeros((len(parts), NUM_PART_FIELDS), dtype=np.int64)
-    a = b = total = 0
-    for line, table, (start, stop, _) in zip(lines, tables, parts, strict=True):
-        cost = sum(
-            int((pieces[:, PIECE_ROWS] * pieces[:, PIECE_COLS]).sum()) for pieces in (table.shrink, table.expand)
+def make_product_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, ProductTables]:
+    """Return the tables of each group that any adapter of ``rows`` changes."""
+    step = StepPieces(rows, groups)
+    work = step.sizes * -(-step.num_rows // AXPY_ROWS)[:, None]
+    lines = np.empty((*step.sizes.shape, NUM_PART_FIELDS), dtype=np.int64)
+    lines[..., FIRST], lines[..., ROWS] = step.first_row[:, None], step.num_rows[:, None]
+    lines[..., FIRST_A], lines[..., FIRST_B] = before(step.shrink.counts), before(step.expand.counts)
+    lines[..., LAST_A] = lines[..., FIRST_A] + step.shrink.counts
+    lines[..., LAST_B] = lines[..., FIRST_B] + step.expand.counts
+    lines[..., BEGIN], lines[..., COST] = before(work), step.sizes
+    has_weights = step.ranks > 0
+    totals, max_ranks = work.sum(axis=0).tolist(), step.ranks.max(axis=0).tolist()
+    return {
+        group: ProductTables(
+            lines[has_weights[:, number], number],
+            step.shrink.of_group(number),
+            step.expand.of_group(number),
+            totals[number],
+            max_ranks[number],
+            step.memory,
         )
-        line[:] = start, stop - start, a, a + len(table.shrink), b, b + len(table.expand), total, cost
-        a, b, total = a + len(table.shrink), b + len(table.expand), total + cost * -(-(stop - start) // AXPY_ROWS)
-    memory, shifts = span(tables)
-
-    def join(pieces: list[Table]) -> Table:
-        table = np.concatenate(pieces)
-        table[:, OFFSET] += np.repeat(shifts, [len(piece) for piece in pieces])
-        return table
-
-    return ProductTables(
-        lines,
-        join([table.shrink for table in tables]),
-        join([table.expand for table in tables]),
-        total,
-        max(weights.rank for _, _, weights in parts),
-        memory,
-    )
+        for number, group in enumerate(groups)
+        if max_ranks[number]
+    }
 
 
 def apply_products(team: Team, x: torch.Tensor, out: torch.Tensor, tables: ProductTables) -> None:

@@ -27,7 +27,7 @@ class CompiledKernels:
         from manylora.execution.kernels.cpu import attention, lora, products, tables
 
         self.attend = partial(attention.attend_compiled, team)
-        self.prepare = tables.group_table
+        self.prepare = tables.adapter_tables
         self.tables = lora.make_tables
         self.lora = partial(lora.apply_compiled, team)
         self.product_tables = products.make_product_tables

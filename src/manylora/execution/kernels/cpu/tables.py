@@ -1,7 +1,13 @@
 """Tables with the places of adapters' pieces, for the compiled LoRA kernels.
 
-The table of one adapter's group is made once and kept while its weights stay in place; a step joins the tables of its
-adapters. All work is laid end to end, and every thread takes an equal share.
+::
+
+    layout           TableTemplate   lines of all groups, with places in pages      once for adapters of a shape
+    adapter          AdapterTables   the same, with places in memory                when it comes to a memory
+    rows of a step   StepPieces      those of its adapters, group by group          when the rows change
+
+The third is in ``step_pieces``. The second and third take a few operations on all groups at once. A step waits for the
+third; the thread that copies adapters makes the second, and holds the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
@@ -11,11 +17,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
-import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from manylora.execution.storage.resident import Piece, ResidentGroup
+from manylora.adapters.layout import AdapterLayout, Tile
+from manylora.adapters.shape import ELEMENT_BYTES
+from manylora.execution.storage.resident import AdapterMemory, merge_tiles
 
 __all__ = [
     "BEGIN",
@@ -31,12 +38,12 @@ __all__ = [
     "RANK_ROW",
     "START",
     "UNIT",
-    "GroupTable",
+    "AdapterTables",
+    "Lines",
     "Memory",
     "Table",
-    "group_table",
+    "adapter_tables",
     "share",
-    "span",
 ]
 
 # Columns of a table: rows of the batch; the piece's offset, size and type; its place in the matrix; the matrix's start
@@ -46,7 +53,7 @@ FIRST_ROW, NUM_ROWS, OFFSET, PIECE_ROWS, PIECE_COLS, DTYPE, RANK_ROW, COLUMN, BE
 # Output columns are divided among threads by cache lines.
 UNIT = 16
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 Table = NDArray[np.int64]
 
@@ -58,66 +65,122 @@ class Memory(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupTable:
-    """One adapter's part of a step's tables, for one row at a cost of one; kept with its weights.
+@dataclass(frozen=True, slots=True, eq=False)
+class Lines:
+    """Lines of a table, group by group.
 
-    ``shrink`` are pieces of its A stack and ``expand`` of its B^T, each ``[n, NUM_FIELDS]``; a module's columns begin
-    at BEGIN. ``expand_cost`` is the work of its modules. Offsets count from ``memory``, the storage of the weights,
-    which they keep alive.
+    Args:
+        table: ``[n, NUM_FIELDS]``, for one row at a cost of one; OFFSET counts from the front of the piece's page.
+        pages: The piece's page, as a number among the adapter's own ``[n]``.
+        first: First line of each group, and 0 for one more that has none ``[groups + 1]``.
+        count: Lines of each, likewise.
     """
 
+    table: Table
+    pages: Table
+    first: Table
+    count: Table
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[tuple[int, ...]]]) -> Lines:
+        """Return the lines of groups; a line begins with its page."""
+        lines = np.array([line for group in groups for line in group], dtype=np.int64).reshape(-1, 1 + NUM_FIELDS)
+        count = np.array([*map(len, groups), 0])
+        first = np.cumsum(count) - count
+        first[-1] = 0
+        return cls(np.ascontiguousarray(lines[:, 1:]), lines[:, 0].copy(), first, count)
+
+    def placed(self, pages: Table, page_elements: int) -> Table:
+        """Return the table with OFFSET counted from the memory of ``pages``."""
+        table = self.table.copy()
+        table[:, OFFSET] += pages[self.pages] * page_elements
+        return table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableTemplate:
+    """A layout's pieces before its pages are known.
+
+    Args:
+        numbers: Number of each group, by name.
+        shrink: Pieces of the A stacks.
+        expand: Pieces of B^T; a module's columns begin at BEGIN.
+        ranks: Rank of each group, and 0 for one more that has no weights ``[groups + 1]``.
+        expand_costs: Work of each group's modules, likewise.
+        sizes: Weights of each group, likewise.
+        element_bytes: Bytes of a weight.
+    """
+
+    numbers: dict[str, int]
+    shrink: Lines
+    expand: Lines
+    ranks: Table
+    expand_costs: Table
+    sizes: Table
+    element_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterTables:
+    """An adapter's pieces in its memory, which it does not keep alive; kept with its weights."""
+
+    template: TableTemplate
     shrink: Table
     expand: Table
-    expand_cost: int
-    element_bytes: int
     memory: Memory
 
 
-def group_table(weights: ResidentGroup) -> GroupTable:
-    """Return the table of ``weights``, made on first use."""
+def adapter_tables(weights: AdapterMemory) -> AdapterTables:
+    """Return the tables of an adapter, made on first use."""
     if "compiled" not in weights.prepared:
-        weights.prepared["compiled"] = _make_group_table(weights)
-    return cast(GroupTable, weights.prepared["compiled"])
+        template, flat = _template(weights.layout), weights.flat
+        pages = np.asarray(weights.pages, dtype=np.int64)
+        weights.prepared["compiled"] = AdapterTables(
+            template,
+            template.shrink.placed(pages, flat.shape[1]),
+            template.expand.placed(pages, flat.shape[1]),
+            Memory(flat.data_ptr(), flat.nbytes),
+        )
+    return cast(AdapterTables, weights.prepared["compiled"])
 
 
-def _make_group_table(weights: ResidentGroup) -> GroupTable:
-    def line(piece: Piece, row: int, begin: int, start: int, cost: int) -> tuple[int, ...]:
-        weight = piece.weight
-        place = (weight.storage_offset(), *weight.shape, _CODES[weight.dtype])
-        return (0, 1, *place, row + piece.row, begin + piece.col, begin, start, cost)
+def _template(layout: AdapterLayout) -> TableTemplate:
+    if "compiled" not in layout.prepared:
+        layout.prepared["compiled"] = _make_template(layout)
+    return cast(TableTemplate, layout.prepared["compiled"])
 
-    # By column: the first piece of a row starts its sum, the others add to it.
-    shrink = [line(piece, 0, 0, 0, 1) for piece in sorted(weights.a, key=lambda piece: piece.col)]
-    expand: list[tuple[int, ...]] = []
-    total = 0
-    for module in weights.modules:
-        expand.extend(line(piece, module.row, module.offset, total, module.rank) for piece in module.b)
-        width = max(piece.col + piece.weight.shape[1] for piece in module.b)
-        total += -(-width // UNIT) * module.rank
-    first = weights.a[0].weight
-    storage = first.untyped_storage()
-    return GroupTable(
-        np.array(shrink, dtype=np.int64),
-        np.array(expand, dtype=np.int64),
-        total,
-        first.itemsize,
-        Memory(storage.data_ptr(), storage.nbytes()),
+
+def _make_template(layout: AdapterLayout) -> TableTemplate:
+    code = _CODES[layout.dtype]
+
+    def line(run: Tile, row: int, begin: int, start: int, cost: int) -> tuple[int, ...]:
+        place = (run.page, 0, 1, run.offset, run.num_rows, run.num_cols, code)
+        return (*place, row + run.row, begin + run.col, begin, start, cost)
+
+    shrink, expand, expand_costs = [], [], []
+    for group in layout.groups.values():
+        # By column: the first piece of a row starts its sum, the others add to it.
+        shrink.append([line(run, 0, 0, 0, 1) for run in sorted(merge_tiles(group.a), key=lambda run: run.col)])
+        lines: list[tuple[int, ...]] = []
+        total = 0
+        for part in group.modules:
+            lines += [line(run, part.row, part.module.offset, total, part.rank) for run in merge_tiles(part.b)]
+            total += -(-part.module.out_features // UNIT) * part.rank
+        expand.append(lines)
+        expand_costs.append(total)
+    sizes = [
+        group.rank * group.in_features + sum(part.rank * part.module.out_features for part in group.modules)
+        for group in layout.groups.values()
+    ]
+    return TableTemplate(
+        {name: number for number, name in enumerate(layout.groups)},
+        Lines.of(shrink),
+        Lines.of(expand),
+        np.array([*(group.rank for group in layout.groups.values()), 0]),
+        np.array([*expand_costs, 0]),
+        np.array([*sizes, 0]),
+        ELEMENT_BYTES[layout.dtype],
     )
-
-
-def span(tables: Sequence[GroupTable]) -> tuple[Memory, list[int]]:
-    """Return memory that all tables lie in, and by how much each one's offsets grow there, in its own numbers.
-
-    Adapters on the device lie in one pool; each one that is read from the host lies in an image of its own. The memory
-    begins with the lowest of them, so that no offset is negative, and what is between them is never read.
-    """
-    memory = tables[0].memory
-    if all(table.memory == memory for table in tables):
-        return memory, [0] * len(tables)
-    begin = min(table.memory.address for table in tables)
-    end = max(table.memory.address + table.memory.num_bytes for table in tables)
-    return Memory(begin, end - begin), [(table.memory.address - begin) // table.element_bytes for table in tables]
 
 
 def _share(thread: int, num_threads: int, total: int, start: int, cost: int) -> tuple[int, int]:
