@@ -120,6 +120,12 @@ def test_the_opposite_of_a_missing_feature_is_fine_and_of_one_that_is_always_on_
         take_out(["--no-enable-lora"])
 
 
+def test_one_setting_of_a_configuration_is_as_the_whole() -> None:
+    assert take_out(["--compilation-config.mode", "3", "--port", "1"])[0] == ["--port", "1"]
+    with pytest.raises(ConfigError, match="speculative"):
+        take_out(["--speculative-config.method=ngram"])
+
+
 def test_every_other_flag_of_vllm_is_refused_with_its_reason() -> None:
     for name, flag in VLLM_FLAGS.items():
         if flag.fine is not None:

@@ -48,7 +48,7 @@ def sample_ids(logits: torch.Tensor, sequences: Sequence[PlannedSequence], **kwa
     sampler = Sampler(logits.shape[1], (EOS,), **kwargs)
     tokens = [token.token_id for token in sampler.sample(logits, sequences) if token is not None]
     if len(sequences) < 8:  # without looking at values on the way, as for a GPU: the same tokens
-        sampler._may_look = False
+        sampler._can_branch = False
         assert [token.token_id for token in sampler.sample(logits, sequences) if token is not None] == tokens
     return tokens
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_sampler import sequence
@@ -17,6 +18,7 @@ from text_tokenizers import MAKERS, make_huggingface
 from manylora.errors import RequestError
 from manylora.execution.sampling.grammar import MAX_COMPILED, Grammars, check_constraint, grammar_available
 from manylora.execution.sampling.sampler import Sampler
+from manylora.plan import PlannedSequence
 from manylora.text import Tokenizer
 from manylora.types import Constraint, SamplingParams
 
@@ -125,11 +127,16 @@ def test_a_schema_that_fails_late_ends_its_row(saved: tuple[str, Tokenizer], cap
     assert "grammar_failed" in caplog.text
 
 
+def bound(constraint: Constraint, *, seq_id: int = 0) -> PlannedSequence:
+    return sequence(SamplingParams(constraint=constraint), seq_id=seq_id)
+
+
 def test_compiled_schemas_are_bounded(saved: tuple[str, Tokenizer]) -> None:
     source, tokenizer = saved
     grammar = Grammars(source, tokenizer.vocab_size, tokenizer.eos_token_ids)
-    for i in range(MAX_COMPILED + 10):
-        assert grammar.allowed(i, Constraint("json", json.dumps({"enum": [i]})), []).any()
+    constraints = [Constraint("json", json.dumps({"enum": [i]})) for i in range(MAX_COMPILED + 10)]
+    masks = grammar.masks([bound(one, seq_id=i) for i, one in enumerate(constraints)])
+    assert masks.any(axis=1).all()
     assert len(grammar._compiled) == MAX_COMPILED
 
 
@@ -162,8 +169,8 @@ def test_without_the_extra_a_schema_is_refused_by_name(monkeypatch: pytest.Monke
     assert not grammar_available()
     with pytest.raises(RequestError, match=r"manylora\[grammar\]"):
         check_constraint(Constraint("json", "{}"))
-    mask = Grammars(str(tmp_path), 10, (2,)).allowed(0, Constraint("json", "{}"), [])
-    assert not mask.any(), "a row that cannot be constrained must not go on unconstrained"
+    masks = Grammars(str(tmp_path), 10, (2,)).masks([bound(Constraint("json", "{}"))])
+    assert masks.shape == (1, 4) and not masks.any(), "a row that cannot be constrained must not go on unconstrained"
 
 
 FORMS: dict[str, tuple[Constraint, str]] = {
@@ -198,8 +205,7 @@ def test_structural_tags_bind_only_the_text_between(saved: tuple[str, Tokenizer]
     check_constraint(tags)
     grammar = Grammars(source, tokenizer.vocab_size, tokenizer.eos_token_ids)
     grammar.prepare(tags)
-    start = grammar.allowed(0, tags, [])
-    assert start.sum() > tokenizer.vocab_size // 2
+    assert np.bitwise_count(grammar.masks([bound(tags)])).sum() > tokenizer.vocab_size // 2
 
 
 @pytest.mark.parametrize(
@@ -230,3 +236,21 @@ def test_constraints_are_bounded() -> None:
     for kind, text in (("yaml", ""), ("regex", "a" * 300_000)):
         with pytest.raises(RequestError, match="constraint"):
             Constraint(kind, text)
+
+
+def test_masks_begun_beside_the_model_are_those_of_each_sequence_alone(saved: tuple[str, Tokenizer]) -> None:
+    source, tokenizer = saved
+    grammars = [Grammars(source, tokenizer.vocab_size, tokenizer.eos_token_ids) for _ in range(2)]
+    texts = ("[0-9]{9}", "[abc]{9}", "[0-9]{9}")
+    sequences = [bound(Constraint("regex", text), seq_id=index) for index, text in enumerate(texts)]
+    for _ in range(3):
+        alone = np.concatenate([grammars[1].masks([one]).copy() for one in sequences])
+        grammars[0].begin(sequences)
+        assert (grammars[0].masks(sequences[::-1]) == alone[::-1]).all()
+        grammars[0].begin(sequences)  # of a step that failed for the second
+        assert (grammars[0].masks(sequences[::2]) == alone[::2]).all()
+        allowed = np.unpackbits(alone, axis=1, bitorder="little").argmax(axis=1)
+        sequences = [
+            sequence(one.sampling, generated=[*one.tokens[1:], int(token)], seq_id=one.seq_id)
+            for one, token in zip(sequences, allowed, strict=True)
+        ]

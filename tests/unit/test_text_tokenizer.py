@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_tokenizers import CORPUS, MAKERS, make_huggingface, make_tokenizer
+from transformers import AutoTokenizer
 
 from manylora.errors import ConfigError, ContextExceeded, RequestError
 from manylora.text import Tokenizer
+from manylora.text.hugging_face import load_hugging_face
 
 KINDS = list(MAKERS)
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the world"}]
@@ -154,3 +158,22 @@ def test_a_text_that_is_too_long_costs_by_the_limit_and_not_by_its_length(monkey
     with pytest.raises(ContextExceeded, match="tokens"):
         tokenizer.encode_within("zq#" * 30_000, 100)
     assert max(seen) <= 800 and len(seen) < 5
+
+
+@pytest.mark.parametrize("model_type", ["llama", "granite", "olmo2", "qwen2", "mistral", "gemma2", None])
+@pytest.mark.parametrize("named", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", None])
+def test_the_class_of_a_tokenizer_is_that_of_auto_tokenizer(
+    model_type: str | None, named: str | None, tmp_path: Path
+) -> None:
+    make_huggingface("byte_level").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings: dict[str, Any] = json.loads(file.read_text()) | {"tokenizer_class": named}
+    file.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    expected = AutoTokenizer.from_pretrained(str(tmp_path))
+    loaded = load_hugging_face(str(tmp_path))
+    assert type(loaded) is type(expected)
+    assert loaded.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert loaded.chat_template == expected.chat_template
+    assert loaded.special_tokens_map == expected.special_tokens_map

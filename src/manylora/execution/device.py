@@ -35,6 +35,10 @@ class DeviceOps:
         """Return a copy of ``values`` on the device, without waiting for the copy."""
         return torch.from_numpy(values.copy())
 
+    def upload_bits(self, bits: NDArray[np.uint8], num_columns: int) -> torch.Tensor:
+        """Return bits ``[n, width]``, the lowest of a byte first, as bools ``[n, num_columns]`` on the device."""
+        return torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little", count=num_columns).view(np.bool_))
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` once it has run; return a function that repeats it on the current values of its tensors.
 
@@ -66,6 +70,12 @@ class CudaOps(DeviceOps):
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
         """Return ``values`` on the device; torch keeps the page-locked copy until the transfer has read it."""
         return torch.from_numpy(np.ascontiguousarray(values)).pin_memory().to(self.device, non_blocking=True)
+
+    def upload_bits(self, bits: NDArray[np.uint8], num_columns: int) -> torch.Tensor:
+        """Upload the bytes, an eighth of the bools, and unpack them there."""
+        shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
+        unpacked = (self.upload(bits)[:, :, None] >> shifts) & 1
+        return unpacked.view(torch.bool).flatten(1)[:, :num_columns]
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` as a graph in the shared pool.

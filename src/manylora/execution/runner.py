@@ -49,6 +49,10 @@ _LOST = "a worker on the CPU failed while it computed the adapter's part of a st
 class TokenSampler(Protocol):
     """Chooses tokens from logits."""
 
+    def begin(self, sequences: Sequence[PlannedSequence]) -> None:
+        """Begin the work for the sampled sequences of a step that needs no logits, beside the model."""
+        ...
+
     def sample(self, logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken | None]:
         """Return a token per row of ``logits`` ``[n, vocab]``, float32; row *i* belongs to ``sequences[i]``.
 
@@ -128,6 +132,7 @@ class ModelRunner:
             return StepResult()
         sequences = _by_adapter(plan.sequences)
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
+        self._sampler.begin(sampled)
         elsewhere = {**in_host, **{key: one.weights for key, one in arriving.items()}} if arriving else in_host
         segments, assisted = self._segments(sequences, elsewhere, in_host)
         lora: StepLora | None = self._lora_batch(segments)

@@ -20,7 +20,7 @@ import zmq
 
 from manylora.clock import WallClock
 from manylora.hosting.engine_sockets import CurveSockets, EngineSockets, UnixSockets, open_sockets
-from manylora.hosting.gc_freeze import collector_paused, freeze_start_up_heap
+from manylora.hosting.gc_freeze import collector_paused, freeze_imports, freeze_start_up_heap
 from manylora.hosting.logs import configure_logging
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.hosting.service import EngineService, load_builder
@@ -66,6 +66,7 @@ def main() -> int:
     if is_early := len(sys.argv) > 1:
         with collector_paused():
             load_builder(sys.argv[1])
+        freeze_imports()
     took_s = time.perf_counter() - began_at
     setup = _read_setup()
     if setup is None:

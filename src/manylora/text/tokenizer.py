@@ -17,10 +17,10 @@ from typing import Any
 import jinja2
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import AutoTokenizer
 
 from manylora.errors import ConfigError, ContextExceeded, RequestError
 from manylora.execution.model.checkpoint import check_checkpoint
+from manylora.text.hugging_face import load_hugging_face
 from manylora.text.pieces import BytePieces, DecodedPieces, TextPieces
 from manylora.text.token_bytes import TokenBytes, byte_tables
 
@@ -82,7 +82,7 @@ class Tokenizer:
         if is_folder and not any(Path(name).glob("*token*")):
             raise ConfigError(f"Got no tokenizer from {name!r}: none of its files is a tokenizer's")
         try:
-            hf = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+            hf = load_hugging_face(name, revision)
         except Exception as error:  # broken tokenizer files raise many kinds
             place = "" if is_folder else "from the hub: "
             # The loader's messages are paragraphs; the first line has the reason.

@@ -139,7 +139,8 @@ def _print_terms(profile: CostProfile, lines: list[LogLine]) -> None:
     costs = {**profile.terms, "turn": profile.turn_s}
     for name in sorted(units, key=lambda one: -shares[one]):
         if costs[name] > 0:
-            table.add_row(f"a {units[name]}", _time(costs[name]), f"{shares[name]:.1%}")
+            article = "an" if units[name][0] in "aeiou" else "a"
+            table.add_row(f"{article} {units[name]}", _time(costs[name]), f"{shares[name]:.1%}")
     rows = profile.rows
     for index, (knot, row_s) in enumerate(zip(rows.knots, rows.row_s, strict=True)):
         end = f"up to {rows.knots[index + 1]}" if index + 1 < len(rows.knots) else "on"

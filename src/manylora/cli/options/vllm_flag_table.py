@@ -39,14 +39,20 @@ _NO_VALUE: Mapping[str, str] = {
     "it is on; --no-plan-ahead turns it off": "--async-scheduling",
     "requests are logged only with --enable-log-requests": "--disable-log-requests --no-enable-log-requests",
     "responses are logged only with --enable-log-requests": "--disable-uvicorn-access-log",
-    "figures are at /metrics, not in the log": "--disable-log-stats",
+    "figures are at /metrics, not in the log": "--disable-log-stats --aggregate-engine-logging"
+    " --enable-logging-iteration-details",
     "usage always has them": "--enable-prompt-tokens-details",
     "/load always answers": "--enable-server-load-tracking",
     "engines have processes of their own; --in-process is for debuggers": "--disable-frontend-multiprocessing",
     "/docs is a page without assets of others": "--enable-offline-docs",
     "it is how pages are managed": "--use-v2-block-manager",
     "model code and weights are loaded without progress bars": "--use-tqdm-on-load --no-use-tqdm-on-load",
-    _KERNELS: "--disable-custom-all-reduce --disable-cascade-attn --disable-async-output-proc --enable-dbo",
+    "the server takes text only": "--language-model-only",
+    "a request is admitted with the pages of its whole prompt": "--scheduler-reserve-full-isl",
+    "of vLLM's environment it reads the key and the switch for adapters": "--fail-on-environ-validation",
+    _KERNELS: "--disable-custom-all-reduce --disable-cascade-attn --disable-async-output-proc --enable-dbo"
+    " --disable-nccl-for-dp-synchronization --enable-batch-sharded-sampling --enable-cumem-allocator"
+    " --enable-flashinfer-autotune --monokernel --specialize-active-lora",
 }
 _ANY_VALUE: Mapping[str, str] = {
     "every adapter is kept at its own rank, there is no largest one": "--max-lora-rank",
@@ -59,8 +65,12 @@ _ANY_VALUE: Mapping[str, str] = {
     "adapters add no tokens to the vocabulary": "--lora-extra-vocab-size",
     "blocks are named by their contents": "--prefix-caching-hash-algo",
     _KERNELS: "--compilation-config --cuda-graph-sizes --cudagraph-capture-sizes --max-cudagraph-capture-size"
-    " --max-seq-len-to-capture --optimization-level --attention-backend --mm-encoder-attn-backend",
-    "weights are read once and frozen": "--safetensors-load-strategy --max-parallel-loading-workers --ignore-patterns",
+    " --max-seq-len-to-capture --optimization-level --attention-backend --mm-encoder-attn-backend --attention-config"
+    " --dbo-decode-token-threshold --dbo-prefill-token-threshold --ir-op-priority --jit-monitor-mode"
+    " --jit-monitor-verbose --kernel-config --linear-backend --moe-backend --performance-mode --ubatch-size",
+    "weights are read once and frozen": "--safetensors-load-strategy --max-parallel-loading-workers --ignore-patterns"
+    " --safetensors-prefetch-block-size --safetensors-prefetch-num-threads",
+    "there is no traffic between devices": "--cpu-distributed-timeout-seconds --distributed-timeout-seconds",
 }
 _LIMITED: Mapping[str, tuple[str, str]] = {
     "--tensor-parallel-size": ("1", _ONE_DEVICE),
@@ -99,24 +109,44 @@ _REFUSED: Mapping[str, str] = {
     " --expert-placement-strategy --num-redundant-experts --data-parallel-rank --data-parallel-start-rank"
     " --data-parallel-size-local --data-parallel-address --data-parallel-rpc-port --data-parallel-backend"
     " --data-parallel-hybrid-lb --data-parallel-external-lb --master-addr --master-port --node-rank --headless"
-    " --ray-workers-use-nsight",
+    " --ray-workers-use-nsight --data-parallel-multi-port-external-lb --data-parallel-supervisor-port"
+    " --cp-kv-cache-interleave-size --dcp-kv-cache-interleave-size --dcp-comm-backend --dcp-q-replicate"
+    " --dp-supervisor-probe-failure-threshold --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s"
+    " --dp-sync-interval --elastic-ep-max-dp-size --enable-elastic-ep --enable-ep-weight-filter --enable-hc-sp"
+    " --enable-nccl-comm-suspend",
+    "--device names the device, --devices those of several engines": "--device-ids",
+    "engines restart by themselves; --hang-timeout and --start-timeout bound a hang": "--watchdog-config"
+    " --enable-fault-tolerance --fault-tolerance-config",
+    "start the server under numactl": "--numa-bind --numa-bind-cpus --numa-bind-nodes",
     "weights are served in 16 or 32 bits": "--quantization --calculate-kv-scales --qlora-adapter-name-or-path"
-    " --allow-deprecated-quantization --quantization-param-path",
+    " --allow-deprecated-quantization --quantization-param-path --quantization-config --kv-cache-dtype-skip-layers",
     "there is no speculative decoding": "--speculative-config --speculative-model --num-speculative-tokens"
-    " --ngram-prompt-lookup-max --ngram-prompt-lookup-min --speculative-max-model-len",
+    " --ngram-prompt-lookup-max --ngram-prompt-lookup-min --speculative-max-model-len --spec-method --spec-model"
+    " --spec-tokens --per-request-spec-decode-metrics",
     "KV stays in the engine that computed it": "--kv-transfer-config --kv-events-config --ec-transfer-config"
-    " --kv-offloading-size --kv-offloading-backend --kv-sharing-fast-prefill",
+    " --kv-offloading-size --kv-offloading-backend --kv-sharing-fast-prefill --ec-manager-config --engram-config"
+    " --enable-shm-tensor-arena",
+    "the base is held on its device": "--offload-backend --offload-group-size --offload-num-in-group"
+    " --offload-params --offload-prefetch-step --cpu-offload-params",
     "the server takes text only": "--limit-mm-per-prompt --enable-mm-embeds --media-io-kwargs --mm-processor-kwargs"
     " --mm-processor-cache-gb --disable-mm-preprocessor-cache --mm-processor-cache-type --mm-encoder-tp-mode"
     " --interleave-mm-strings --skip-mm-profiling --video-pruning-rate --allowed-local-media-path"
-    " --allowed-media-domains --default-mm-loras --disable-chunked-mm-input --enable-prompt-embeds",
-    "the server generates text": "--pooler-config --override-pooler-config --io-processor-plugin",
+    " --allowed-media-domains --default-mm-loras --disable-chunked-mm-input --enable-prompt-embeds"
+    " --enable-tower-connector-lora --enable-flash-late-interaction --mm-device-do-normalize --mm-encoder-attn-dtype"
+    " --mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-margin --mm-encoder-fp8-scale-save-path"
+    " --mm-encoder-only --mm-hasher-algorithm --mm-ipc-gpu-memory-gb --mm-processor-device"
+    " --mm-shm-cache-max-object-size-mb --mm-tensor-ipc --trust-request-mm-kwargs --video-pruning-method",
+    "the server generates text": "--pooler-config --override-pooler-config --io-processor-plugin --max-lora-cls-labels",
+    "it generates token by token": "--diffusion-config",
     "change config.json of the checkpoint": "--hf-overrides --rope-scaling --rope-theta --hf-config-path"
-    " --disable-sliding-window --override-attention-dtype",
+    " --disable-sliding-window --override-attention-dtype --model-class-overrides",
     "generation_config.json has them; --generation-config DIR names its folder": "--override-generation-config",
     "it must be in the same revision as the model": "--tokenizer-revision --code-revision",
     "the environment variable HF_TOKEN has the key of the hub": "--hf-token",
     "requests bring text, and answers are text": "--skip-tokenizer-init --tokens-only",
+    "give a tool strict": "--tool-strict-level",
+    "reasoning is part of the chat template: its variables are chat_template_kwargs": "--reasoning-config"
+    " --reasoning-effort-map",
     "requests bring them": "--default-chat-template-kwargs --return-tokens-as-token-ids --enable-force-include-usage",
     "templates always show the tools": "--exclude-tools-when-tool-choice-none",
     "formats of tool calls are built in; --tool-call-parser names one": "--tool-parser-plugin --tool-server",
@@ -126,16 +156,36 @@ _REFUSED: Mapping[str, str] = {
     "it would run code of yours in the server; put a proxy in front": "--middleware --logits-processors"
     " --logits-processor-pattern --worker-extension-cls",
     "texts are never logged": "--enable-log-outputs --enable-log-deltas",
-    "--log-level and the log on standard error are the settings": "--log-config-file --log-error-stack",
+    "--log-level and the log on standard error are the settings": "--log-config-file --log-error-stack"
+    " --logging-config",
     "restart the server with new certificates": "--enable-ssl-refresh",
-    "there is no such route": "--enable-tokenizer-info-endpoint --enable-per-request-metrics --grpc",
+    "there is no such route": "--enable-tokenizer-info-endpoint --enable-per-request-metrics --grpc --grpc-port"
+    " --enable-scale-out --anthropic-disabled-thinking-effort --cohere-format --cohere-is-reasoning-model",
+    "answers have no such field": "--return-sampling-mask --enable-return-routed-experts --aux-output-config"
+    " --enable-trace-replay --watermark --watermark-config",
+    "events come as tokens do; raise the proxy's timeout": "--sse-keep-alive-interval",
+    "weights are not replaced while the server runs": "--weight-transfer-config",
+    "buckets are those of vLLM's dashboards": "--custom-histogram-buckets",
     "spans are not sent; /metrics and --step-log have the times": "--otlp-traces-endpoint --collect-detailed-traces"
-    " --enable-layerwise-nvtx-tracing --kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics",
+    " --enable-layerwise-nvtx-tracing --kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics"
+    " --kv-cache-metrics-sample --profiler-config",
     "--step-target and --step-composition limit the prompts in a step": "--long-prefill-token-threshold"
-    " --max-num-partial-prefills --max-long-partial-prefills --multi-step-stream-outputs",
-    "the model's memory is not given back": "--enable-sleep-mode",
+    " --max-num-partial-prefills --max-long-partial-prefills --multi-step-stream-outputs"
+    " --long-prefill-token-threshold-adaptive --prefill-schedule-interval",
+    "--max-waiting limits the requests that wait": "--max-num-queued-reqs --max-num-queued-tokens",
+    "--max-num-seqs is the limit": "--max-num-active-seqs",
+    "--max-num-batched-tokens is the limit": "--max-num-scheduled-tokens",
+    "a prefix is shared in whole blocks; --block-size sets their length": "--prefix-match-unit"
+    " --prefix-cache-retention-interval --swa-bounded-replay",
+    "draws are those of a counter, in 64 bits": "--use-fp64-gumbel",
+    "the model's memory is not given back": "--enable-sleep-mode --sleep-mode-backend --sleep-mode-offload-cudagraph"
+    " --sleep-preserve-parameter-names",
     "recurrent layers are not supported": "--mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size"
-    " --disable-hybrid-kv-cache-manager",
+    " --disable-hybrid-kv-cache-manager --enable-mamba-cache-stochastic-rounding --mamba-backend --mamba-cache-mode"
+    " --enable-mamba-shared-prefix-checkpoint --mamba-cache-philox-rounds --mamba-ssu-algorithm --gdn-prefill-backend"
+    " --kda-decode-backend --kda-prefill-backend --replayssm-buffer-len --use-replayssm --sparse-indexer-topk-backend",
+    "an adapter changes the modules that its folder says": "--lora-target-modules",
+    "LoRA on experts is not served": "--enable-mixed-moe-lora-format --enable-moe-shared-loras",
     "only LoRA adapters are served": "--enable-prompt-adapter --max-prompt-adapters --max-prompt-adapter-token"
     " --prompt-adapters --enable-lora-bias --long-lora-scaling-factors",
     "system_fingerprint names the server and the adapter's version": "--fingerprint-mode --fingerprint-value",
@@ -154,10 +204,10 @@ VLLM_FLAGS: Mapping[str, VllmFlag] = {
 _SAME = """
     --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --block-size --chat-template
     --config --device --disable-fastapi-docs --download-dir --dtype --enable-log-requests --enable-request-id-headers
-    --generation-config --gpu-memory-utilization --host --lora-modules --max-cpu-loras --max-logprobs --max-loras
-    --max-model-len --max-num-batched-tokens --max-num-seqs --port --reasoning-parser --revision --root-path --seed
-    --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --tokenizer
-    --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
+    --generation-config --gpu-memory-utilization --host --log-level --lora-modules --max-cpu-loras --max-logprobs
+    --max-loras --max-model-len --max-num-batched-tokens --max-num-seqs --port --reasoning-parser --revision
+    --root-path --seed --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile
+    --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
 """
 SAME_NAMES = tuple(_SAME.split())
 """Flags that mean the same here (``--config`` reads TOML)."""
@@ -173,6 +223,20 @@ SAME_AS: Mapping[str, str] = {
     "-O": "--optimization-level",
     "-cc": "--compilation-config",
     "-ep": "--enable-expert-parallel",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dpb": "--data-parallel-backend",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-dpm": "--data-parallel-multi-port-external-lb",
+    "-sc": "--speculative-config",
+    "-dc": "--diffusion-config",
+    "-ac": "--attention-config",
 }
 """vLLM's short flags."""
 
@@ -184,5 +248,7 @@ TRANSLATED: Mapping[str, Mapping[str, str]] = {
     "--scheduling-policy": {"fcfs": "--policy=fifo", "priority": "--policy=priority"},
     "--num-gpu-blocks-override": {"*": "--num-pages=*"},
     "--kv-cache-memory-bytes": {"*": "--memory=*"},
+    "--shutdown-timeout": {"*": "--drain-timeout=*"},
+    "--device-memory-utilization": {"*": "--gpu-memory-utilization=*"},
 }
 """Flags under another name here, by value: empty for a flag without one, ``*`` for any."""

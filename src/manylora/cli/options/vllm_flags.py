@@ -49,7 +49,7 @@ def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
                 raise ConfigError(f"Got {name} without its value")
             return rest.pop(0)
 
-        flag = VLLM_FLAGS.get(name)
+        flag = VLLM_FLAGS.get(name.partition(".")[0])  # also one setting of it, as --compilation-config.mode
         opposite = VLLM_FLAGS.get(name.replace("--no-", "--", 1)) if name.startswith("--no-") else None
         if name == "--model":
             ours.insert(0, take_value())

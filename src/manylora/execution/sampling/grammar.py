@@ -1,7 +1,8 @@
 """Answers of a given form: masks of allowed tokens, by ``llguidance`` (the extra ``grammar``).
 
 A request's matcher is a cache, not a state: it is rebuilt from the generated tokens when a sequence returns after
-pre-emption, or on another engine. Masks take about 50 us per row and token. The slow parts happen once, on a thread
+pre-emption, or on another engine. The masks of a step take 5 to 50 us per row. They are computed in one call, outside
+the interpreter's lock, while the model runs: they depend on the tokens before. The slow parts happen once, on a thread
 that runs no step and before the request is queued (``prepare``): the compilation of a constraint, and at the first the
 conversion of the tokenizer (about a second for 128,000 tokens).
 """
@@ -14,6 +15,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from manylora.errors import RequestError
 from manylora.execution.sampling.grammar_text import grammar_text
+from manylora.plan import PlannedSequence
 from manylora.types import Constraint
 
 __all__ = ["Grammars", "check_constraint", "grammar_available"]
@@ -81,15 +84,19 @@ def _refusal(constraint: Constraint, problem: str) -> RequestError:
 
 @dataclass(slots=True)
 class _Progress:
-    """A sequence's matcher and the number of generated tokens that it has consumed."""
+    """A sequence's matcher, ``None`` if it failed, and the number of generated tokens that it has consumed."""
 
     matcher: Any
     num_seen: int = 0
-    has_failed: bool = False
 
 
 class Grammars:
     """Token masks for requests with a constraint: ``prepare`` is safe from any thread, the rest is for one.
+
+    ::
+
+        step's thread    begin | model ............ | masks   sample
+        masks' threads         |- one row each -|
 
     ``tokenizer``, a directory or name, is loaded on first use.
     """
@@ -107,33 +114,70 @@ class Grammars:
         self._loading = threading.Lock()
         self._lock = threading.Lock()  # of ``_compiled``
         self._progress: dict[int, _Progress] = {}
-        self._bits: NDArray[np.uint8] | None = None
-        self._bits_address = 0
+        self._executor: Any = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-masks")
+        self._computing: Future[None] | None = None
+        self._begun: dict[tuple[int, int], int] = {}  # rows of ``_bits``
+        self._bits = np.zeros((0, 0), dtype=np.uint8)
 
-    def allowed(self, seq_id: int, constraint: Constraint, generated: Sequence[int]) -> NDArray[np.bool_]:
-        """Return which tokens may follow ``generated``, bool ``[vocab]``.
+    def begin(self, sequences: Sequence[PlannedSequence]) -> None:
+        """Begin to compute the masks of these sequences, which have constraints; ``masks`` returns them.
 
-        Never raises, since one request must not end a step that others share. If a constraint fails here in spite of
-        ``prepare`` (its limits can depend on the tokens), no token is allowed, which ends the row.
+        The masks depend on the tokens so far alone, so the model can run meanwhile. Never raises, since one request
+        must not end a step that others share. A sequence whose constraint fails in spite of ``prepare`` (limits can
+        depend on the tokens) may have no further token.
         """
-        progress = self._progress.get(seq_id)
-        if progress is None or progress.num_seen > len(generated):
-            progress = self._progress[seq_id] = self._start(seq_id, constraint)
-        if progress.has_failed:
-            return np.zeros(self._vocab_size, dtype=np.bool_)
+        self._finish()
+        rows = [self._advance(sequence) for sequence in sequences]
+        width = 4 * -(-(self._vocab_size if self._tokenizer is None else self._tokenizer.vocab_size) // 32)
+        if self._bits.shape[0] < len(rows) or self._bits.shape[1] != width:
+            self._bits = np.zeros((len(rows), width), dtype=np.uint8)
+        self._begun = {_place(sequence): index for index, sequence in enumerate(sequences)}
+        matchers = [(one.matcher, index) for index, one in enumerate(rows) if one.matcher is not None]
+        if matchers:
+            place = self._bits.ctypes.data, width, len(self._bits)
+            self._computing = self._thread.submit(self._executor.unsafe_compute_mask_ptr, matchers, *place)
+
+    def masks(self, sequences: Sequence[PlannedSequence]) -> NDArray[np.uint8]:
+        """Return which tokens may follow each of these sequences: those of ``begin``, or some of them.
+
+        Returns:
+            Bits ``[n, width]``: token ``t`` is bit ``t % 8``, the lowest first, of byte ``t // 8``.
+        """
+        if any(_place(sequence) not in self._begun for sequence in sequences):
+            self.begin(sequences)
+        self._finish()
+        bits: NDArray[np.uint8] = self._bits[[self._begun[_place(sequence)] for sequence in sequences]]
+        for mask, sequence in zip(bits, sequences, strict=True):
+            progress = self._progress[sequence.seq_id]
+            if progress.matcher is not None and progress.matcher.is_error():
+                logger.error("grammar_failed seq_id=%d error=%r", sequence.seq_id, progress.matcher.get_error())
+                progress.matcher = None
+            if progress.matcher is None:
+                mask[:] = 0
+        return bits
+
+    def _finish(self) -> None:
+        """Wait for the masks that were begun."""
+        if self._computing is not None:
+            computing, self._computing = self._computing, None
+            computing.result()
+
+    def _advance(self, sequence: PlannedSequence) -> _Progress:
+        """Return the progress of a sequence with all its tokens consumed."""
+        progress = self._progress.get(sequence.seq_id)
+        first, (_, stop) = sequence.num_prompt_tokens, _place(sequence)
+        if progress is None or progress.num_seen > stop - first:
+            progress = self._progress[sequence.seq_id] = self._start(sequence)
+        start = first + progress.num_seen
+        progress.num_seen = stop - first
         matcher = progress.matcher
-        new = list(generated[progress.num_seen :])
-        progress.num_seen = len(generated)
-        if new and not matcher.is_stopped():
-            matcher.consume_tokens(new)
-        if matcher.is_stopped() and not matcher.is_error():
-            return self._only_eos()
-        mask = None if matcher.is_error() else self._mask(matcher)
-        if mask is None or matcher.is_error():
-            logger.error("grammar_failed seq_id=%d error=%r", seq_id, matcher.get_error())
-            progress.has_failed = True
-            return np.zeros(self._vocab_size, dtype=np.bool_)
-        return mask
+        if start < stop and matcher is not None and not matcher.is_stopped():
+            if start + 1 == stop:  # the usual case
+                matcher.consume_token(sequence.tokens[start])
+            else:
+                matcher.consume_tokens(list(sequence.tokens[start:stop]))
+        return progress
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Forget these sequences."""
@@ -153,12 +197,13 @@ class Grammars:
         if matcher.is_error():
             raise _refusal(constraint, matcher.get_error())
 
-    def _start(self, seq_id: int, constraint: Constraint) -> _Progress:
+    def _start(self, sequence: PlannedSequence) -> _Progress:
+        assert sequence.sampling.constraint is not None
         try:
-            return _Progress(self._compile(constraint).deep_copy())
+            return _Progress(self._compile(sequence.sampling.constraint).deep_copy())
         except Exception:  # missing extra, broken tokenizer or constraint: checked before; none may end the step
-            logger.exception("grammar_failed seq_id=%d", seq_id)
-            return _Progress(None, has_failed=True)
+            logger.exception("grammar_failed seq_id=%d", sequence.seq_id)
+            return _Progress(None)
 
     def _compile(self, constraint: Constraint) -> Any:
         from llguidance import LLMatcher
@@ -179,7 +224,7 @@ class Grammars:
         return matcher
 
     def _load_tokenizer(self) -> Any:
-        from llguidance import LLTokenizer
+        from llguidance import LLExecutor, LLTokenizer
         from transformers import AutoTokenizer
 
         hf = AutoTokenizer.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
@@ -189,17 +234,10 @@ class Grammars:
             description["decoder"] = LITERAL_TOKENS
         self._special = frozenset(token["content"] for token in description["added_tokens"] if token["special"])
         eos = self._eos or hf.eos_token_id
+        self._executor = LLExecutor()
         return LLTokenizer(json.dumps(description), n_vocab=max(self._vocab_size, len(hf)), eos_token=eos)
 
-    def _mask(self, matcher: Any) -> NDArray[np.bool_]:
-        # One buffer and its address for all rows: a new one for each takes longer than the mask of a small vocabulary.
-        if self._bits is None:
-            self._bits = np.zeros(4 * -(-self._tokenizer.vocab_size // 32), dtype=np.uint8)
-            self._bits_address = self._bits.ctypes.data
-        matcher.unsafe_compute_mask_ptr(self._bits_address, self._bits.size)
-        return np.unpackbits(self._bits, bitorder="little", count=self._vocab_size).view(np.bool_)
 
-    def _only_eos(self) -> NDArray[np.bool_]:
-        mask = np.zeros(self._vocab_size, dtype=np.bool_)
-        mask[self._eos] = True
-        return mask
+def _place(sequence: PlannedSequence) -> tuple[int, int]:
+    """Return a sequence and the number of its tokens so far, which decide its mask."""
+    return sequence.seq_id, sequence.start + sequence.num_tokens

@@ -76,6 +76,12 @@ class Sampler:
         if self._grammar is not None:
             self._grammar.prepare(constraint)
 
+    def begin(self, sequences: Sequence[PlannedSequence]) -> None:
+        """Begin the work for a step's sampled sequences that needs no logits: the masks of grammars."""
+        bound = [sequence for sequence in sequences if sequence.sampling.constraint is not None]
+        if bound and self._grammar is not None:
+            self._grammar.begin(bound)
+
     @torch.inference_mode()
     def sample(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken | None]:
         """Return a token per row of ``logits`` ``[n, vocab]``, with log-probabilities of them where requested.
@@ -130,7 +136,7 @@ class Sampler:
         vocab = self._vocab_size
         bias: list[tuple[int, int, float]] = []
         banned: list[tuple[int, int]] = []
-        masks: list[tuple[int, NDArray[np.bool_]]] = []
+        bound: list[int] = []
         only: list[tuple[int, tuple[int, ...]]] = []
         penalties: list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]] = []
         for row, sequence in enumerate(sequences):
@@ -144,12 +150,12 @@ class Sampler:
             if sampling.bad_words_token_ids:
                 banned.extend((row, token) for token in _bad_tokens(sequence) if token < vocab)
             if sampling.constraint is not None:
-                masks.append((row, self._grammar_mask(sequence, sampling.constraint)))
+                bound.append(row)
             if sampling.allowed_token_ids:
                 only.append((row, sampling.allowed_token_ids))
             if sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1.0:
                 penalties.append(_penalties(row, sequence, vocab))
-        if not (bias or banned or masks or only or penalties):
+        if not (bias or banned or bound or only or penalties):
             return logits
 
         logits = logits.clone()
@@ -166,21 +172,25 @@ class Sampler:
             kept = logits[row, at]
             logits[row] = -torch.inf
             logits[row, at] = kept
-        if masks:
-            allowed = self._ops.upload(np.stack([mask for _, mask in masks]))
-            rows = self._upload([row for row, _ in masks], np.int64)
-            logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+        if bound:
+            forbidden = self._forbidden([sequences[row] for row in bound])
+            if len(bound) == len(sequences):
+                logits.masked_fill_(forbidden, -torch.inf)
+            else:
+                rows = self._upload(bound, np.int64)
+                logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
         if penalties:
             at, subtract, scale = (self._ops.upload(np.concatenate(parts)) for parts in zip(*penalties, strict=True))
             values = flat[at]
             flat[at] = torch.where(values > 0, values / scale, values * scale) - subtract
         return logits
 
-    def _grammar_mask(self, sequence: PlannedSequence, constraint: Constraint) -> NDArray[np.bool_]:
+    def _forbidden(self, sequences: Sequence[PlannedSequence]) -> Tensor:
+        """Return the tokens that the grammars of these sequences do not allow next, bool ``[n, vocab]``."""
         if self._grammar is None:
-            logger.error("grammar_missing seq_id=%d", sequence.seq_id)
-            return np.zeros(self._vocab_size, dtype=np.bool_)
-        return self._grammar.allowed(sequence.seq_id, constraint, sequence.tokens[sequence.num_prompt_tokens :])
+            logger.error("grammar_missing seq_ids=%s", [sequence.seq_id for sequence in sequences])
+            return torch.ones((len(sequences), self._vocab_size), dtype=torch.bool, device=self._ops.device)
+        return self._ops.upload_bits(~self._grammar.masks(sequences), self._vocab_size)
 
     def _draw(self, logits: Tensor, highest: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
         """Draw a token per row by inverting its cumulative distribution at one uniform number.

@@ -34,12 +34,14 @@ class LoadBody(msgspec.Struct, kw_only=True):
     lora_path: str | None = None
     load_inplace: bool | None = None
     base_model_name: str | None = None
+    is_3d_lora_weight: bool | None = None
 
 
 class UnloadBody(msgspec.Struct, kw_only=True):
     """``POST /v1/unload_lora_adapter``."""
 
     lora_name: str | None = None
+    lora_int_id: int | None = None
 
 
 class SageMakerBody(msgspec.Struct, kw_only=True):

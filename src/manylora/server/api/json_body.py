@@ -25,18 +25,19 @@ __all__ = ["REFUSED", "decode", "decode_prompts", "parse"]
 logger = logging.getLogger(__name__)
 
 _HARMLESS = """
-    metadata prediction prompt_cache_key prompt_cache_options prompt_cache_retention request_id
-    return_assistant_tokens_mask return_token_offsets safety_identifier service_tier spaces_between_special_tokens
-    store stream_interval
+    metadata mm_payload prediction prompt_cache_key prompt_cache_options prompt_cache_retention request_id
+    return_assistant_tokens_mask return_mm_kwargs return_token_offsets routed_experts_prompt_start safety_identifier
+    service_tier session_id spaces_between_special_tokens store stream_interval
 """
 HARMLESS = frozenset(_HARMLESS.split())
 """Fields that change nothing in the answer."""
 
 _REFUSED = """
     access_programs audio background_options context_management documents ec_transfer_params enable_response_messages
-    functions image kv_transfer_params logits_processors lora_path lora_request media_io_kwargs mm_processor_kwargs
-    moderation previous_input_messages prompt_embeds reasoning_effort repetition_detection return_prompt_text suffix
-    thinking_token_budget typical_p use_beam_search verbosity vllm_xargs web_search_options
+    functions image kv_transfer_params logits_processors logprob_token_ids lora_path lora_request media_io_kwargs
+    mm_processor_kwargs moderation previous_input_messages prompt_embeds reasoning_effort repetition_detection
+    return_prompt_text return_weight_versions suffix thinking_token_budget typical_p use_beam_search verbosity
+    vllm_xargs watermarking web_search_options
 """
 REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
     "function_call": (None, "none", "auto"),
