@@ -30,7 +30,7 @@ from manylora.functions import (
     FixedWindow,
     Usage,
     Window,
-    choose_process,
+    choose_place,
     deadline_margin_s,
     most_urgent,
 )
@@ -230,7 +230,7 @@ class FunctionsSimulation:
             )
             if len(engine.queue) <= limit * starting:
                 return
-            best = choose_process(self._candidates(engine, now), engine.alone_s)
+            best = choose_place(self._candidates(engine, now), engine.alone_s)
             if best is None:
                 self.counts["waits_for_memory"] += 1
                 return
