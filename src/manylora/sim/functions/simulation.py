@@ -128,7 +128,11 @@ class FunctionsSimulation:
         return BatchWindow(times, model.slo_s, setup.batch_size, setup.patience)
 
     def _prompt_s(self, model: Model, prompts: list[tuple[int, Function]]) -> float:
-        return self._setup.loads.first_step_s + self._setup.prompt_factor * prompt_s(model.cost, prompts)
+        setup = self._setup
+        if setup.alpha_s is None:
+            return setup.loads.first_step_s + setup.prompt_factor * prompt_s(model.cost, prompts)
+        first_s = setup.prompt_factor * prompt_s(model.cost, prompts[:1])  # equation 2
+        return setup.loads.first_step_s + first_s + setup.alpha_s * (len(prompts) - 1)
 
     def run(self) -> FunctionsRun:
         """Serve all requests to their end.
