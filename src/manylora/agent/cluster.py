@@ -140,14 +140,20 @@ class _Agents:
         """Start an agent on every node that is there or joins.
 
         Raises:
-            ConfigError: There is no cluster.
+            ConfigError: There is no cluster, or it refuses the resources.
         """
+        num_nodes = -1
         while not self._is_stopping:
-            for node in await fitting_nodes(self._cluster):
+            nodes = await fitting_nodes(self._cluster)
+            if len(nodes) != num_nodes:
+                num_nodes = len(nodes)
+                logger.log(logging.INFO if nodes else logging.WARNING, "nodes_for_agents num_nodes=%d", num_nodes)
+            for node in nodes:
                 if node.node_id not in self._keeping:
                     self._keeping[node.node_id] = asyncio.create_task(self._keep_on(node))
             await asyncio.sleep(LOOK_EVERY_S)
-            self._keeping = {node_id: task for node_id, task in self._keeping.items() if not task.done()}
+            for node_id in [node_id for node_id, task in self._keeping.items() if task.done()]:
+                self._keeping.pop(node_id).result()
 
     async def stop(self) -> None:
         """End all agents; those that hang are killed after the time for requests under way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from manylora.errors import ConfigError
 from manylora.hosting.ray.cluster import RayCluster
 
 __all__ = ["NodeActor", "RayNode", "fitting_nodes", "own_address"]
@@ -82,9 +83,14 @@ class NodeActor:
         """Return the result of a method; the first call creates the actor.
 
         Raises:
+            ConfigError: Ray refuses the resources.
             EngineDead: The actor has ended, or the method failed.
         """
-        return await self._cluster.result(await self._cluster.call(lambda: self._begin(method, arguments)))
+        try:
+            begun = await self._cluster.call(lambda: self._begin(method, arguments))
+        except ValueError as error:  # an amount like 1.5 GPUs
+            raise ConfigError(f"Ray refuses the resources of an agent: {error}") from error
+        return await self._cluster.result(begun)
 
     async def remove(self) -> None:
         """Kill the actor; may be called again."""
