@@ -18,18 +18,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 import psutil
-from functions_rig import PATIENCE_S, Asked, Service, ask, make_platform, plain_answers, sealed_memory, serving
+from functions_rig import (
+    PATIENCE_S,
+    Asked,
+    Service,
+    ask,
+    in_folder,
+    make_platform,
+    plain_answers,
+    sealed_memory,
+    serving,
+)
 from publishing import arguments, publish, table
 
 from manylora.bench.machine import machine
@@ -159,11 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.minutes, options.functions = 2.0, 4
-    folder = Path(tempfile.mkdtemp(prefix="manylora-functions-")).resolve()
-    try:
-        figures = asyncio.run(measure(options, folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    figures = in_folder(partial(measure, options))
     publish("functions_chaos", figures, text(figures), is_kept=not options.quick)
 
 

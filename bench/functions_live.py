@@ -21,11 +21,9 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
@@ -35,6 +33,7 @@ from typing import Any
 import numpy as np
 import psutil
 from cpu_systems import make_adapters, make_model
+from functions_rig import in_folder
 from publishing import arguments, publish, table
 
 from manylora.bench.machine import machine
@@ -309,11 +308,7 @@ def main() -> None:
     if options.quick:
         options.functions = 2
     others = Others()
-    folder = Path(tempfile.mkdtemp(prefix="manylora-functions-")).resolve()
-    try:
-        figures = asyncio.run(measure(options, folder, wanted))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    figures = in_folder(lambda folder: measure(options, folder, wanted))
     refused = reason_to_refuse(options.rounds, others.share()) if {"steps", "starts"} & set(wanted) else None
     kept = not options.quick and set(wanted) == set(PARTS)
     publish("functions_live", figures, text(figures, options.functions), is_kept=kept, refused=refused)

@@ -11,8 +11,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,18 +72,39 @@ def make_platform(folder: Path, num_functions: int, *, num_backbones: int = 1, n
     return names
 
 
-def plain_answers(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the tokens of each adapter's answer by one plain engine that serves all of them."""
+def in_folder(measure: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the figures of a benchmark that needs a folder, which is removed afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="manylora-functions-")).resolve()
+    try:
+        return asyncio.run(measure(folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def plain_answers(folder: Path, names: Sequence[str], *, at_once: int = 1) -> dict[str, list[str]]:
+    """Return the tokens of each adapter's answer by one plain engine that serves all of them.
+
+    Args:
+        folder: The platform's.
+        names: The adapters.
+        at_once: Requests that share steps; rounding then differs, and can decide between two tokens that are as likely.
+    """
     config = EngineConfig(
         model=ModelConfig(model=str(folder / "base"), device="cpu"), memory=MemoryConfig(memory_bytes=512 * MIB)
     )
-    found = {}
     modules = [LoraModule(name, str(folder / name)) for name in names]
-    with BackgroundServer(config, lora_modules=modules) as server, httpx.Client(timeout=PATIENCE_S) as client:
-        for name in names:
-            answer = client.post(server.url + "/v1/completions", json=body(name))
-            found[name] = answer.json()["choices"][0]["logprobs"]["tokens"]
-    return found
+
+    def answer(name: str) -> list[str]:
+        (choice,) = client.post(server.url + "/v1/completions", json=body(name)).json()["choices"]
+        tokens: list[str] = choice["logprobs"]["tokens"]
+        return tokens
+
+    with (
+        BackgroundServer(config, lora_modules=modules) as server,
+        httpx.Client(timeout=PATIENCE_S) as client,
+        ThreadPoolExecutor(at_once) as pool,
+    ):
+        return dict(zip(names, pool.map(answer, names), strict=True))
 
 
 def body(name: str) -> dict[str, Any]:

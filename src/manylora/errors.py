@@ -2,6 +2,7 @@
 
 ManyloraError
 ├── ConfigError              wrong configuration; raised before anything starts
+│   └── CertificateRefused   one side of a TLS connection refuses the certificate of the other
 ├── RequestError     4xx     wrong request; other requests are untouched
 │   ├── ContextExceeded 400  the prompt does not fit into the model's context
 │   └── ModelNotFound  404   the request names a model that is not served
@@ -26,6 +27,7 @@ __all__ = [
     "AdapterNotFound",
     "AdapterReplaced",
     "CapacityError",
+    "CertificateRefused",
     "ConfigError",
     "ContextExceeded",
     "EngineDead",
@@ -48,6 +50,10 @@ class ConfigError(ManyloraError):
     """A configuration value is wrong; the message shows the value and what was expected."""
 
     status = 400
+
+
+class CertificateRefused(ConfigError):
+    """One side of a TLS connection refuses the certificate of the other, or its lack."""
 
 
 class RequestError(ManyloraError):

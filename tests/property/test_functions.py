@@ -23,8 +23,8 @@ from manylora.functions import (
     PreloadProblem,
     charge,
     choose_offload,
+    choose_place,
     choose_preload,
-    choose_process,
     deadline_margin_s,
     split_evenly,
 )
@@ -260,12 +260,12 @@ def test_a_fixed_batch_leaves_when_it_is_full_or_has_waited():
 
 def test_the_process_that_answers_first_is_chosen():
     warm, busy, cold = Candidate("a", 0.0), Candidate("b", 0.0, wait_s=4.0), Candidate("c", 3.0)
-    assert choose_process([cold, busy, warm], 1.0) == warm
-    assert choose_process([cold, busy], 1.0) == cold
-    assert choose_process([Candidate("a", 0.0, num_batches=4), cold], 1.0) == cold  # five turns against one and a load
-    assert choose_process([Candidate("a", 0.0, num_batches=1), cold], 1.0).place == "a"
-    assert choose_process([Candidate("a", 3.0, evicts_bytes=1), cold], 1.0) == cold
-    assert choose_process([], 1.0) is None
+    assert choose_place([cold, busy, warm], 1.0) == warm
+    assert choose_place([cold, busy], 1.0) == cold
+    assert choose_place([Candidate("a", 0.0, num_batches=4), cold], 1.0) == cold  # five turns against one and a load
+    assert choose_place([Candidate("a", 0.0, num_batches=1), cold], 1.0).place == "a"
+    assert choose_place([Candidate("a", 3.0, evicts_bytes=1), cold], 1.0) == cold
+    assert choose_place([], 1.0) is None
 
 
 def test_what_is_held_stays_unless_another_choice_is_worth_more():

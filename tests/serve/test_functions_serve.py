@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,8 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from bad_adapters import tiny_base, write_good_adapter
-from live_model import VOCAB_SIZE, write_model
+from functions_folder import NAMES, PATIENCE_S, ask, functions_folder, tokens_of
 
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.controller.bill import make_bill
@@ -30,9 +28,6 @@ from manylora.hosting.adapter_book import LoraModule
 from manylora.isolation import landlock_version
 from manylora.server.background import BackgroundServer
 
-PATIENCE_S = 240.0
-NAMES = ("f0", "f1", "f2")
-
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or landlock_version() < 4, reason="needs a Linux kernel with Landlock 4"
 )
@@ -40,30 +35,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="manylora-functions-") as made:  # pytest's are closed to other users
-        folder = Path(made).resolve()
-        write_model(folder / "base")
-        lines = ['[backbones.tiny]\nmodel = "base"\n[node]\npreload = false\nkeep-alive-s = 3600\n']
-        for seed, name in enumerate(NAMES):
-            write_good_adapter(folder / name, tiny_base(vocab=VOCAB_SIZE), seed=seed)
-            lines.append(
-                f'[functions.{name}]\nbackbone = "tiny"\nadapter = "{name}"\ntenant = "t{seed % 2}"\nthreads = 1\n'
-            )
-        (folder / "functions.toml").write_text("".join(lines))
-        for path in (folder, *folder.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        yield folder
-
-
-def ask(url: str, model: str, num_tokens: int = 24) -> httpx.Response:
-    body = {"model": model, "prompt": "one two three", "max_tokens": num_tokens, "temperature": 0.8, "seed": 7}
-    return httpx.post(url + "/v1/completions", json=body | {"logprobs": 0, "ignore_eos": True}, timeout=PATIENCE_S)
-
-
-def tokens_of(answer: httpx.Response) -> list[str]:
-    assert answer.status_code == 200, answer.text
-    tokens: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
-    return tokens
+    with functions_folder() as made:
+        yield made
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from msgspec import structs
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -26,8 +27,8 @@ from manylora.errors import ConfigError, RequestError
 from manylora.functions.batching import FirstTokenFit, FirstTokenTime
 from manylora.functions.billing import PLATFORM, Usage
 from manylora.functions.deployment import Deployment, FunctionSpec, read_deployment
+from manylora.functions.holding import Load, NodeRoom, Wanted, choose_holding
 from manylora.functions.meter import MachineState, Meter
-from manylora.functions.placement import Load, NodeRoom, Wanted, choose_holding, choose_node
 from manylora.functions.rates import RequestRate
 from manylora.functions.wire import Account, BackboneState, FunctionState, Report
 
@@ -133,9 +134,6 @@ def test_what_is_held_is_most_value_with_all_that_it_needs() -> None:
         "n": {"backbone:b", "libraries:b", "adapter:busy", "adapter:calm", "process:busy"},
         "small": frozenset(),
     }
-    loaded = {"n": ["backbone:b", "libraries:b"], "m": ["backbone:b"], "o": ["backbone:x", "libraries:x", "process:y"]}
-    assert choose_node("busy", "b", loaded, {"m": 100}) == "n"
-    assert choose_node("busy", "b", {"n": [], "m": []}, {"m": 1}) == "m"
 
 
 class Clock:
@@ -173,21 +171,37 @@ def test_a_function_stays_on_its_node_until_that_is_lost(store: Store, deploymen
     controller = Controller(store, deployment, now=clock)
     first = controller.report("a", report(0, 0, is_first=True))
     assert set(first.functions or ()) == {"team/one", "two"}
-    assert set(controller.report("b", report(0, 0, is_first=True)).functions or ()) == set()
     busy = FunctionState(name="two", state="awake", requests_per_s=1.0, own_bytes=1 << 20)
     clock.now += 6.0
     assert "process:two" in controller.report("a", report(0, 10, states=[busy])).hold
+    joined = controller.report("b", report(0, 0, is_first=True))
+    assert set(joined.functions or ()) == {"team/one"}  # the other one is in use
     with pytest.raises(RequestError, match="replaced"):
         controller.report("a", report(10, 20, run="another"))
 
     again = Controller(store, deployment, now=clock)  # killed, and started again: nodes are remembered
-    assert set(again.report("b", report(0, 0, is_first=True, run="next")).functions or ()) == set()
-    assert set(again.report("a", report(10, 20)).functions or ()) == {"team/one", "two"}
+    assert set(again.report("b", report(0, 0, is_first=True, run="next")).functions or ()) == {"team/one"}
+    assert set(again.report("a", report(10, 20, states=[busy])).functions or ()) == {"two"}
     clock.now += LOST_AFTER_S
     moved = again.report("b", report(0, 10, run="next"))
     assert set(moved.functions or ()) == {"team/one", "two"}
     again.remove("two")
     assert [row.name for row in again.overview().functions] == ["team/one"]
+
+
+def test_a_function_gets_the_node_that_is_expected_to_answer_first(store: Store, deployment: Deployment) -> None:
+    clock = Clock()
+    controller = Controller(store, deployment, now=clock)
+    absent = [BackboneState(name="base", state="absent")]
+    controller.report("a", structs.replace(report(0, 0, is_first=True), backbones=absent))
+    controller.report("b", structs.replace(report(0, 0, is_first=True), backbones=absent))
+    assert {row.node for row in controller.overview().functions} == {"a", "b"}  # none has the base
+    joined = controller.report("c", report(0, 0, is_first=True))
+    assert set(joined.functions or ()) == {"team/one", "two"}  # it has, and they have not been used
+    clock.now += LOST_AFTER_S
+    for name in ("a", "b"):
+        controller.report(name, structs.replace(report(0, 0), backbones=absent))
+    assert {row.node for row in controller.overview().functions} == {"a", "b"}
 
 
 def test_a_report_that_does_not_add_up_is_not_recorded(store: Store) -> None:
@@ -242,9 +256,9 @@ def test_the_controller_asks_for_its_token_and_names_wrong_fields(store: Store, 
 
 
 def test_an_open_address_needs_a_token() -> None:
-    with pytest.raises(ConfigError, match="without a token"):
-        bind_guarded("0.0.0.0", 0, None)
-    bind_guarded("127.0.0.1", 0, None).close()
+    with pytest.raises(ConfigError, match="without token and certificate"):
+        bind_guarded("0.0.0.0", 0, is_guarded=False)
+    bind_guarded("127.0.0.1", 0, is_guarded=False).close()
 
 
 def test_one_address_serves_several_backbones() -> None:

@@ -15,6 +15,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ import msgspec
 from manylora.agent.http import backbone_apps, http_server
 from manylora.config import ServerConfig
 from manylora.controller.client import ControllerClient
-from manylora.errors import CapacityError, EngineDead, RequestError
+from manylora.errors import CapacityError, CertificateRefused, EngineDead, RequestError
 from manylora.functions.meter import Taken
 from manylora.functions.wire import Account, Orders, Report
 from manylora.hosting.node.backbone_fleet import BackboneFleet
@@ -47,7 +48,7 @@ class Agent:
         config: The HTTP server.
         bound: The socket of the HTTP server.
         folder: For sockets.
-        memory_bytes: Memory for backbones and functions.
+        memory_bytes: Memory for backbones and functions, unless the controller's orders set it.
         lifeline: Descriptor of a pipe with whose end this process and its backbones end; ``None`` for none.
     """
 
@@ -92,6 +93,7 @@ class Agent:
         """Serve until drained.
 
         Raises:
+            CertificateRefused: Controller or agent refuses the certificate of the other.
             RequestError: The controller refuses this agent: another one reports for the node.
         """
         stopping = asyncio.create_task(self._stop.wait())
@@ -102,11 +104,14 @@ class Agent:
         tasks: list[asyncio.Task[None]] = []
         server = None
         try:
-            apps = await asyncio.to_thread(backbone_apps, self.node, orders.backbones, self._config)
+            config = self._config
+            if not config.api_keys and config.admin_key is None:
+                config = replace(config, api_keys=orders.api_keys, admin_key=orders.admin_key)
+            apps = await asyncio.to_thread(backbone_apps, self.node, orders.backbones, config)
             self._fleets = [one.fleet for one in apps.values()]
             self._observers = {name: one.metrics.observe for name, one in apps.items()}
             listening = asyncio.Event()
-            server = http_server(apps, self.node, self._config, listening.set)
+            server = http_server(apps, self.node, config, listening.set)
             tasks.append(asyncio.create_task(server.serve(sockets=[self._socket])))
             tasks += [asyncio.create_task(self.node.run()), asyncio.create_task(self._report())]
             waiting = asyncio.create_task(listening.wait())
@@ -174,7 +179,7 @@ class Agent:
             self._unsent = self._make(*self.node.take())
         try:
             orders = await self._controller.report(self._name, self._unsent)
-        except CapacityError as error:
+        except (CapacityError, CertificateRefused) as error:  # certificates may be replaced while functions are served
             logger.warning("controller_away error=%s", error)
             return False
         except RequestError as error:

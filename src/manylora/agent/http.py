@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import uvicorn
@@ -22,13 +20,11 @@ from manylora.hosting.node.backbone_fleet import BackboneFleet
 from manylora.hosting.node.node import FunctionNode
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
-from manylora.server.auth import Gate
 from manylora.server.bounds import default_body_bytes
 from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
 from manylora.server.listening import HttpServer
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
-from manylora.server.text_work import TextWork
 from manylora.text import Tokenizer
 from manylora.text.generation_file import load_generation_defaults
 
@@ -70,14 +66,11 @@ def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: Ser
         epoch_s=time.time,
         monotonic_s=time.monotonic,
     )
-    version = metadata.version("manylora")
     context = Context(
         engine_config=engine,
         config=config,
         fleet=fleet,
         tokenizer=tokenizer,
-        text_work=TextWork(),
-        gate=Gate(config.api_keys, config.admin_key),
         # Folders of tenants are read in their functions alone: defaults and templates in them have no effect.
         settings=ModelSettings(
             load_generation_defaults(engine.model),
@@ -88,11 +81,6 @@ def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: Ser
             base_names=frozenset(),
         ),
         metrics=metrics,
-        lora_roots=(),
-        fingerprint=f"fp_{hashlib.blake2b(f'{version}/{folder}/{spec.dtype}'.encode(), digest_size=5).hexdigest()}",
-        started_at=int(time.time()),
-        epoch_s=time.time,
-        monotonic_s=time.monotonic,
         serves_base=False,
         functions=fleet.functions,
     )

@@ -11,39 +11,15 @@ from pathlib import Path
 import msgspec
 
 from manylora.agent.agent import Agent
-from manylora.config import ServerConfig
+from manylora.agent.setup import AgentSetup
 from manylora.controller.client import ControllerClient
+from manylora.controller.process import exit_code_of
 from manylora.hosting.logs import configure_logging
 from manylora.server.listening import bind, run_until_stopped
 
-__all__ = ["AgentSetup", "run_agent"]
+__all__ = ["run_agent"]
 
 SHARE_OF_AVAILABLE = 0.8
-
-
-class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The set-up of an agent.
-
-    Args:
-        node: The node's name.
-        controller: Address of the controller.
-        token: Its token; ``None`` for none.
-        server: The HTTP server in front of the functions.
-        folder: Where sockets of backbones are made.
-        memory_bytes: Memory for backbones and functions; ``None`` for most of the memory that is available.
-        socket: Descriptor of its listening socket; ``None`` to bind one.
-        lifeline: Descriptor of a pipe with whose end this process and its backbones end; ``None`` for none.
-    """
-
-    node: str
-    controller: str
-    token: str | None
-    server: ServerConfig
-    folder: str
-    memory_bytes: int | None = None
-    socket: int | None = None
-    lifeline: int | None = None
-    log_level: int = logging.INFO
 
 
 def run_agent(setup: AgentSetup) -> int:
@@ -60,11 +36,11 @@ def run_agent(setup: AgentSetup) -> int:
         )
         return Agent(
             setup.node,
-            ControllerClient(setup.controller, setup.token),
+            ControllerClient(setup.controller, setup.token, setup.tls),
             setup.server,
             bound,
             Path(setup.folder),
-            memory_bytes=setup.memory_bytes or int(SHARE_OF_AVAILABLE * _available_bytes()),
+            memory_bytes=int(SHARE_OF_AVAILABLE * _available_bytes()),
             lifeline=setup.lifeline,
         )
 
@@ -88,7 +64,7 @@ def main() -> int:
     """Run an agent; return the exit code."""
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=AgentSetup)
     configure_logging(setup.log_level, "agent")
-    return run_agent(setup)
+    return exit_code_of(lambda: run_agent(setup))
 
 
 if __name__ == "__main__":

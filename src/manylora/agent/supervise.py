@@ -14,28 +14,30 @@ import secrets
 import signal
 import sys
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from manylora.agent.process import AgentSetup
+from manylora.agent.setup import AgentSetup
 from manylora.config import ServerConfig
 from manylora.controller.process import ControllerSetup, bind_guarded
-from manylora.errors import EngineDead
+from manylora.errors import EngineDead, ManyloraError
 from manylora.functions.deployment import read_deployment
 from manylora.hosting.engine_keeper import RestartPolicy
-from manylora.server.listening import bind, url_of
+from manylora.server.listening import BACKLOG, bind, url_of
 
-__all__ = ["CONTROLLER", "TOKEN", "read_token", "supervise"]
+__all__ = ["CONTROLLER", "RESTARTS", "TOKEN", "Child", "keep_until_stopped", "own_token", "supervise"]
 
 TOKEN = "token"
 CONTROLLER = "controller.json"
 RESTARTS = RestartPolicy(max_deaths=10, first_pause_s=0.2, max_pause_s=5.0, healthy_after_s=10.0)
-BACKLOG = 512
 
 logger = logging.getLogger(__name__)
 
 
-def supervise(config: Path, folder: Path, server: ServerConfig, *, node: str, log_level: int) -> int:
+def supervise(
+    config: Path, folder: Path, server: ServerConfig, *, node: str, token_file: Path | None, log_level: int
+) -> int:
     """Run controller and agent until SIGTERM or SIGINT; return the exit code.
 
     Args:
@@ -43,16 +45,17 @@ def supervise(config: Path, folder: Path, server: ServerConfig, *, node: str, lo
         folder: State: database, token and sockets; made for this user alone.
         server: The HTTP server in front of the functions.
         node: This machine's name.
+        token_file: The token of the controller; ``None`` for one of its own in the folder.
         log_level: Of all processes.
 
     Raises:
         ConfigError: The file is wrong, or an address cannot be listened on.
         EngineDead: Controller or agent died too often.
     """
-    deployment = read_deployment(config)
+    read_deployment(config)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token = read_token(folder)
-    public, private = bind(server.host, server.port), bind_guarded("127.0.0.1", 0, token)
+    token = own_token(folder) if token_file is None else token_file.read_text().strip()
+    public, private = bind(server.host, server.port), bind_guarded("127.0.0.1", 0, is_guarded=True)
     for one in (public, private):
         one.listen(BACKLOG)
     (folder / CONTROLLER).write_text(json.dumps({"url": url_of(private)}))
@@ -71,16 +74,15 @@ def supervise(config: Path, folder: Path, server: ServerConfig, *, node: str, lo
         token=token,
         server=server,
         folder=str(folder),
-        memory_bytes=deployment.node.memory_bytes,
         socket=public.fileno(),
         lifeline=lifeline,
         log_level=log_level,
     )
     try:
         asyncio.run(
-            _keep_both(
-                _Child("manylora.controller.process", msgspec.json.encode(controller), (private.fileno(), lifeline)),
-                _Child("manylora.agent.process", msgspec.json.encode(agent), (public.fileno(), lifeline)),
+            keep_until_stopped(
+                Child("manylora.controller.process", msgspec.json.encode(controller), (private.fileno(), lifeline)),
+                Child("manylora.agent.process", msgspec.json.encode(agent), (public.fileno(), lifeline)),
             )
         )
     finally:
@@ -91,7 +93,7 @@ def supervise(config: Path, folder: Path, server: ServerConfig, *, node: str, lo
     return 0
 
 
-def read_token(folder: Path) -> str:
+def own_token(folder: Path) -> str:
     """Return the token in a folder of state; a new one if there is none."""
     path = folder / TOKEN
     try:
@@ -103,7 +105,7 @@ def read_token(folder: Path) -> str:
         return token
 
 
-class _Child:
+class Child:
     """A process that is started again when it ends."""
 
     def __init__(self, module: str, setup: bytes, descriptors: tuple[int, ...]) -> None:
@@ -146,7 +148,24 @@ class _Child:
             await self._process.wait()
 
 
-async def _keep_both(controller: _Child, agent: _Child) -> None:
+class Kept(Protocol):
+    """A part that is started again when it ends."""
+
+    async def keep(self) -> None:
+        """Run it until ``stop``."""
+        ...
+
+    async def stop(self) -> None:
+        """End it, and wait."""
+        ...
+
+
+async def keep_until_stopped(controller: Kept, agents: Kept) -> None:
+    """Run both until SIGTERM or SIGINT.
+
+    Raises:
+        ManyloraError: One of them was given up.
+    """
     stopping = asyncio.Event()
 
     def stop() -> None:
@@ -157,16 +176,16 @@ async def _keep_both(controller: _Child, agent: _Child) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    keeping = [asyncio.create_task(child.keep()) for child in (controller, agent)]
+    keeping = [asyncio.create_task(child.keep()) for child in (controller, agents)]
     waiting = asyncio.create_task(stopping.wait())
     try:
         await asyncio.wait({waiting, *keeping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
-        await agent.stop()  # its last report needs the controller
+        await agents.stop()  # its last report needs the controller
         await controller.stop()
     for task in keeping:
         task.cancel()
     for result in await asyncio.gather(*keeping, return_exceptions=True):
-        if isinstance(result, EngineDead):
+        if isinstance(result, ManyloraError):
             raise result

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 from types import TracebackType
 
 import httpx
 import msgspec
 
-from manylora.errors import CapacityError, RequestError
+from manylora.controller.tls import TlsFiles, client_context, find_refusal
+from manylora.errors import CapacityError, CertificateRefused, ConfigError, RequestError
 from manylora.functions.deployment import FunctionSpec
 from manylora.functions.wire import Orders, Overview, Report
 
@@ -22,17 +24,29 @@ class ControllerClient:
     Args:
         url: Its address.
         token: Its token, if it has one.
+        tls: This side's certificate, if the controller asks for one.
+
+    Raises:
+        ConfigError: A file cannot be used, or the address is not one of TLS.
     """
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, tls: TlsFiles | None = None) -> None:
+        if tls is not None and not url.startswith("https://"):
+            raise ConfigError(
+                f"Got controller = {url!r} with a certificate, expected an address that begins with https://"
+            )
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        self._tls = ssl.create_default_context() if tls is None else client_context(tls)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=self._tls
+        )
 
     async def report(self, node: str, report: Report) -> Orders:
         """Send a report.
 
         Raises:
             CapacityError: The controller does not answer now; try again.
+            CertificateRefused: One side refuses the other's certificate.
             RequestError: It refuses the report.
         """
         body = await self._send("POST", f"/v1/nodes/{node}/report", msgspec.json.encode(report))
@@ -64,6 +78,11 @@ class ControllerClient:
         try:
             answer = await self._http.request(method, path, content=content)
         except httpx.HTTPError as error:
+            url = self._http.base_url
+            if url.scheme == "https":
+                refusal = await find_refusal(error, url.host, url.port or 443, self._tls)
+                if refusal is not None:
+                    raise CertificateRefused(f"No connection to the controller at {url}: {refusal}") from error
             raise CapacityError(f"The controller at {self._http.base_url} does not answer: {error!r}") from error
         if answer.status_code >= 500:
             raise CapacityError(f"The controller at {self._http.base_url} failed: {answer.status_code}")

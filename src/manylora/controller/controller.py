@@ -1,8 +1,8 @@
 """Decides from reports: the node of each function, and what each node holds ready.
 
 Only the store outlives it. A controller that starts again knows functions, nodes of functions and the ledger; the
-states of functions come with the next reports. A function leaves a node that no longer reports for the node with the
-most of it already loaded.
+states of functions come with the next reports. A function leaves a node that no longer reports for the one that is
+expected to answer first (``functions.placement``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from manylora.controller.node_view import NodeView
 from manylora.controller.store import Store
 from manylora.errors import ConfigError, RequestError
 from manylora.functions.deployment import MAX_FUNCTIONS, Deployment, FunctionSpec, check_function
-from manylora.functions.placement import Load, NodeRoom, Wanted, choose_holding, choose_node, hold_name
-from manylora.functions.wire import BackboneState, FunctionRow, FunctionState, Node, Orders, Overview, Report
+from manylora.functions.holding import Load, NodeRoom, Wanted, choose_holding, needed_by
+from manylora.functions.placement import choose_place
+from manylora.functions.wire import BackboneState, ColdStart, FunctionRow, FunctionState, Node, Orders, Overview, Report
 
 __all__ = ["Controller"]
 
@@ -32,24 +33,6 @@ UNMEASURED = Load(num_bytes=128 << 20, took_s=1.0)
 """The size and the time of an artefact that no node has loaded yet."""
 
 
-@dataclass(slots=True)
-class _NodeView:
-    report: Report
-    seen_at: float
-    functions: dict[str, FunctionState]
-
-    def loaded(self) -> frozenset[str]:
-        """Return the names of the artefacts that are loaded."""
-        held: set[str] = set()
-        for one in self.report.backbones:
-            if one.state == "ready":
-                held.update((hold_name("backbone", one.name), hold_name("libraries", one.name)))
-        for state in self.functions.values():
-            if state.state == "awake":
-                held.update((hold_name("adapter", state.name), hold_name("process", state.name)))
-        return frozenset(held)
-
-
 class Controller:
     """The controller. For one thread alone.
 
@@ -57,18 +40,29 @@ class Controller:
         store: Its database.
         deployment: The configuration, whose functions are registered.
         now: Returns monotonic seconds.
+        api_keys: Keys of the HTTP servers of agents that were started without.
+        admin_key: Likewise.
     """
 
-    def __init__(self, store: Store, deployment: Deployment, *, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        deployment: Deployment,
+        *,
+        now: Callable[[], float],
+        api_keys: tuple[str, ...] = (),
+        admin_key: str | None = None,
+    ) -> None:
         self._store = store
         self._backbones = deployment.backbones
         self._node = deployment.node
         self._now = now
+        self._api_keys, self._admin_key = api_keys, admin_key
         store.configure(deployment.functions, deployment.prices)
         self._functions = store.functions()
         self._placements = {name: node for name, node in store.placements().items() if name in self._functions}
         self._starts = store.starts()
-        self._nodes: dict[str, _NodeView] = {}
+        self._nodes: dict[str, NodeView] = {}
         self._hold: dict[str, frozenset[str]] = {}
         self._decided_at = float("-inf")
         self._started_at = now()
@@ -85,6 +79,8 @@ class Controller:
             RequestError: Another run of the node's agent has reported since.
         """
         end = self._store.end_of(node)
+        if len(self._nodes) >= MAX_NODES:
+            self._nodes = self._up()
         if end is None and node not in self._nodes and len(self._nodes) >= MAX_NODES:
             raise RequestError(f"Got node {node!r}, and there are {MAX_NODES} already")
         if not report.is_first and (end is None or end.incarnation != report.incarnation):
@@ -95,8 +91,9 @@ class Controller:
                 starts[state.name] = state.last_start
         recorded_until_ns = self._store.record(node, report, starts)
         self._starts |= starts
-        self._nodes[node] = _NodeView(report, self._now(), {one.name: one for one in report.functions})
-        self._place()
+        has_joined = node not in self._up()
+        self._nodes[node] = NodeView(report, self._now(), {one.name: one for one in report.functions})
+        self._place(joined=has_joined)
         self._decide()
         is_current = report.generation == self._generation and not report.is_first
         return Orders(
@@ -106,56 +103,77 @@ class Controller:
             backbones=self._backbones,
             functions=None if is_current else self._functions_of(node),
             hold=sorted(self._hold.get(node, ())),
+            api_keys=self._api_keys,
+            admin_key=self._admin_key,
         )
 
-    def _up(self) -> dict[str, _NodeView]:
+    def _up(self) -> dict[str, NodeView]:
         now = self._now()
         return {name: view for name, view in sorted(self._nodes.items()) if now - view.seen_at < LOST_AFTER_S}
 
-    def _place(self) -> None:
-        """Give a node to every function that has none that reports."""
+    def _place(self, *, joined: bool = False) -> None:
+        """Choose a node for every function that has none which reports.
+
+        When a node has ``joined``, functions that have not been awake since their agent's start may move as well.
+        """
         up = self._up()
+        if not up:
+            return
         # A controller that has just begun waits for the agents of functions that have a node.
         may_move = self._now() - self._started_at >= LOST_AFTER_S
-        homeless = [
-            name
-            for name in self._functions
-            if (node := self._placements.get(name)) is None or (may_move and node not in up)
-        ]
-        if not homeless or not up:
-            return
-        loaded = {name: view.loaded() for name, view in up.items()}
         placed = Counter(self._placements.values())
-        moved = {}
-        for name in homeless:
-            free = {node: -placed[node] for node in up}  # fewest functions first: memory is shared by those awake
-            moved[name] = choose_node(name, self._functions[name].backbone, loaded, free)
-            placed[moved[name]] += 1
-        self._store.place(moved)
-        self._placements |= moved
-        self._generation += 1
+        backbones = self._backbone_loads()
+        moved: dict[str, str] = {}
+        for name, spec in self._functions.items():
+            home = self._placements.get(name)
+            if home in up and (not joined or name in up[home].functions):
+                continue
+            if home is not None and home not in up and not may_move:
+                continue
+            wanted = _wanted(name, spec, None, self._starts.get(name))
+            needed = needed_by(wanted, backbones[spec.backbone])
+            alone_s = self._starts[name].first_token_s if name in self._starts else None
+            alone_s = alone_s or UNMEASURED.took_s
+            candidates = {
+                node: view.candidate(node, needed, placed[node] - (node == home)) for node, view in up.items()
+            }
+            best = choose_place(list(candidates.values()), alone_s)
+            assert best is not None
+            if home in up and candidates[home].order(alone_s) <= best.order(alone_s):
+                continue
+            placed[best.place] += 1
+            if home is not None:
+                placed[home] -= 1
+            moved[name] = best.place
+        if moved:
+            self._store.place(moved)
+            self._placements |= moved
+            self._generation += 1
+
+    def _backbone_loads(self) -> dict[str, tuple[Load, Load]]:
+        """Return the memory and the libraries of each backbone, as last measured on any node."""
+        measured: dict[str, BackboneState] = {}
+        for view in self._up().values():
+            measured |= {one.name: one for one in view.report.backbones if one.load_s > 0.0}
+        return {
+            name: (
+                (Load(one.num_bytes, one.load_s), Load(one.zygote_bytes, one.zygote_s))
+                if (one := measured.get(name)) is not None
+                else (UNMEASURED, UNMEASURED)
+            )
+            for name in self._backbones
+        }
 
     def _decide(self) -> None:
         """Choose the artefacts to hold, from the rates, sizes and times of the last reports."""
         if not self._node.preload or self._now() - self._decided_at < DECIDE_EVERY_S:
             return
         self._decided_at = self._now()
-        up = self._up()
-        measured: dict[str, BackboneState] = {}
-        for view in up.values():
-            measured |= {one.name: one for one in view.report.backbones if one.load_s > 0.0}
-        backbones = {}
-        for name in self._backbones:
-            one = measured.get(name)
-            backbones[name] = (
-                (UNMEASURED, UNMEASURED)
-                if one is None
-                else (Load(one.num_bytes, one.load_s), Load(one.zygote_bytes, one.zygote_s))
-            )
+        backbones = self._backbone_loads()
         # A function's node serves it, so that its artefacts are chosen for that node alone.
-        for node, view in up.items():
+        for node, view in self._up().items():
             wanted = [
-                _wanted(name, self._functions[name], state)
+                _wanted(name, self._functions[name], state, state.last_start)
                 for name, state in view.functions.items()
                 if self._placements.get(name) == node and name in self._functions
             ]
@@ -221,13 +239,14 @@ class Controller:
         )
 
 
-def _wanted(name: str, spec: FunctionSpec, state: FunctionState) -> Wanted:
-    stages = {} if state.last_start is None else state.last_start.stages_s
+def _wanted(name: str, spec: FunctionSpec, state: FunctionState | None, start: ColdStart | None) -> Wanted:
+    """Return a function with its sizes and times, as far as they have been measured."""
+    stages = {} if start is None else start.stages_s
     own_s = sum(stages.get(stage, 0.0) for stage in ("fork", "confine", "map", "build")) or UNMEASURED.took_s
     return Wanted(
         name=name,
         backbone=spec.backbone,
-        requests_per_s=state.requests_per_s,
-        adapter=Load(state.adapter_bytes, stages.get("adapter", 0.0)),
-        process=Load(state.own_bytes or spec.kv_bytes + spec.adapter_bytes, own_s),
+        requests_per_s=0.0 if state is None else state.requests_per_s,
+        adapter=Load(0 if state is None else state.adapter_bytes, stages.get("adapter", 0.0)),
+        process=Load((0 if state is None else state.own_bytes) or spec.kv_bytes + spec.adapter_bytes, own_s),
     )

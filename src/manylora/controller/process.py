@@ -18,15 +18,18 @@ import uvicorn
 from manylora.controller.app import make_app
 from manylora.controller.controller import Controller
 from manylora.controller.store import Store
-from manylora.errors import ConfigError
+from manylora.controller.tls import TlsFiles, server_context
+from manylora.errors import ConfigError, ManyloraError
 from manylora.functions.deployment import read_deployment
 from manylora.hosting.logs import configure_logging
 from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 
-__all__ = ["LEDGER", "ControllerSetup", "bind_guarded", "run_controller"]
+__all__ = ["LEDGER", "ControllerSetup", "bind_guarded", "exit_code_of", "run_controller"]
 
 LEDGER = "ledger.db"
 DRAIN_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class ControllerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,18 +38,23 @@ class ControllerSetup(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         config: File of functions.
         folder: Where its database is.
-        token: Token of all calls; ``None`` for none, on loopback.
+        token: Token of all calls; ``None`` for none, on loopback or with TLS.
+        tls: Its certificate, and the authority of its callers'; ``None`` for no TLS.
         socket: Descriptor of its listening socket; ``None`` to bind ``host`` and ``port``.
         lifeline: Descriptor of a pipe with whose end this process ends; ``None`` for none.
+        api_keys: As of ``Controller``, like the next.
     """
 
     config: str
     folder: str
     token: str | None
+    tls: TlsFiles | None = None
     host: str = "127.0.0.1"
     port: int = 0
     socket: int | None = None
     lifeline: int | None = None
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
     log_level: int = logging.INFO
 
 
@@ -56,15 +64,18 @@ class ControllerServer:
     def __init__(self, setup: ControllerSetup) -> None:
         deployment = read_deployment(Path(setup.config))
         self._store = Store(Path(setup.folder) / LEDGER)
-        self._controller = Controller(self._store, deployment, now=time.monotonic)
+        self._controller = Controller(
+            self._store, deployment, now=time.monotonic, api_keys=setup.api_keys, admin_key=setup.admin_key
+        )
         self._socket = (
-            bind_guarded(setup.host, setup.port, setup.token)
+            bind_guarded(setup.host, setup.port, is_guarded=setup.token is not None or setup.tls is not None)
             if setup.socket is None
             else socket.socket(fileno=setup.socket)
         )
-        self.url = url_of(self._socket)
+        self.url = url_of(self._socket, is_tls=setup.tls is not None)
         self.is_stopping = False
         self._token = setup.token
+        self._tls = None if setup.tls is None else server_context(setup.tls)
         self._http: HttpServer | None = None
         if setup.lifeline is not None:
             asyncio.get_running_loop().add_reader(setup.lifeline, os._exit, 1)  # its other end has gone
@@ -77,19 +88,19 @@ class ControllerServer:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained."""
-        self._http = HttpServer(
-            uvicorn.Config(
-                make_app(self._controller, self._token),
-                log_config=None,
-                log_level=logging.WARNING,
-                access_log=False,
-                lifespan="off",
-                proxy_headers=False,
-                server_header=False,
-                timeout_graceful_shutdown=int(DRAIN_S),
-            ),
-            on_ready,
+        config = uvicorn.Config(
+            make_app(self._controller, self._token),
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(DRAIN_S),
         )
+        config.load()
+        config.ssl = self._tls
+        self._http = HttpServer(config, on_ready)
         self._http.should_exit = self.is_stopping
         try:
             await self._http.serve(sockets=[self._socket])
@@ -97,16 +108,16 @@ class ControllerServer:
             self._store.close()
 
 
-def bind_guarded(host: str, port: int, token: str | None) -> socket.socket:
+def bind_guarded(host: str, port: int, *, is_guarded: bool) -> socket.socket:
     """Return a bound socket.
 
     Raises:
-        ConfigError: The address can be reached from other machines, and there is no token.
+        ConfigError: The address can be reached from other machines, and callers need neither token nor certificate.
     """
     bound = bind(host, port)
-    if token is None and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
+    if not is_guarded and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
         bound.close()
-        raise ConfigError(f"Got host = {host!r} without a token, expected a token or a loopback address")
+        raise ConfigError(f"Got host = {host!r} without token and certificate, expected either or a loopback address")
     return bound
 
 
@@ -123,11 +134,20 @@ def run_controller(setup: ControllerSetup) -> int:
     return run_until_stopped(lambda: ControllerServer(setup), say_ready, drain_timeout_s=DRAIN_S)
 
 
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Return the exit code of a process: 2 if its configuration is wrong, which no restart mends."""
+    try:
+        return run()
+    except ManyloraError as error:
+        logger.error("process_failed error=%s", error)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
 def main() -> int:
     """Run a controller; return the exit code."""
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=ControllerSetup)
     configure_logging(setup.log_level, "controller")
-    return run_controller(setup)
+    return exit_code_of(lambda: run_controller(setup))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from manylora.functions.batching import (
 )
 from manylora.functions.billing import PLATFORM, Interval, PriceList, Usage, charge, cost_effectiveness, split_evenly
 from manylora.functions.offload import Held, choose_offload
+from manylora.functions.placement import Candidate, choose_place
 from manylora.functions.preload import Preloader, choose_preload
-from manylora.functions.process_choice import Candidate, choose_process
 
 __all__ = [
     "PLATFORM",
@@ -37,8 +37,8 @@ __all__ = [
     "Window",
     "charge",
     "choose_offload",
+    "choose_place",
     "choose_preload",
-    "choose_process",
     "cost_effectiveness",
     "deadline_margin_s",
     "most_urgent",

@@ -1,123 +1,53 @@
-r"""What a node is to hold, and the node of a function: the problem of pre-loading, from measured times and sizes.
+"""The choice of a place: of the process that serves a batch, and of the node that serves a function.
 
-On a CPU the artefacts of a function are its backbone in sealed memory, a zygote over it with libraries and kernels
-ready, and its adapter's file in the page cache, or its process, awake::
+The place that is expected to answer first is taken. One that has more loaded is ready earlier; one whose device is busy
+runs slower, because processes take turns on it. Both are seconds, so they add up. Of equal places that with less to
+load is taken, then that with fewer bytes to evict, then that with fewer functions.
 
-    backbone:B ---> libraries:B ---> adapter:F
-                                \--> process:F
+A simulation asks for every batch, since its processes can start on any device. A live controller asks once for each
+function, whose requests then go to one node, and again when that node is lost or another one joins.
 
-A process has read its adapter, so it saves that time as well, and does not need the file.
-
-The same choice runs for live nodes and in a simulation.
+Source: ServerlessLoRA, section 3.3, step 4: "a function instance that has the optimal pre-loaded components". Loads
+alone would send every batch to the device with everything loaded, however many run there (equation 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manylora.functions.artefacts import Artefact, Kind, Memory, Place, PreloadProblem
-from manylora.functions.preload import choose_preload
-
-__all__ = ["HOLDS", "Load", "NodeRoom", "Wanted", "choose_holding", "choose_node", "hold_name"]
-
-HOLDS = ("backbone", "libraries", "adapter", "process")
-"""Kinds of artefacts that a node holds, in the order of loading."""
-
-_KINDS = dict(zip(HOLDS, (Kind.BACKBONE, Kind.LIBRARIES, Kind.ADAPTER, Kind.KERNELS), strict=True))
+__all__ = ["Candidate", "choose_place"]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """The size of an artefact in host memory, and the time of its load in seconds."""
-
-    num_bytes: int
-    took_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A function that gets requests.
+class Candidate:
+    """A place that could serve a batch or a function.
 
     Args:
-        name: The function.
-        backbone: Its backbone.
-        requests_per_s: Rate of its requests.
-        adapter: Its adapter's file.
-        process: Its process; the time without that of the adapter.
+        place: Name of the device or the node.
+        load_s: Seconds until all that it lacks is loaded; 0 for a warm process.
+        wait_s: Seconds until its process is free.
+        num_batches: Batches that run there besides this one.
+        evicts_bytes: Bytes that idle artefacts of others must give up for it.
+        num_functions: Other functions that only this place serves.
     """
 
-    name: str
-    backbone: str
-    requests_per_s: float
-    adapter: Load
-    process: Load
+    place: str
+    load_s: float
+    wait_s: float = 0.0
+    num_batches: int = 0
+    evicts_bytes: int = 0
+    num_functions: int = 0
+
+    def answers_in_s(self, alone_s: float) -> float:
+        """Return the seconds until a batch is answered that takes ``alone_s`` on a device of its own."""
+        return max(self.load_s, self.wait_s) + (1 + self.num_batches) * alone_s
+
+    def order(self, alone_s: float) -> tuple[float, ...]:
+        """Return the key by which places are compared, the best first; ``alone_s`` as of ``answers_in_s``."""
+        return self.answers_in_s(alone_s), self.load_s, self.evicts_bytes, self.num_functions
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRoom:
-    """A node, and the bytes that artefacts may take there."""
-
-    name: str
-    free_bytes: int
-
-
-def hold_name(kind: str, owner: str) -> str:
-    """Return the name of an artefact: ``process:sql``."""
-    return f"{kind}:{owner}"
-
-
-def choose_holding(
-    wanted: Iterable[Wanted], backbones: Mapping[str, tuple[Load, Load]], nodes: Iterable[NodeRoom]
-) -> dict[str, frozenset[str]]:
-    """Return the names of the artefacts to hold, by node.
-
-    Args:
-        wanted: Functions with requests.
-        backbones: Each with its memory and its libraries.
-        nodes: The nodes, in order of name.
-    """
-    functions = [one for one in wanted if one.requests_per_s > 0.0 and one.backbone in backbones]
-    rates: dict[str, float] = {}
-    for one in functions:
-        rates[one.backbone] = rates.get(one.backbone, 0.0) + one.requests_per_s
-    artefacts = []
-    for name, rate in rates.items():
-        memory, libraries = backbones[name]
-        artefacts.append(_artefact("backbone", name, memory, rate, None))
-        artefacts.append(_artefact("libraries", name, libraries, rate, hold_name("backbone", name)))
-    for one in functions:
-        needs = hold_name("libraries", one.backbone)
-        artefacts.append(_artefact("adapter", one.name, one.adapter, one.requests_per_s, needs))
-        process = Load(one.process.num_bytes, one.process.took_s + one.adapter.took_s)
-        artefacts.append(_artefact("process", one.name, process, one.requests_per_s, needs))
-    places = tuple(
-        Place(name=node.name, memory=Memory.HOST, node=node.name, free_bytes=node.free_bytes) for node in nodes
-    )
-    chosen = choose_preload(PreloadProblem(tuple(artefacts), places))
-    return {place.name: frozenset(one.artefact for one in chosen if one.place == place.name) for place in places}
-
-
-def choose_node(function: str, backbone: str, loaded: Mapping[str, Iterable[str]], free: Mapping[str, int]) -> str:
-    """Return the node for a function: that with the most already loaded, and of equal ones that with most free memory.
-
-    Args:
-        function: The function.
-        backbone: Its backbone.
-        loaded: Names of the artefacts that are loaded, by node; at least one node.
-        free: Free bytes, by node.
-    """
-    owners = (backbone, backbone, function, function)
-    needed = [hold_name(kind, owner) for kind, owner in zip(HOLDS, owners, strict=True)]
-    return max(sorted(loaded), key=lambda node: (sum(one in loaded[node] for one in needed), free.get(node, 0)))
-
-
-def _artefact(kind: str, owner: str, load: Load, rate: float, parent: str | None) -> Artefact:
-    return Artefact(
-        name=hold_name(kind, owner),
-        kind=_KINDS[kind],
-        num_bytes={Memory.HOST: load.num_bytes},
-        saves_s={Memory.HOST: load.took_s},
-        requests_per_s=rate,
-        parent=parent,
-    )
+def choose_place(candidates: Sequence[Candidate], alone_s: float) -> Candidate | None:
+    """Return the place for a batch that takes ``alone_s`` on a device of its own; ``None`` without candidates."""
+    return min(candidates, key=lambda one: (*one.order(alone_s), one.place), default=None)

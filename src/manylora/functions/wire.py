@@ -160,7 +160,9 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         recorded_until_ns: End of the node's ledger.
         generation: Of the functions.
         functions: Those of the node; ``None`` if the agent has this generation.
-        hold: Artefacts to hold ready (``functions.placement``).
+        hold: Artefacts to hold ready (``functions.holding``).
+        api_keys: Keys of the HTTP server in front of the functions, if the agent was started without.
+        admin_key: Likewise.
     """
 
     recorded_until_ns: int
@@ -169,6 +171,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backbones: dict[str, BackboneSpec]
     functions: dict[str, FunctionSpec] | None = None
     hold: list[str] = []
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 import resource
 import ssl
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import uvicorn
@@ -25,12 +22,10 @@ from manylora.errors import ConfigError
 from manylora.hosting.fleet import Fleet
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
-from manylora.server.auth import Gate
 from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
 from manylora.server.listening import HttpServer
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
-from manylora.server.text_work import TextWork
 from manylora.text import Tokenizer
 from manylora.text.generation_file import load_generation_defaults
 
@@ -74,8 +69,6 @@ def make_http_server(
     tokenizer = Tokenizer.load(model.tokenizer or model.model, revision=model.revision, chat_template=web.chat_template)
     # A simulated engine reads only the tokenizer of its model, which may be all there is.
     named = model if engine.simulate is None else replace(model, model=model.tokenizer or model.model)
-    version = metadata.version("manylora")
-    digest = hashlib.blake2b(f"{version}/{model.model}/{model.revision}/{model.dtype}".encode(), digest_size=5)
     # An adapter named at start may be loaded again from its directory; those found are below a folder of adapters.
     roots = [*server.lora_dirs, *server.allowed_lora_paths, *named_paths]
     context = Context(
@@ -83,8 +76,6 @@ def make_http_server(
         config=server,
         fleet=fleet,
         tokenizer=tokenizer,
-        text_work=TextWork(),
-        gate=Gate(server.api_keys, server.admin_key),
         settings=ModelSettings(
             load_generation_defaults(named),
             base_name=fleet.served_name,
@@ -95,10 +86,6 @@ def make_http_server(
         ),
         metrics=metrics,
         lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
-        fingerprint=f"fp_{digest.hexdigest()}",
-        started_at=int(time.time()),
-        epoch_s=time.time,
-        monotonic_s=time.monotonic,
     )
     config = uvicorn.Config(
         make_app(context),

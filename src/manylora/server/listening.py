@@ -16,9 +16,11 @@ import uvicorn
 
 from manylora.errors import ConfigError
 
-__all__ = ["HttpServer", "Stoppable", "bind", "new_event_loop", "run_until_stopped", "url_of"]
+__all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "new_event_loop", "run_until_stopped", "url_of"]
 
 EXIT_FORCED = 130
+BACKLOG = 512
+"""Connections that wait for a process which starts again."""
 
 logger = logging.getLogger(__name__)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from manylora.cli.options.shared import LogLevel, ModelArgument, log_to_stderr, resolve_model
-from manylora.cli.views.terminal import note
 from manylora.config import ModelConfig
 
 __all__ = ["backbone"]
@@ -24,31 +21,25 @@ def backbone(
 ) -> None:
     """Load a base once on the CPU, seal it in memory, and hand it out over a socket until SIGTERM or Ctrl-C.
 
-    The memory cannot be written by any process, this one included. It lives until its last reader ends.
+    The memory cannot be written by any process, this one included. It lives until its last reader ends. Once it is
+    sealed, the process gives up the libraries that loaded it.
     """
     log_to_stderr(log_level, "backbone")
     from manylora.execution.model.base_weights import share_weights
     from manylora.execution.model.freeze import load_weights
     from manylora.execution.model.load import load_model
     from manylora.hosting.functions.backbone import BackboneSocket
+    from manylora.hosting.functions.hold import become_holder
     from manylora.hosting.functions.messages import Backbone
 
     folder, served_name, _ = resolve_model(model, None, {})
     config = ModelConfig(model=_local(folder), served_model_name=served_name, dtype=dtype, device="cpu")
 
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    with BackboneSocket(socket) as listening:
-        signal.signal(signal.SIGTERM, end)
+    with BackboneSocket(socket):  # callers wait, and another backbone is refused before the base is loaded
         _, weights = load_weights(config, load_model)
         shared = share_weights(weights)
         assert shared is not None, "weights on a CPU are in memory that can be shared"
-        note(f"serving {shared.num_bytes} bytes of {folder} on {socket}, pid {os.getpid()}")
-        try:
-            listening.serve(Backbone(model=config, base=shared))
-        except KeyboardInterrupt:
-            return
+    become_holder(socket, Backbone(model=config, base=shared))
 
 
 def _local(folder: str) -> str:

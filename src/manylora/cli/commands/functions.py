@@ -26,7 +26,8 @@ from manylora.functions.wire import Overview
 __all__ = ["functions_app"]
 
 _FLAGS = tuple(flag for flag in flags_of(ServerConfig) if flag.known.panel == "HTTP")
-_PANELS = ("HTTP",)
+_RAY_FLAGS = flags_of(FleetConfig, only=("ray", "ray_resources", "ray_labels"), panel="Ray")
+_PANELS = ("HTTP", "Ray")
 
 functions_app = typer.Typer(help="Serve adapters as isolated functions over shared bases.", no_args_is_help=True)
 
@@ -40,31 +41,55 @@ TokenFile = Annotated[
         "--token-file", metavar="FILE", envvar="MANYLORA_TOKEN_FILE", help="File with the controller's token."
     ),
 ]
+TlsCert = Annotated[
+    str | None,
+    typer.Option("--tls-cert", metavar="FILE", help="Certificate of this side, for TLS between controller and agents."),
+]
+TlsKey = Annotated[str | None, typer.Option("--tls-key", metavar="FILE", help="Private key of --tls-cert.")]
+TlsCa = Annotated[
+    str | None,
+    typer.Option("--tls-ca", metavar="FILE", help="Authority of the other side's certificate."),
+]
 STATE = Path("functions-state")
 
 
 @functions_app.command(name="serve")
-@with_flags(_FLAGS, panels=_PANELS)
+@with_flags((*_FLAGS, *_RAY_FLAGS), panels=_PANELS)
 def serve_functions(
     config: ConfigFile,
     chosen: Chosen,
     state_dir: StateFolder = STATE,
     node: Annotated[str | None, typer.Option(help="This machine's name; by default its host name.")] = None,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Run controller, agent, backbones and functions on this machine, with OpenAI's API in front.
 
     A function is a model name. It sleeps until a request comes, and costs nothing meanwhile.
 
+    With --ray, an agent runs on every node of the cluster, and needs a token or certificates there.
+
     [bold]manylora functions serve --config functions.toml --port 8000[/bold]
     """
     log_to_stderr(log_level, "functions")
-    from manylora.agent.supervise import supervise  # imports torch and the web framework
+    from manylora.agent.cluster import supervise_cluster  # imports the web framework
+    from manylora.agent.supervise import supervise
+    from manylora.controller.tls import tls_files
 
-    server = chosen.make(ServerConfig, fleet=FleetConfig())
+    server, fleet = chosen.make(ServerConfig, fleet=FleetConfig()), chosen.make(FleetConfig)
     level = logging.getLogger().getEffectiveLevel()
+    tls, folder = tls_files(tls_cert, tls_key, tls_ca), state_dir.resolve()
+    if fleet.ray is None and tls is not None:
+        raise ConfigError("Got tls_cert without ray, where controller and agent share a machine")
     note(f"starting functions of {config}; the address follows when they are served")
-    sys.exit(supervise(config, state_dir.resolve(), server, node=node or socket.gethostname(), log_level=level))
+    if fleet.ray is None:
+        sys.exit(
+            supervise(config, folder, server, node=node or socket.gethostname(), token_file=token_file, log_level=level)
+        )
+    sys.exit(supervise_cluster(config, folder, server, fleet, token_file=token_file, tls=tls, log_level=level))
 
 
 @functions_app.command(name="controller")
@@ -72,19 +97,28 @@ def controller_command(
     config: ConfigFile,
     state_dir: StateFolder = STATE,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; one that is not loopback needs a token.")
+        str, typer.Option(help="Address to listen on; one that is not loopback needs a token or certificates.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8100,
     token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the controller of several nodes, each with an agent."""
     log_to_stderr(log_level, "controller")
     from manylora.controller.process import ControllerSetup, run_controller
+    from manylora.controller.tls import tls_files
 
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     setup = ControllerSetup(
-        config=str(config), folder=str(state_dir.resolve()), token=_token(token_file), host=host, port=port
+        config=str(config),
+        folder=str(state_dir.resolve()),
+        token=_token(token_file),
+        tls=tls_files(tls_cert, tls_key, tls_ca),
+        host=host,
+        port=port,
     )
     sys.exit(run_controller(setup))
 
@@ -97,17 +131,23 @@ def agent_command(
     state_dir: StateFolder = STATE,
     node: Annotated[str | None, typer.Option(help="This machine's name; by default its host name.")] = None,
     token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the agent of this machine, which serves the functions that the controller gives it."""
     log_to_stderr(log_level, "agent")
-    from manylora.agent.process import AgentSetup, run_agent
+    from manylora.agent.process import run_agent
+    from manylora.agent.setup import AgentSetup
+    from manylora.controller.tls import tls_files
 
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     setup = AgentSetup(
         node=node or socket.gethostname(),
         controller=controller,
         token=_token(token_file),
+        tls=tls_files(tls_cert, tls_key, tls_ca),
         server=chosen.make(ServerConfig, fleet=FleetConfig()),
         folder=str(state_dir.resolve()),
     )
@@ -121,6 +161,9 @@ def list_functions(
         str | None, typer.Option(metavar="URL", help="Address of the controller; by default that of the state folder.")
     ] = None,
     token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
     all_functions: Annotated[bool, typer.Option("--all", help="Also those that have never been awake.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the controller's answer.")] = False,
 ) -> None:
@@ -128,13 +171,15 @@ def list_functions(
     import msgspec
 
     from manylora.controller.client import ControllerClient
+    from manylora.controller.tls import tls_files
 
-    url, token = controller, _token(token_file)
+    url, token, tls = controller, _token(token_file), tls_files(tls_cert, tls_key, tls_ca)
     if url is None:
-        url, token = _local(state_dir)
+        url, own = _local(state_dir)
+        token = token or own
 
     async def ask() -> Overview:
-        async with ControllerClient(url, token) as client:
+        async with ControllerClient(url, token, tls) as client:
             return await client.overview()
 
     overview = asyncio.run(ask())
@@ -189,13 +234,14 @@ def _token(file: Path | None) -> str | None:
     return None if file is None else file.read_text().strip()
 
 
-def _local(folder: Path) -> tuple[str, str]:
-    """Return address and token of the controller that runs with a folder of state."""
+def _local(folder: Path) -> tuple[str, str | None]:
+    """Return the address of the controller that runs with a folder of state, and the token there, if there is one."""
     import json
 
     try:
         url = json.loads((folder / "controller.json").read_text())["url"]
-        return str(url), (folder / "token").read_text().strip()
+        token = folder / "token"
+        return str(url), token.read_text().strip() if token.exists() else None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"Got state_dir = {str(folder)!r}, where no functions are served: {error}") from None
 

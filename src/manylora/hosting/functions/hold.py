@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -18,21 +19,41 @@ from manylora.hosting.functions.backbone import BackboneSocket
 from manylora.hosting.functions.lifeline import end_with
 from manylora.hosting.functions.messages import Backbone
 
-__all__ = ["main"]
+__all__ = ["become_holder", "hold_command", "main"]
+
+
+def hold_command(path: Path, lifeline: int = -1) -> list[str]:
+    """Return the command of a holder, which reads its ``Backbone`` from standard input."""
+    return [sys.executable, "-P", "-m", "manylora.hosting.functions.hold", str(path), str(lifeline)]
+
+
+def become_holder(path: Path, backbone: Backbone) -> NoReturn:
+    """Replace this process, and all that it has imported, by a holder."""
+    table = os.memfd_create("backbone-table")  # a pipe has no room for the table of a large model
+    with open(table, "wb", closefd=False) as file:
+        file.write(msgspec.msgpack.encode(backbone))
+    os.lseek(table, 0, os.SEEK_SET)
+    os.dup2(table, sys.stdin.fileno())
+    os.set_inheritable(backbone.base.file, True)
+    command = hold_command(path)
+    os.execv(command[0], command)
 
 
 def main() -> int:
-    """Serve until SIGTERM or the end of the lifeline; return the exit code."""
+    """Serve until SIGTERM, SIGINT or the end of the lifeline; return the exit code."""
     path, lifeline = Path(sys.argv[1]), int(sys.argv[2])
     backbone = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Backbone)
     with BackboneSocket(path) as listening:
+        if lifeline < 0:  # the process of a command
+            served = f"{backbone.base.num_bytes} bytes of {backbone.model.model}"
+            print(f"serving {served} on {path}, pid {os.getpid()}", file=sys.stderr, flush=True)
 
         def end(*_: object) -> None:
             path.unlink(missing_ok=True)
             os._exit(0)
 
         signal.signal(signal.SIGTERM, end)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the agent ends it
+        signal.signal(signal.SIGINT, end)
         if lifeline >= 0:
             threading.Thread(target=end_with, args=(lifeline, end), daemon=True).start()
         listening.serve(backbone)

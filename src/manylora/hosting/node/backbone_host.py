@@ -31,6 +31,7 @@ from manylora.demo import demo_model_path
 from manylora.errors import ConfigError, EngineDead, ManyloraError
 from manylora.functions.deployment import BackboneSpec
 from manylora.hosting.functions.backbone import fetch_backbone, holder_of
+from manylora.hosting.functions.hold import hold_command
 from manylora.hosting.functions.messages import Backbone
 from manylora.hosting.functions.zygote import Zygote
 from manylora.hosting.node.readings import memory_of
@@ -232,7 +233,7 @@ class BackboneHost:
         lifeline = -1 if self._lifeline is None else self._lifeline
         keep = [self._backbone.base.file, *([] if self._lifeline is None else [self._lifeline])]
         self._holder = subprocess.Popen(
-            [sys.executable, "-P", "-m", "manylora.hosting.functions.hold", str(self._path), str(lifeline)],
+            hold_command(self._path, lifeline),
             stdin=subprocess.PIPE,
             pass_fds=keep,
             start_new_session=True,

@@ -21,9 +21,9 @@ from manylora.errors import CapacityError, EngineDead, ManyloraError
 from manylora.functions.batching import most_urgent
 from manylora.functions.billing import PLATFORM, Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
+from manylora.functions.holding import hold_name
 from manylora.functions.meter import MachineState, Meter, Taken
 from manylora.functions.offload import Held, choose_offload
-from manylora.functions.placement import hold_name
 from manylora.functions.wire import Account, BackboneState, FunctionState
 from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.node.instance import FunctionInstance, Phase
@@ -54,7 +54,7 @@ class FunctionNode:
 
     Args:
         folder: Where sockets of backbones are made.
-        memory_bytes: Memory for backbones, zygotes and functions.
+        memory_bytes: Memory for backbones, zygotes and functions, unless the controller's orders set it.
         lifeline: As of ``BackboneHost``.
         on_observed: Called with the name of a backbone and the observations of a function on it.
     """
@@ -71,7 +71,7 @@ class FunctionNode:
         self.hosts: dict[str, BackboneHost] = {}
         self.num_changes = 0
         """Changes of the set of functions."""
-        self.memory_bytes = memory_bytes
+        self.memory_bytes = self._default_bytes = memory_bytes
         self.usual_bytes = LEAST_BYTES
         self._folder = folder
         self._lifeline = lifeline
@@ -101,6 +101,7 @@ class FunctionNode:
     ) -> None:
         """Follow the controller's orders; ``functions`` is ``None`` if they are the same as before."""
         self._spec = spec
+        self.memory_bytes = spec.memory_bytes or self._default_bytes
         before, self._hold = self._hold, frozenset(hold)
         for name, backbone in backbones.items():
             if name not in self.hosts:

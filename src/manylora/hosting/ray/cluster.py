@@ -77,6 +77,19 @@ class RayCluster:
         """Return the result of ``work``, which calls Ray, on Ray's thread; calls are made in order."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    async def result(self, reference: Any) -> Any:
+        """Wait for the result of a remote call.
+
+        Raises:
+            EngineDead: Its actor has ended, or could not start.
+        """
+        from ray.exceptions import RayError
+
+        try:
+            return await asyncio.wrap_future(reference.future())
+        except RayError as error:
+            raise EngineDead(" ".join(str(error).split())) from error
+
     async def close(self) -> None:
         """Leave the cluster; what is left of the fleet there ends."""
         if self._connecting is not None:
@@ -159,7 +172,7 @@ class RayPlace:
             raise ConfigError(f"Ray refuses the resources or labels of an engine: {error}") from error
         try:
             async with asyncio.timeout(self._cluster.timeout_s):
-                door: Door = await self._result(opening)
+                door: Door = await self._cluster.result(opening)
         except TimeoutError:
             raise NoPlace(await self._cluster.call(self._why_nowhere)) from None
         if door.version != (here := metadata.version("manylora")):
@@ -174,7 +187,7 @@ class RayPlace:
         """
         client_key = self._cluster.keys.public
         starting = await self._cluster.call(lambda: self._actor.start.remote(engine, client_key, log_level))
-        pid: int = await self._result(starting)
+        pid: int = await self._cluster.result(starting)
         return pid
 
     async def exit_code(self) -> int:
@@ -184,20 +197,12 @@ class RayPlace:
             EngineDead: The actor ended first: it was killed, or its node has died.
         """
         waiting = await self._cluster.call(lambda: self._actor.wait.remote())
-        code: int = await self._result(waiting)
+        code: int = await self._cluster.result(waiting)
         return code
 
     async def remove(self) -> None:
         """Kill the engine and its actor, and give the resources back; may be called again."""
         await self._cluster.call(self._remove)
-
-    async def _result(self, reference: Any) -> Any:
-        from ray.exceptions import RayError
-
-        try:
-            return await asyncio.wrap_future(reference.future())
-        except RayError as error:
-            raise EngineDead(" ".join(str(error).split())) from error
 
     def _create(self) -> Any:
         import ray

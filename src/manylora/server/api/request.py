@@ -6,8 +6,11 @@ preflight request.
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,37 +41,44 @@ class Context:
         config: Configuration of the server.
         fleet: The engines.
         tokenizer: The base model's tokenizer.
-        text_work: Takes long texts off the event loop.
-        gate: Checks API keys.
         settings: Sampling defaults and chat templates, by model.
         metrics: Shown by ``/metrics`` and ``/status``.
         lora_roots: Directories from which adapters may be loaded at run time.
+        serves_base: Whether the base is a model of its own.
+        functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
+        gate: Checks API keys.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
+        text_work: Takes long texts off the event loop.
         started_at: Start of the server, in seconds since the epoch.
         epoch_s: Returns the time in seconds since the epoch.
         monotonic_s: Returns a time in seconds that never steps back.
         model_list: The answers of ``/v1/models``, under the number of changes of the adapters at the time and whether
             they show paths; routers ask for them every few seconds.
-        serves_base: Whether the base is a model of its own.
-        functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
     """
 
     engine_config: EngineConfig
     config: ServerConfig
     fleet: ServedFleet
     tokenizer: Tokenizer
-    text_work: TextWork
-    gate: Gate
     settings: ModelSettings
     metrics: Metrics
-    lora_roots: tuple[Path, ...]
-    fingerprint: str
-    started_at: int
-    epoch_s: Callable[[], float]
-    monotonic_s: Callable[[], float]
-    model_list: dict[tuple[int, bool], bytes] = field(default_factory=dict)
+    lora_roots: tuple[Path, ...] = ()
     serves_base: bool = True
     functions: Callable[[], Sequence[FunctionState]] = tuple
+    gate: Gate = field(init=False)
+    fingerprint: str = field(init=False)
+    text_work: TextWork = field(default_factory=TextWork)
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    epoch_s: Callable[[], float] = time.time
+    monotonic_s: Callable[[], float] = time.monotonic
+    model_list: dict[tuple[int, bool], bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gate", Gate(self.config.api_keys, self.config.admin_key))
+        model = self.engine_config.model
+        answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
+        digest = hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()
+        object.__setattr__(self, "fingerprint", f"fp_{digest}")
 
 
 def context_of(request: Request) -> Context:

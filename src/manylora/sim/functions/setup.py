@@ -87,7 +87,10 @@ class FunctionsSetup:
     batch_delay_s: float = option(0.0, at_least=0, unit="s", help="Fixed: longest wait.")
     joins: bool = option(False, help="Requests join a batch that runs (continuous batching).")
     keep_alive_s: float = option(300.0, at_least=0, unit="s", help="A process ends so long after its last request.")
-    prompt_factor: float = option(1.0, above=0, help="Factor on the device time of prompts, and so on alpha.")
+    prompt_factor: float = option(1.0, above=0, help="Factor on the device time of prompts.")
+    alpha_s: float | None = option(
+        None, unit="s", at_least=0, help="Device time of every further prompt of a step; by default the cost model's."
+    )
     billed_share: float = option(1.0, above=0, at_most=1, help="Share of a device that `invocation_cost` charges.")
     loads: LoadTimes = field(default_factory=LoadTimes)
     prices: PriceList = field(default_factory=PriceList)

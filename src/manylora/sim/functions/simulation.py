@@ -30,7 +30,7 @@ from manylora.functions import (
     FixedWindow,
     Usage,
     Window,
-    choose_process,
+    choose_place,
     deadline_margin_s,
     most_urgent,
 )
@@ -128,7 +128,11 @@ class FunctionsSimulation:
         return BatchWindow(times, model.slo_s, setup.batch_size, setup.patience)
 
     def _prompt_s(self, model: Model, prompts: list[tuple[int, Function]]) -> float:
-        return self._setup.loads.first_step_s + self._setup.prompt_factor * prompt_s(model.cost, prompts)
+        setup = self._setup
+        if setup.alpha_s is None:
+            return setup.loads.first_step_s + setup.prompt_factor * prompt_s(model.cost, prompts)
+        first_s = setup.prompt_factor * prompt_s(model.cost, prompts[:1])  # equation 2
+        return setup.loads.first_step_s + first_s + setup.alpha_s * (len(prompts) - 1)
 
     def run(self) -> FunctionsRun:
         """Serve all requests to their end.
@@ -230,7 +234,7 @@ class FunctionsSimulation:
             )
             if len(engine.queue) <= limit * starting:
                 return
-            best = choose_process(self._candidates(engine, now), engine.alone_s)
+            best = choose_place(self._candidates(engine, now), engine.alone_s)
             if best is None:
                 self.counts["waits_for_memory"] += 1
                 return
