@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
@@ -19,6 +20,12 @@ from manylora.errors import ConfigError
 __all__ = ["HttpServer", "Stoppable", "bind", "new_event_loop", "run_until_stopped", "url_of"]
 
 EXIT_FORCED = 130
+
+SWITCH_S = 0.0005
+"""Longest that another thread keeps Python's lock from the event loop's, a tenth of the default.
+
+A request takes the lock several times, and a thread that renders a template has it almost all the time.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +98,7 @@ def run_until_stopped(
             loop.add_signal_handler(number, stop)
         await server.serve(lambda: on_ready(server))
 
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve())
     return 0
