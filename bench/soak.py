@@ -130,7 +130,7 @@ async def run(soak: Soak, kill_every_s: float) -> None:
         sampling = asyncio.create_task(sample(soak))
         workers: list[Awaitable[None]] = [client(soak, session, Random(seed)) for seed in range(NUM_CLIENTS)]
         workers += [churn(soak, session, Random(seed), NAMES[seed::2]) for seed in range(2)]
-        workers += [storms(soak, session), attack(soak, session), half_requests(soak), kills(soak, kill_every_s)]
+        workers += [storms(soak, session), attack(soak, session), half_requests(soak), kills(soak, session, kill_every_s)]
         await asyncio.gather(*workers)
         await asyncio.sleep(SETTLE_S)
         async with session.get("/status") as answer:
@@ -249,12 +249,14 @@ async def half_requests(soak: Soak) -> None:
         writer.transport.abort()
 
 
-async def kills(soak: Soak, every_s: float) -> None:
+async def kills(soak: Soak, session: aiohttp.ClientSession, every_s: float) -> None:
     """Kill the younger engine, once both serve."""
     while not soak.is_over:
         await pause(soak, every_s)
+        async with session.get("/status") as answer:  # an engine that dies at its first start ends the server
+            both_serve = all(one["state"] == "serving" for one in (await answer.json())["replicas"])
         engines = sorted(soak.target.engines(), key=lambda one: one.create_time())
-        if not soak.is_over and len(engines) == 2:
+        if not soak.is_over and both_serve and len(engines) == 2:
             engines[-1].kill()
             soak.num_kills += 1
 
