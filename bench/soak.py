@@ -130,7 +130,8 @@ async def run(soak: Soak, kill_every_s: float) -> None:
         sampling = asyncio.create_task(sample(soak))
         workers: list[Awaitable[None]] = [client(soak, session, Random(seed)) for seed in range(NUM_CLIENTS)]
         workers += [churn(soak, session, Random(seed), NAMES[seed::2]) for seed in range(2)]
-        workers += [storms(soak, session), attack(soak, session), half_requests(soak), kills(soak, session, kill_every_s)]
+        workers += [storms(soak, session), attack(soak, session), half_requests(soak)]
+        workers += [kills(soak, session, kill_every_s)]
         await asyncio.gather(*workers)
         await asyncio.sleep(SETTLE_S)
         async with session.get("/status") as answer:

@@ -98,6 +98,7 @@ HOSTILE = [
     chat("calls without number", b"", ASSISTANT % repeated(call(b'"{}"')), param="messages"),
     chat("the arguments of a call", b"", ASSISTANT % (b"[" + call(b'{"x":' + TEXT + b"}") + b"]"), param="messages"),
     chat("a large schema", b'"guided_json":{"x":' + TEXT + b"}", param="guided_json"),
+    chat("a large expression", b'"guided_regex":' + TEXT, param="structured_outputs"),
     chat("allowed tokens", b'"allowed_token_ids":' + repeated(b"5"), param="allowed_token_ids"),
     response("items without number", b'"input":' + repeated(b"{}"), param="input"),
     response("a long input", b'"input":' + TEXT, param="input"),

@@ -38,7 +38,7 @@ SLICE_BYTES = 64 * 1024
 MAX_ITEMS = 4096
 """Items of a long list, other than numbers: of messages, tools, words, choices."""
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def decode_in_slices(raw: bytes | msgspec.Raw, kind: Any, at: str = "") -> Any:
@@ -51,15 +51,16 @@ async def decode_in_slices(raw: bytes | msgspec.Raw, kind: Any, at: str = "") ->
     if len(data) <= SLICE_BYTES:
         return decode(raw, kind, at)
     await asyncio.sleep(0)
+    first = bytes(data[:1])
     for one in _alternatives(kind):
-        if isinstance(one, type) and issubclass(one, msgspec.Struct) and data[:1] == b"{":
+        if isinstance(one, type) and issubclass(one, msgspec.Struct) and first == b"{":
             return await struct_of(decode_shallow(raw, one, at=at), one, at)
-        if typing.get_origin(one) is list and data[:1] == b"[":
+        if typing.get_origin(one) is list and first == b"[":
             (item,) = typing.get_args(one)
             if item is int:
                 return await decode_integers(bytes(data), at)
             return await decode_items(split(raw, MAX_ITEMS, at), item, at)
-        if typing.get_origin(one) is dict and data[:1] == b"{":
+        if typing.get_origin(one) is dict and first == b"{":
             raise RequestError(f"{at} has {len(data)} bytes of JSON, expected at most {SLICE_BYTES}", param=at or None)
     return decode(raw, kind, at)
 
@@ -126,7 +127,7 @@ async def decode_items(items: Sequence[msgspec.Raw], kind: Any, at: str) -> list
         if together:
             first = len(found)
             try:
-                found.extend(decode(b"[%b]" % b",".join(together), list[kind]))  # type: ignore[valid-type]
+                found.extend(decode(b"[%b]" % b",".join(together), list[kind]))
             except RequestError:
                 for index, one in enumerate(together, first):  # to name the one at fault
                     decode(one, kind, f"{at}[{index}]")
