@@ -1,23 +1,27 @@
 """What do hostile requests cost others? `/health`, a neighbour's stream and memory, case by case.
 
-    python bench/attack_cost.py [--quick] [--rounds 5] [--seconds 2]
+    python bench/attack_cost.py [--quick] [--rounds 5] [--seconds 1.5]
 
-A server with a simulated A40 in a process of its own, a neighbour that streams, and a poller of `/health`. In each
-round of a case the neighbour first runs undisturbed, then beside the case, which is repeated for as long. The cases are
-those of `tests/attack`: hostile requests one after another, texts that must be tokenized sixteen at a time, half-sent
-requests, and headers without end. Goals: `/health` within 50 ms at P99, the neighbour's longest gap at most twice the
-undisturbed one, memory back to within 5 % afterwards. Writes `results/attack.json` and `.md`.
+A server with a simulated A40, an attacker, and a process with a neighbour that streams and a poller of `/health`. In
+each round of a case the neighbour first runs undisturbed, then beside the case, which is repeated for as long. The
+cases are those of `tests/attack`: hostile requests one after another, texts that must be tokenized sixteen at a time,
+half-sent requests, and headers without end. Goals: `/health` within 50 ms at P99, the neighbour's longest gap at most
+twice the undisturbed one, memory of API and engine back to within 5 % afterwards. A quarter of an hour. Writes
+`results/attack.json` and `.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -78,7 +82,7 @@ def main() -> None:
     """Measure every case and publish the figures."""
     parser = arguments(__doc__, quick="one round of half a second, six cases")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each half of a round")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each half of a round")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.seconds = 1, 0.5
@@ -93,18 +97,54 @@ def main() -> None:
         cases = dict(list(cases.items())[:6])
     others = Others()
     with tempfile.TemporaryDirectory(prefix="manylora-") as folder, running(Path(folder)) as target:
-        for attack in cases.values():
-            attack(target)  # modules, buffers and threads that are there afterwards
         figures = {}
-        for name, attack in cases.items():
-            figures[name] = measure(target, attack, options)
-            print(name, figures[name], flush=True)
+        with attacker(target, list(cases.values())) as attack:
+            for number in range(len(cases)):
+                attack(number, 0.0)  # modules, buffers and threads that are there afterwards
+            for number, name in enumerate(cases):
+                figures[name] = measure(target, functools.partial(attack, number, options.seconds), options)
+                print(name, figures[name], flush=True)
     refused = reason_to_refuse(options.rounds, others.share())
     text = text_of(figures, options)
     publish("attack", {"machine": machine(), "cases": figures}, text, is_kept=not options.quick, refused=refused)
 
 
-def measure(target: Target, attack: Attack, options: argparse.Namespace) -> dict[str, Any]:
+@contextlib.contextmanager
+def attacker(target: Target, attacks: Sequence[Attack]) -> Iterator[Callable[[int, float], int]]:
+    """Run a process that attacks: it does not take the interpreter's lock from those who look at the clock.
+
+    Yields:
+        A function of an attack's number and its seconds, which returns how often it was made.
+    """
+    here, there = multiprocessing.Pipe()
+
+    def work() -> None:
+        while (asked := there.recv()) is not None:
+            number, seconds = asked
+            num, until = 0, time.monotonic() + seconds
+            while not num or time.monotonic() < until:
+                attacks[number](target)
+                num += 1
+            there.send(num)
+
+    # A fork: attacks are functions of no name.
+    process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    process.start()
+    there.close()
+
+    def attack(number: int, seconds: float) -> int:
+        here.send((number, seconds))
+        return int(here.recv())
+
+    try:
+        yield attack
+        here.send(None)
+        process.join()
+    finally:
+        process.kill()
+
+
+def measure(target: Target, attack: Callable[[], int], options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a case."""
     calm_gaps: list[float] = []
     gaps: list[float] = []
@@ -116,10 +156,7 @@ def measure(target: Target, attack: Attack, options: argparse.Namespace) -> dict
         with Watch(target) as calm:
             time.sleep(options.seconds)
         with Watch(target) as seen:
-            until = time.monotonic() + options.seconds
-            while time.monotonic() < until:
-                attack(target)
-                num += 1
+            num += attack()
         if seen.errors or calm.errors:
             raise SystemExit(str(seen.errors + calm.errors))
         calm_gaps.append(max(calm.gaps_s))
@@ -131,6 +168,7 @@ def measure(target: Target, attack: Attack, options: argparse.Namespace) -> dict
     return {
         "num": num,
         "health_p99_s": statistics.quantiles(health, n=100)[98],
+        "health_max_s": max(health),
         "gap_s": max(gaps),
         "gap_ratio": statistics.median(one / other for one, other in zip(gaps, calm_gaps, strict=True)),
         "before": before,
@@ -142,13 +180,18 @@ def measure(target: Target, attack: Attack, options: argparse.Namespace) -> dict
 def text_of(figures: dict[str, Any], options: argparse.Namespace) -> str:
     """Return the table."""
     heads = ["case", "times", "`/health` P99, ms", "neighbour's longest gap, ms", "over undisturbed"]
-    heads += ["API peak, MiB", "API after", "engine after", "within the goals"]
+    heads += ["API peak, MiB", "API after", "engine after", "goals"]
     rows = []
+    num_missed: Counter[str] = Counter()
     for name, one in figures.items():
         change = {process: one["after"][process] / one["before"][process] - 1 for process in ("api", "engine")}
-        is_met = (
-            one["health_p99_s"] <= HEALTH_S and one["gap_ratio"] <= MOST_GAP and max(change.values()) <= MOST_GROWTH
-        )
+        goals = {
+            "`/health`": one["health_p99_s"] <= HEALTH_S,
+            "gap": one["gap_ratio"] <= MOST_GAP,
+            "memory": max(change.values()) <= MOST_GROWTH,
+        }
+        missed = [goal for goal, is_met in goals.items() if not is_met]
+        num_missed.update(missed)
         rows.append(
             [
                 name,
@@ -159,7 +202,7 @@ def text_of(figures: dict[str, Any], options: argparse.Namespace) -> str:
                 f"{(one['peak']['api'] - one['before']['api']) / MIB:+.0f}",
                 f"{change['api']:+.1%}",
                 f"{change['engine']:+.1%}",
-                "yes" if is_met else "**no**",
+                "met" if not missed else f"**missed: {', '.join(missed)}**",
             ]
         )
     lines = [
@@ -172,6 +215,8 @@ def text_of(figures: dict[str, Any], options: argparse.Namespace) -> str:
         "`python bench/attack_cost.py`",
         "",
         *table(heads, rows),
+        "",
+        "All goals are met." if not num_missed else f"Missed: {dict(num_missed)} of {len(figures)} cases.",
     ]
     return "\n".join(lines)
 

@@ -15,7 +15,10 @@ A request is *whole* (every token and the end of its stream), *refused* (a statu
 with an *error* (an event in its stream), *left* (by the client), or *lost*: cut off or without an answer. Lost must be
 0, and so must answers of the server's own failure (500). Every second the resident memory, descriptors and threads of
 the API and of the engine that lives are noted. The slope over the second half is that of Theil and Sen over medians of
-ten seconds, with its 95 % interval. Writes `results/soak.json`, `.md` and `.png`.
+ten seconds, with its 95 % interval. Memory is flat if the second half adds at most 2 % to it at that slope, or if the
+interval has zero in it; descriptors and threads are flat if the last tenth has no more than the first tenth of the
+second half had at most. The page says for each goal whether it was met, and the exit code is 1 if one was not. Writes
+`results/soak.json`, `.md` and `.png`.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ SILENCE_S = 120.0
 """Longest silence of the server in an answer; a longer one is a lost request."""
 
 BLOCK_S = 10.0
+MOST_GROWTH = 0.02
 SETTLE_S = 10.0
 
 
@@ -104,11 +108,17 @@ def main() -> None:
         limits += [f"--lora-modules={name}={path}" for name, path in demo_adapters().items()]
         with running(folder, *limits, model=SIMULATED if options.simulate else ("demo",)) as target:
             soak = Soak(target, folder / "adapters", time.monotonic() + 60.0 * options.minutes)
-            asyncio.run(run(soak, options.kill_every))
+            try:
+                asyncio.run(run(soak, options.kill_every))
+            except OSError:
+                print(target.log.read_text()[-4000:], file=sys.stderr)
+                raise
     figures, text = summary(soak, options)
     if not options.quick:
         draw(soak, RESULTS / "soak.png")
     publish("soak", figures, text, is_kept=not options.quick)
+    if not options.quick and not all(figures["goals"].values()):
+        sys.exit(1)
 
 
 async def run(soak: Soak, kill_every_s: float) -> None:
@@ -120,7 +130,8 @@ async def run(soak: Soak, kill_every_s: float) -> None:
         sampling = asyncio.create_task(sample(soak))
         workers: list[Awaitable[None]] = [client(soak, session, Random(seed)) for seed in range(NUM_CLIENTS)]
         workers += [churn(soak, session, Random(seed), NAMES[seed::2]) for seed in range(2)]
-        workers += [storms(soak, session), attack(soak, session), half_requests(soak), kills(soak, kill_every_s)]
+        workers += [storms(soak, session), attack(soak, session), half_requests(soak)]
+        workers += [kills(soak, session, kill_every_s)]
         await asyncio.gather(*workers)
         await asyncio.sleep(SETTLE_S)
         async with session.get("/status") as answer:
@@ -239,12 +250,14 @@ async def half_requests(soak: Soak) -> None:
         writer.transport.abort()
 
 
-async def kills(soak: Soak, every_s: float) -> None:
+async def kills(soak: Soak, session: aiohttp.ClientSession, every_s: float) -> None:
     """Kill the younger engine, once both serve."""
     while not soak.is_over:
         await pause(soak, every_s)
+        async with session.get("/status") as answer:  # an engine that dies at its first start ends the server
+            both_serve = all(one["state"] == "serving" for one in (await answer.json())["replicas"])
         engines = sorted(soak.target.engines(), key=lambda one: one.create_time())
-        if not soak.is_over and len(engines) == 2:
+        if not soak.is_over and both_serve and len(engines) == 2:
             engines[-1].kill()
             soak.num_kills += 1
 
@@ -285,6 +298,12 @@ def slope(samples: list[tuple[float, int, int, int]], column: int) -> tuple[floa
 def summary(soak: Soak, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Return the figures and the text."""
     processes = {}
+    goals = {
+        "nothing is lost": not soak.outcomes["lost"] + soak.admin["lost"],
+        "no failure of the server": not soak.outcomes["server failure"],
+        "hostile requests are refused as expected": soak.hostile["as expected"] == sum(soak.hostile.values()),
+        "no work is left": not any("still work" in fault for fault in soak.faults),
+    }
     rows = []
     for name, samples in soak.samples.items():
         half = [row for row in samples if row[0] >= samples[-1][0] / 2]
@@ -292,6 +311,11 @@ def summary(soak: Soak, options: argparse.Namespace) -> tuple[dict[str, Any], st
         files, threads = [row[2] for row in half], [row[3] for row in half]
         middle = statistics.median(row[1] for row in half[: max(1, len(half) // 10)]) / MIB
         last = statistics.median(row[1] for row in samples[-5:]) / MIB
+        tenth = max(1, len(half) // 10)
+        half_h = (samples[-1][0] - half[0][0]) / 3600
+        goals[f"memory of {name} is flat"] = memory[0] * half_h <= MOST_GROWTH * middle or memory[1] <= 0.0
+        goals[f"descriptors of {name} are flat"] = statistics.median(files[-tenth:]) <= max(files[:tenth])
+        goals[f"threads of {name} are flat"] = statistics.median(threads[-tenth:]) <= max(threads[:tenth])
         processes[name] = {"memory_mib_per_h": memory, "middle_mib": middle, "last_mib": last, "samples": samples}
         rows.append(
             [
@@ -322,6 +346,7 @@ def summary(soak: Soak, options: argparse.Namespace) -> tuple[dict[str, Any], st
         f"Lost: {soak.outcomes['lost'] + soak.admin['lost']}. "
         f"Failures of the server: {soak.outcomes['server failure']}.",
     ]
+    lines += ["", *table(["goal", "met"], [(goal, "yes" if met else "**no**") for goal, met in goals.items()])]
     lines += ["", *(f"* {fault}" for fault in soak.faults[:10])] if soak.faults else []
     figures = {
         "options": vars(options),
@@ -330,6 +355,7 @@ def summary(soak: Soak, options: argparse.Namespace) -> tuple[dict[str, Any], st
         "admin": soak.admin,
         "hostile": soak.hostile,
         "num_kills": soak.num_kills,
+        "goals": goals,
         "faults": soak.faults,
         "processes": processes,
     }

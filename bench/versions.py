@@ -1,6 +1,6 @@
 """Two versions of manylora in turns: throughput, decisions, the simulator, HTTP. Was a change free?
 
-    python bench/versions.py --other CHECKOUT [--rounds 5] [--only throughput] [--quick]
+    python bench/versions.py --before CHECKOUT [--rounds 5] [--only throughput] [--name NAME] [--quick]
 
 Every round measures this checkout and the other one, each in a process of its own, in an order that alternates. The
 statistic is that of `manylora.bench.rounds`: the ratio of each round (this one over the other), its median, a 95 %
@@ -8,12 +8,20 @@ interval. A process
 that imports either version uses only what both have: the `Engine` class, `manylora.bench` and the command line.
 
 * *throughput*: tokens per second of an 82M-parameter Llama in fp32, 32 requests of 128 tokens in and 24 out; the
-  base, 8 adapters, and 32 adapters of rank 8 to 64 on all linears.
+  base, 8 adapters, and 32 adapters of rank 8 to 64 on all linears. Beside it the milliseconds of the processor per
+  token.
 * *decision*: microseconds of one scheduling decision at the largest scale of `manylora bench core`.
 * *simulator*: processor seconds of one simulated run.
-* *http*: tokens per second over HTTP from an engine without a model, 200 streams.
+* *http*: tokens per second over HTTP from an engine without a model, 200 streams, and the processor seconds of
+  the run: of server, engine, client and floor.
 
-Writes `bench/results/versions.json` and `.md`.
+Was the work against hostile requests free? Five minutes against a checkout of the commit before it
+(`git worktree add /tmp/before COMMIT`)::
+
+    python bench/versions.py --before /tmp/before --only throughput --only http --name hardening_speed
+
+A machine that is busy at the start is refused at once. Writes `bench/results/NAME.json` and `.md`, by default
+`versions`.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from publishing import arguments, publish, table
@@ -44,13 +53,16 @@ with Engine(folder + "/base", tokenizer=str(demo_model_path()), memory_bytes=1 <
     prompts = [[(17 * i + 5 * j) % 8000 + 10 for j in range(128)] for i in range(32)]
     params = SamplingParams(max_tokens=8 if quick else 24, temperature=0.0, ignore_eos=True)
     warm_up = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-    found = {}
+    found, num_tokens, cpu_s = {}, 0, 0.0
     for name, count in (("base", 0), ("8 adapters", 8), ("32 adapters", 32)):
         adapters = [f"a{i % count}" if count else None for i in range(32)]
         engine.generate(prompts, adapter=adapters, sampling=warm_up)
-        began = time.perf_counter()
+        began, cpu_began_s = time.perf_counter(), time.process_time()
         answers = engine.generate(prompts, adapter=adapters, sampling=params)
-        found["throughput: " + name] = sum(len(one.token_ids) for one in answers) / (time.perf_counter() - began)
+        num_new = sum(len(one.token_ids) for one in answers)
+        found["throughput: " + name] = num_new / (time.perf_counter() - began)
+        num_tokens, cpu_s = num_tokens + num_new, cpu_s + time.process_time() - cpu_began_s
+found["processor, offline: ms per token"] = 1e3 * cpu_s / num_tokens
 print("FOUND " + json.dumps(found))
 """
 
@@ -77,7 +89,7 @@ print("FOUND " + json.dumps({"simulator: processor seconds": time.process_time()
 """
 
 HTTP = """
-import inspect, json, sys
+import inspect, json, resource, sys
 from manylora.bench.http import measure_http
 
 
@@ -86,23 +98,34 @@ def rates_name():
 
 
 (result,) = measure_http(num_streams=200, seconds=1.0 if sys.argv[2] == "quick" else 3.0, **{rates_name(): (2000.0,)})
-print("FOUND " + json.dumps({"http: tokens per second": result.seen.tokens_per_s}))
+used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+cpu_s = sum(one.ru_utime + one.ru_stime for one in used)
+found = {"http: tokens per second": result.seen.tokens_per_s, "processor, http: seconds of the run": cpu_s}
+print("FOUND " + json.dumps(found))
 """
 
 WORKERS = {"throughput": THROUGHPUT, "decision": DECISION, "simulator": SIMULATOR, "http": HTTP}
+LOOK_S = 5.0
+"""Time to see whether the machine is quiet."""
+
 LARGER_IS_BETTER = ("throughput", "http")
 
 
 def main() -> None:
     parser = arguments(__doc__, quick="a smoke test")
-    parser.add_argument("--other", type=Path, required=True, help="the checkout to compare with")
+    parser.add_argument("--before", type=Path, required=True, help="the checkout to compare with")
+    parser.add_argument("--name", default="versions", help="of the files of results")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=sorted(WORKERS), action="append")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
-    trees = {"new": HERE, "old": options.other.resolve()}
+    trees = {"new": HERE, "old": options.before.resolve()}
     figures: dict[str, dict[str, list[float]]] = {}
     others = Others()
+    if not options.quick:
+        time.sleep(LOOK_S)
+        if (refused := reason_to_refuse(rounds, others.share())) is not None:
+            raise SystemExit(f"{options.name}: nothing was measured: {refused}")
     with tempfile.TemporaryDirectory() as folder:
         names = options.only or sorted(WORKERS)
         if "throughput" in names:
@@ -114,9 +137,9 @@ def main() -> None:
                         figures.setdefault(figure, {"new": [], "old": []})[version].append(value)
                         print(f"round {number + 1} of {rounds}: {version} {figure} = {value:.4g}", flush=True)
     versions = {version: _commit(tree) for version, tree in trees.items()}
-    text = _page(_table(figures), versions, rounds)
+    text = _page(_table(figures), versions, rounds, options.only)
     refused = reason_to_refuse(rounds, others.share())
-    publish("versions", {"versions": versions, "figures": figures}, text, is_kept=not options.quick, refused=refused)
+    publish(options.name, {"versions": versions, "figures": figures}, text, is_kept=not options.quick, refused=refused)
 
 
 def _make_models(folder: Path) -> None:
@@ -153,11 +176,13 @@ def _table(figures: dict[str, dict[str, list[float]]]) -> str:
     return "\n".join(table(heads, rows))
 
 
-def _page(ratios: str, versions: dict[str, str], rounds: int) -> str:
+def _page(ratios: str, versions: dict[str, str], rounds: int, only: list[str] | None) -> str:
+    chosen = "".join(f" --only {one}" for one in only or ())
     return (
         "# Two versions in turns\n\n"
-        f"`python bench/versions.py --other CHECKOUT --rounds {rounds}`: {versions['new']} (new) and {versions['old']} "
-        f"(old), {rounds} rounds, {os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}. "
+        f"`python bench/versions.py --before CHECKOUT --rounds {rounds}{chosen}`: {versions['new']} (new) and "
+        f"{versions['old']} (old), {rounds} rounds, {os.cpu_count()} cores ({platform.machine()}), "
+        f"Python {platform.python_version()}. "
         "Each figure is measured in a process of its own; the order alternates from round to round.\n\n" + ratios
     )
 

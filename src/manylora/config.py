@@ -197,7 +197,10 @@ class AdapterConfig:
         120.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
     )
     real_roots: tuple[str, ...] | None = option(
-        None, help="Real paths of the folders in which all files of adapters must lie; by default anywhere."
+        None,
+        help="Real paths of the folders in which all files of adapters must lie. By default a server takes its folders "
+        "of adapters and the adapters named at its start, a function its own adapter; an offline engine reads any path "
+        "that the program gives.",
     )
     registries: tuple[str, ...] = _adapters(
         (),

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from timed_serve import Longest, Note
 
 LATE_S = float(os.environ.get("ATTACK_LATE_S", "1.0"))
 """Longest wait for ``/health`` and for a neighbour's token; the default allows for a machine that is shared."""
@@ -60,6 +61,13 @@ class Target:
     host: str
     port: int
     log: Path
+    note: Note | None = None
+
+    def longest(self) -> Longest:
+        """Return the longest callback of the server's event loop since the last call; the server is a timed one."""
+        assert self.note is not None
+        self.ask("GET", "/version")  # the callback that sent the last answer has ended by now
+        return self.note.take()
 
     def ask(self, method: str, path: str, body: bytes | None = None, timeout_s: float = PATIENCE_S) -> Answer:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
@@ -106,7 +114,12 @@ class Target:
 
 @contextlib.contextmanager
 def running(
-    tmp: Path, *options: str, model: Sequence[str] = SIMULATED, num_files: int | None = None, waits: bool = True
+    tmp: Path,
+    *options: str,
+    model: Sequence[str] = SIMULATED,
+    num_files: int | None = None,
+    waits: bool = True,
+    is_timed: bool = False,
 ) -> Iterator[Target]:
     """Run a server.
 
@@ -116,6 +129,7 @@ def running(
         model: Its model; by default with a simulated engine.
         num_files: Limit of its open files.
         waits: Whether to wait until it serves.
+        is_timed: Whether the callbacks of its event loop are timed.
     """
 
     def limit() -> None:
@@ -125,13 +139,18 @@ def running(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "manylora", "serve", *model]
+    program: list[str] = ["-m", "manylora"]
+    note = None
+    if is_timed:
+        note = Note(tmp / "note")
+        program = [str(Path(__file__).with_name("timed_serve.py")), str(tmp / "note")]
+    command = [sys.executable, *program, "serve", *model]
     log = tmp / "log"
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, "--port", str(port), *options], stdout=file, stderr=file, text=True, preexec_fn=limit
         )
-    target = Target(process, "127.0.0.1", port, log)
+    target = Target(process, "127.0.0.1", port, log, note)
     try:
         if waits:
             target.wait_until(200, START_S)

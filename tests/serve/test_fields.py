@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_any_body_is_understood_or_refused(
 ) -> None:
     given_values = {"model": "m", "prompt": "p", "messages": HELLO, "input": "x", **values}
     try:
-        body = parse(json.dumps(given_values).encode(), kind)
+        body = asyncio.run(parse(json.dumps(given_values).encode(), kind))
         params = sampling_params(body, max_tokens=body.max_tokens, logprobs=None, tokenizer=words, vocab_size=1000)
     except RequestError as error:
         assert str(error)
@@ -69,7 +70,7 @@ def test_what_is_understood_arrives(words: Tokenizer) -> None:
         "bad_words": ["no", " no", "\N{SNOWMAN}"],
         "response_format": {"type": "json_object"},
     }
-    body = parse(json.dumps(given_values).encode(), CompletionBody)
+    body = asyncio.run(parse(json.dumps(given_values).encode(), CompletionBody))
     params = sampling_params(body, max_tokens=9, logprobs=4, prompt_logprobs=3, tokenizer=words, vocab_size=10)
     assert params == SamplingParams(
         max_tokens=9,
@@ -89,5 +90,5 @@ def test_what_is_understood_arrives(words: Tokenizer) -> None:
 
 def test_an_unknown_field_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
-        parse(b'{"model": "m", "prompt": "p", "reported_once": 1}', CompletionBody)
+        asyncio.run(parse(b'{"model": "m", "prompt": "p", "reported_once": 1}', CompletionBody))
     assert [record.getMessage() for record in caplog.records] == ["unknown_field_ignored name='reported_once'"]

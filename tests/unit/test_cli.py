@@ -73,7 +73,7 @@ def test_adapters_from_registries_are_urls_below_an_option(served: list[Served],
     assert CliRunner().invoke(app, line).exit_code == 0
     (call,) = served
     assert call.adapters == {"a": "https://host.org/x/a"}
-    assert call.engine.adapters == AdapterConfig(real_roots=(), registries=("https://host.org/x",))
+    assert call.engine.adapters == AdapterConfig(registries=("https://host.org/x",))
     for command in (["serve"], ["generate", "--adapter", "a"]):
         refused = CliRunner().invoke(app, [command[0], str(tmp_path), *command[1:], *line[2:4]], input="hello")
         assert "--lora-registry" in str(refused.exception)
@@ -84,7 +84,6 @@ def test_serve_defaults_are_the_configuration_s(served: list[Served], tmp_path: 
     assert CliRunner().invoke(app, ["serve", str(tmp_path)], env={"XDG_CACHE_HOME": str(tmp_path)}).exit_code == 0
     defaults = EngineConfig(
         model=served[0].engine.model,
-        adapters=AdapterConfig(real_roots=()),  # no folder was named, so no adapter may be read
         cache_dir=str(tmp_path / "manylora"),
     )
     assert served[0].engine == defaults

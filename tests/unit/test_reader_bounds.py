@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from bad_adapters import adapter_config, tiny_base, write_good_adapter
 
-from manylora.adapters.folder import vouched_roots
+from manylora.adapters.folder import real_roots
 from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError, AdapterForbidden, CapacityError
 from manylora.execution.storage import reader_process
@@ -265,7 +265,7 @@ def test_an_adapter_that_the_operator_names_may_consist_of_links(tmp_path: Path)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         (snapshot / file).symlink_to(blobs / file)
     helper = ReaderProcess()
-    helper.configure(replace(SETTINGS, roots=vouched_roots(str(snapshot))))
+    helper.configure(replace(SETTINGS, roots=real_roots([], [str(snapshot)])))
     try:
         helper.read("mine", str(snapshot))
     finally:

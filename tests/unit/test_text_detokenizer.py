@@ -235,3 +235,26 @@ def test_logprobs_come_with_bytes_and_offsets() -> None:
     last = delta.logprobs[-1]
     assert delta.text[last.text_offset :] == last.text
     assert (last.logprob, last.top[0].token_id, last.top[0].logprob) == (-0.5, ids[0], -0.25)
+
+
+class Counted(str):
+    """A text that counts how often a character is looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, index):
+        self.num_looks += 1
+        return super().__getitem__(index)
+
+
+def test_a_character_costs_few_steps_however_long_the_stop_string() -> None:
+    stop = Counted("a" * 4095 + "b")
+    watcher = StopStrings([stop])
+    most = 0
+    for char in "a" * 5000 + "c" + "a" * 4094 + "c":
+        before = stop.num_looks
+        assert isinstance(watcher.feed(char), str)
+        most = max(most, stop.num_looks - before)
+    assert most <= 64, "a fallback through every shorter beginning takes thousands"
+    found = watcher.feed("a" * 4095 + "b")
+    assert isinstance(found, StopMatch) and found.before == ""

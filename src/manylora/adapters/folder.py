@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -29,7 +29,7 @@ __all__ = [
     "lies_in",
     "open_folder",
     "open_regular",
-    "vouched_roots",
+    "real_roots",
 ]
 
 CONFIG_FILE = "adapter_config.json"
@@ -182,14 +182,20 @@ def lies_in(real_path: str, roots: Collection[str]) -> bool:
     return any(Path(real_path).is_relative_to(root) for root in roots)
 
 
-def vouched_roots(path: str) -> tuple[str, ...]:
-    """Return the real folders of an adapter that the operator names: its own, and those its files lie in now.
+def real_roots(folders: Iterable[str], named: Iterable[str]) -> tuple[str, ...]:
+    """Return the real folders in which files of adapters may lie: a link that a tenant makes leads no further.
 
-    A snapshot in the Hugging Face cache, for one, is a folder of links to another.
+    Args:
+        folders: Folders whose adapters may be served; tenants write in them.
+        named: Adapters that the operator names. Each may lie where it lies now, and so may its files: a snapshot in the
+            Hugging Face cache, for one, is a folder of links to another.
     """
-    folder = os.path.realpath(path)
-    files = (os.path.join(folder, file) for file in (CONFIG_FILE, *WEIGHT_FILES))
-    return tuple(dict.fromkeys([folder, *(os.path.dirname(os.path.realpath(one)) for one in files)]))
+    roots = [os.path.realpath(folder) for folder in folders]
+    for path in named:
+        folder = os.path.realpath(path)
+        files = (os.path.join(folder, file) for file in (CONFIG_FILE, *WEIGHT_FILES))
+        roots += [folder, *(os.path.dirname(os.path.realpath(one)) for one in files)]
+    return tuple(dict.fromkeys(roots))
 
 
 def _opened_path(fd: int, path: Path) -> str:

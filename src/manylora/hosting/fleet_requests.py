@@ -16,6 +16,9 @@ from manylora.types import Request
 
 __all__ = ["FleetRequests", "Route"]
 
+AT_ONCE = 256
+"""Requests of one submission that are made ready at once, in a millisecond or two."""
+
 Route = Callable[[Request, Container[int]], int]
 """Returns the engine for a request, among those that can take it, and counts the request there until it ends."""
 
@@ -76,12 +79,15 @@ class FleetRequests:
             EngineDead: Engines died before they had answered; no request is left.
             ManyloraError: Unless ``each``, the first error of a request; no request is left.
         """
-        clients = self._serving()
+        self._serving()
         flights = []
         for request in requests:
             if self._rng is not None and request.sampling.seed is None:
                 request = replace(request, seed=self._rng.getrandbits(63))
             flights.append(Flight(request, stream))
+            if len(flights) % AT_ONCE == 0:
+                await asyncio.sleep(0)
+        clients = self._serving()
         submitted = [
             self._carried(client, share, client.submit(share, each=each), each)
             for client, share in self._shares(flights, clients)

@@ -12,6 +12,9 @@ from manylora.hosting.protocol import Message, decode_message
 
 __all__ = ["Inbox"]
 
+AT_ONCE = 8
+"""Messages that are delivered at once: enough for tokens of several steps to share a write."""
+
 
 class Inbox:
     """Delivers the messages of one socket, until closed. For the event loop's thread alone.
@@ -43,15 +46,20 @@ class Inbox:
             self.broken.set_result(reason)
 
     def _receive(self) -> None:
-        """Deliver all messages that have arrived; the event loop calls this when the socket becomes readable.
+        """Deliver messages that have arrived; the event loop calls this when the socket becomes readable.
 
-        The socket must be read until it is empty, because ZeroMQ signals only the change from empty.
+        The socket must be read until it is empty, because ZeroMQ signals only the change from empty. After some
+        messages others have their turn, so that a loop that lags still answers.
         """
+        if self._socket.closed:
+            return
         messages: list[Message] = []
         try:
             with contextlib.suppress(zmq.Again):
-                while True:
+                while len(messages) < AT_ONCE:
                     messages.append(decode_message(self._socket.recv(zmq.NOBLOCK)))
+            if len(messages) == AT_ONCE:
+                asyncio.get_running_loop().call_soon(self._receive)
             if messages:
                 self._deliver(messages)
         except Exception as error:

@@ -11,6 +11,9 @@ from manylora.types import Output
 
 __all__ = ["Consume", "Flush", "OutputStream"]
 
+MANY_LOGPROBS = 16
+"""Outputs with log-probabilities that are consumed at once: with twenty for each token, in a millisecond or two."""
+
 Flush: TypeAlias = Callable[[], Awaitable[None]]
 """The part of a consumer's work that must be awaited: a slow socket, room in a queue."""
 
@@ -47,8 +50,9 @@ class OutputStream:
         """
         while not self._is_closed:
             if self._waiting:
-                outputs, self._waiting = self._waiting, []
-                flush = consume(outputs)
+                flush = consume(self._take())
+                if flush is None and self._waiting:
+                    await asyncio.sleep(0)
             elif self._error is not None:
                 raise self._error
             else:
@@ -72,14 +76,23 @@ class OutputStream:
             return
         flush = None
         if self._waiting:
-            outputs, self._waiting = self._waiting, []
             try:
-                flush = consume(outputs)
+                flush = consume(self._take())
             except Exception as error:  # raised in this stream's task, and in no other
                 interrupted.set_exception(error)
                 return
-        if flush is not None or self._is_closed or self._error is not None:
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self.wake)
+        if flush is not None or self._is_closed or (self._error is not None and not self._waiting):
             interrupted.set_result(flush)
+
+    def _take(self) -> list[Output]:
+        """Return the outputs to consume at once: all, or some if they have log-probabilities, which become JSON."""
+        outputs, self._waiting = self._waiting, []
+        tokens = outputs[0].tokens
+        if len(outputs) > MANY_LOGPROBS and tokens and tokens[0].logprob is not None:
+            outputs, self._waiting = outputs[:MANY_LOGPROBS], outputs[MANY_LOGPROBS:]
+        return outputs
 
     def close(self) -> None:
         """End the stream: ``deliver`` returns. Called by the consumer."""

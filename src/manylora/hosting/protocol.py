@@ -408,7 +408,7 @@ _message_decoder = msgspec.msgpack.Decoder(Message)
 
 def encode(message: Command | Message | ProcessSetup | EngineSpec) -> bytes:
     """Return the message as msgpack."""
-    if type(message) is AddRequests and len(message.requests) > 1:
+    if type(message) is AddRequests and len({id(one.prompt) for one in message.requests}) < len(message.requests):
         return _encoder.encode(SharedPrompts.of(message))
     return _encoder.encode(message)
 

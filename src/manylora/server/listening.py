@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol, TypeVar
 
@@ -21,6 +22,12 @@ __all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "new_event_loop", "run_
 EXIT_FORCED = 130
 BACKLOG = 512
 """Connections that wait for a process which starts again."""
+
+SWITCH_S = 0.0005
+"""Longest that another thread keeps Python's lock from the event loop's, a tenth of the default.
+
+A request takes the lock several times, and a thread that renders a template has it almost all the time.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +100,7 @@ def run_until_stopped(
             loop.add_signal_handler(number, stop)
         await server.serve(lambda: on_ready(server))
 
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve())
     return 0

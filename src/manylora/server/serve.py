@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
+from manylora.adapters.folder import real_roots
 from manylora.adapters.urls import is_url
 from manylora.config import EngineConfig, ServerConfig
 from manylora.demo import demo_model_path
@@ -72,6 +73,10 @@ class Server:
         if engine.model.model == "demo":
             named = engine.model.served_model_name or "demo"
             engine = replace(engine, model=replace(engine.model, model=str(demo_model_path()), served_model_name=named))
+        self._named_paths = [one.path for one in modules if one.is_required and not is_url(one.path)]
+        if engine.adapters.real_roots is None:
+            roots = real_roots([*server.lora_dirs, *server.allowed_lora_paths], self._named_paths)
+            engine = replace(engine, adapters=replace(engine.adapters, real_roots=roots))
         self._engine_config = engine
         self._config = server
         self._modules = modules
@@ -171,13 +176,12 @@ class Server:
         with collector_paused():
             from manylora.server.http_server import make_http_server
 
-        named = (module.path for module in self._modules if module.is_required and not is_url(module.path))
         return make_http_server(
             self._engine_config,
             self._config,
             fleet=self.fleet,
             metrics=self._metrics,
-            named_paths=tuple(named),
+            named_paths=self._named_paths,
             on_listening=on_listening,
         )
 

@@ -19,34 +19,40 @@ class StopMatch:
 class _Progress:
     """The longest beginning of one stop string that the text so far ends with.
 
-    Knuth, Morris and Pratt's automaton: a character costs a constant number of steps on average, however long the
-    string. Its table of fallbacks grows as far as the text has matched, so that a long string costs nothing at first.
+    Knuth, Morris and Pratt's automaton. After a character that does not fit, it falls back to the longest end of the
+    beginning that begins the string too *and goes on with another character*, so that a character costs
+    logarithmically many steps in the worst case, also for a string of one repeated character. The table of fallbacks
+    grows as far as the text has matched: a long string costs nothing at first.
     """
 
-    __slots__ = ("_fallbacks", "length", "stop")
+    __slots__ = ("_border", "_fallbacks", "length", "stop")
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        self._fallbacks = [0]  # of each beginning, by its last character: its longest end that begins the string
+        self._fallbacks = [-1]  # of each beginning; -1 for none, not even the empty one
+        self._border = 0  # longest end of the last beginning in the table that begins the string; of the first, none
 
     def add(self, char: str) -> bool:
         """Add a character of the text; return whether the string is complete."""
-        self.length = self._extend(self.length, char)
-        return self.length == len(self.stop)
+        stop, fallbacks, length = self.stop, self._fallbacks, self.length
+        while length >= 0 and stop[length] != char:
+            length = fallbacks[length]
+        self.length = length = length + 1
+        if length == len(stop):
+            return True
+        if length == len(fallbacks):
+            self._extend(length)
+        return False
 
-    def _extend(self, length: int, char: str) -> int:
-        stop = self.stop
-        while length and stop[length] != char:
-            length = self._fallback(length)
-        return length + (stop[length] == char)
-
-    def _fallback(self, length: int) -> int:
-        """Return the length of the longest proper end of ``stop[:length]`` that begins the string."""
-        fallbacks = self._fallbacks
-        while len(fallbacks) < length:
-            fallbacks.append(self._extend(fallbacks[-1], self.stop[len(fallbacks)]))
-        return fallbacks[length - 1]
+    def _extend(self, length: int) -> None:
+        """Add the fallback of ``stop[:length]``, the first beginning that has none."""
+        stop, fallbacks, border = self.stop, self._fallbacks, self._border
+        char = stop[length]
+        fallbacks.append(fallbacks[border] if stop[border] == char else border)
+        while border >= 0 and stop[border] != char:
+            border = fallbacks[border]
+        self._border = border + 1
 
 
 class StopStrings:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from manylora.adapters.folder import vouched_roots
-from manylora.adapters.urls import is_url
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
@@ -37,9 +34,6 @@ from manylora.plugins import options_for, options_of
 from manylora.routing import ROUTERS
 from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
 from manylora.web_config import WebConfig
-
-if TYPE_CHECKING:
-    from manylora.server import LoraModule
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -132,17 +126,10 @@ def serve(
     modules = [
         LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
     ]
-    engine = replace(engine, adapters=replace(engine.adapters, real_roots=_real_roots(roots, modules)))
     sys.exit(run(engine, server, modules, builder=builder))
 
 
 serve.command_class = ServeCommand  # type: ignore[attr-defined]
-
-
-def _real_roots(roots: Iterable[str], modules: Iterable[LoraModule]) -> tuple[str, ...]:
-    """Return the real folders in which files of adapters may lie: a link that a tenant makes leads no further."""
-    named = [module.path for module in modules if module.is_required and not is_url(module.path)]
-    return tuple(dict.fromkeys([*roots, *(root for path in named for root in vouched_roots(path))]))
 
 
 def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:

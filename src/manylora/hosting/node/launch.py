@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import SystemRandom
 
+from manylora.adapters.folder import real_roots
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
 from manylora.functions.deployment import FunctionSpec
 from manylora.hosting.adapter_book import LoraModule
@@ -71,7 +72,8 @@ def engine_config(spec: FunctionSpec, host: BackboneHost) -> EngineConfig:
     return EngineConfig(
         model=host.backbone.model,
         memory=MemoryConfig(memory_bytes=spec.kv_bytes),
-        adapters=AdapterConfig(host_bytes=spec.adapter_bytes),
+        # The tenant writes the folder: its links lead nowhere else.
+        adapters=AdapterConfig(host_bytes=spec.adapter_bytes, real_roots=real_roots([spec.adapter], [])),
         scheduler=SchedulerConfig(max_num_seqs=spec.max_batch, max_waiting=spec.max_waiting),
     )
 

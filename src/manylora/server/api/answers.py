@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.types import Receive
@@ -23,9 +23,9 @@ from manylora.server.errors import hide_paths
 from manylora.server.served import ServedFleet
 from manylora.server.text_work import ClientGone
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
-from manylora.types import AdapterKey, FinishReason, Output, PromptLogprobs, Request, SampledToken
+from manylora.types import AdapterKey, FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
 
-__all__ = ["Answers", "Piece"]
+__all__ = ["Answers", "Piece", "WholeAnswer"]
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +50,31 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+T = TypeVar("T")
+
+
+class WholeAnswer(Generic[T]):
+    """The pieces of a whole answer; log-probabilities are JSON already, so that the end of a long answer is cheap."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.logprobs: list[T] = []
+        self.token_ids: list[int] = []
+        self.last: Piece
+
+    def add(self, piece: Piece, logprobs: T | None) -> None:
+        """Add a piece, and the JSON of its log-probabilities."""
+        self.last = piece
+        self.texts.append(piece.text)
+        self.token_ids += piece.token_ids
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+
 @dataclass(slots=True, eq=False)
 class _Answer:
     index: int
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | None = None  # from its first output on
     num_tokens: int = 0
     num_cached_tokens: int = 0
     is_finished: bool = False
@@ -67,6 +88,7 @@ class Answers:
         fleet: The engines.
         tokenizer: The base model's tokenizer.
         requests: Prompts in order, ``num_answers`` requests for each.
+        sampling: Their sampling parameters, with the stop strings, which are searched here alone.
         num_answers: Answers per prompt.
         details: The details of the response.
         count: Called with the numbers of tokens of the answers of each prompt, once all have finished.
@@ -77,6 +99,7 @@ class Answers:
         fleet: ServedFleet,
         tokenizer: Tokenizer,
         requests: Sequence[Request],
+        sampling: SamplingParams,
         *,
         num_answers: int,
         details: Details = NO_DETAILS,
@@ -85,13 +108,16 @@ class Answers:
         self._count = count
         self._fleet = fleet
         self._requests = requests
+        self._tokenizer = tokenizer
+        self._sampling = sampling
         self._num_answers = num_answers
         self._details = None if details == NO_DETAILS else details
-        self._answers = {
-            request.request_id: _Answer(index, Detokenizer(tokenizer, request.prompt, request.sampling))
-            for index, request in enumerate(requests)
-        }
+        self._answers = {request.request_id: _Answer(index) for index, request in enumerate(requests)}
         self._num_unfinished = len(requests)
+        # Totals for ``usage``, which some clients ask for with every chunk.
+        self._num_prompt_tokens = sum(len(request.prompt) for request in requests[::num_answers])
+        self._num_generated_tokens = 0
+        self._num_cached_tokens = 0
         self._stream: OutputStream | None = None
         self.adapter: AdapterKey | None = None
 
@@ -155,16 +181,13 @@ class Answers:
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once."""
-        answers = list(self._answers.values())
-        num_prompt = sum(len(request.prompt) for request in self._requests[:: self._num_answers])
         is_prompt_only = self._details is not None and self._details.is_prompt_only
-        num_generated = 0 if is_prompt_only else sum(answer.num_tokens for answer in answers)
-        num_cached = sum(answer.num_cached_tokens for answer in answers[:: self._num_answers])
+        num_generated = 0 if is_prompt_only else self._num_generated_tokens
         return {
-            "prompt_tokens": num_prompt,
-            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens": self._num_prompt_tokens,
+            "total_tokens": self._num_prompt_tokens + num_generated,
             "completion_tokens": num_generated,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
         }
 
     def _cancel_unfinished(self) -> None:
@@ -194,9 +217,16 @@ class Answers:
             raise EngineDead("The engine cancelled this request.")
         self.adapter = output.adapter
         if output.num_cached_tokens > answer.num_cached_tokens:
+            if answer.index % self._num_answers == 0:
+                self._num_cached_tokens += output.num_cached_tokens - answer.num_cached_tokens
             answer.num_cached_tokens = output.num_cached_tokens
-        delta = answer.detokenizer.push(tokens, stop_token=output.stop_token)
+        detokenizer = answer.detokenizer
+        if detokenizer is None:
+            prompt = self._requests[answer.index].prompt
+            detokenizer = answer.detokenizer = Detokenizer(self._tokenizer, prompt, self._sampling)
+        delta = detokenizer.push(tokens, stop_token=output.stop_token)
         answer.num_tokens += delta.num_tokens
+        self._num_generated_tokens += delta.num_tokens
         if output.finish is None and not delta.finished:
             piece = Piece(index=answer.index, text=delta.text, logprobs=delta.logprobs)
         else:
@@ -214,6 +244,7 @@ class Answers:
         text, stop_reason, finish_reason = delta.text, delta.stop_reason, "stop"
         if not delta.finished:
             assert output.finish is not None
+            assert answer.detokenizer is not None
             rest = answer.detokenizer.finish()
             text, stop_reason = text + rest.text, rest.stop_reason
             finish_reason = "stop" if stop_reason is not None else output.finish.value

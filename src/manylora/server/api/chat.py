@@ -12,13 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.errors import RequestError
-from manylora.server.api.answers import Piece
+from manylora.server.api.answers import Piece, WholeAnswer
 from manylora.server.api.free_form import free_form, is_null
+from manylora.server.api.json_parts import encode_parts
 from manylora.server.api.message_format import (
     NULL_MESSAGE_FIELDS,
     MessageFormat,
     chat_choice,
     chat_head,
+    chat_logprobs,
+    logprob_items,
     message_readers,
 )
 from manylora.server.api.prompt_part import Details, PromptPart
@@ -57,6 +60,7 @@ class ChatFormat:
         self._has_logprobs = has_logprobs
         self._is_plain = not has_logprobs and not prompt.details.has_token_ids
         self._is_begun: set[int] = set()
+        self._whole: dict[int, WholeAnswer[bytes]] = {}
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         """Return the fields about the prompt."""
@@ -74,23 +78,25 @@ class ChatFormat:
             content = msgspec.json.encode(piece.text)
             return b'{"index":%d,"delta":{"content":%b}%b' % (piece.index, content, NOTHING_ELSE)
         delta["content"] = piece.text
-        return msgspec.json.encode(self._choice([piece], "delta", delta))
+        logprobs = chat_logprobs([logprob_items(piece)]) if self._has_logprobs else None
+        choice = chat_choice(piece, "delta", delta, logprobs, piece.token_ids, self.prompt.details)
+        return msgspec.json.encode(choice) if logprobs is None else b"".join(encode_parts(choice))
 
-    def choice(self, pieces: list[Piece]) -> dict[str, Any]:
+    def gather(self, piece: Piece) -> None:
+        """Add a piece to its whole answer."""
+        whole = self._whole.setdefault(piece.index, WholeAnswer())
+        whole.add(piece, logprob_items(piece) if self._has_logprobs else None)
+
+    def choice(self, index: int) -> dict[str, Any]:
         """Return the choice of a whole answer."""
-        content = "".join(piece.text for piece in pieces)
-        return self._choice(pieces, "message", {"role": "assistant", "content": content, **NULL_MESSAGE_FIELDS})
+        whole = self._whole[index]
+        message = {"role": "assistant", "content": "".join(whole.texts), **NULL_MESSAGE_FIELDS}
+        logprobs = chat_logprobs(whole.logprobs) if self._has_logprobs else None
+        return chat_choice(whole.last, "message", message, logprobs, whole.token_ids, self.prompt.details)
 
-    def _choice(self, pieces: list[Piece], field: str, content: dict[str, Any]) -> dict[str, Any]:
-        return chat_choice(pieces, field, content, self.prompt.details, has_logprobs=self._has_logprobs)
 
-
-def _flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages for a chat template: a role, one text, and calls with their arguments as objects.
-
-    Raises:
-        RequestError: There are too many, a part is not text, or the arguments of a call are not an object.
-    """
+def _count(messages: Sequence[Message]) -> int:
+    """Return the number of messages, their parts and their calls; raise ``RequestError`` if one is too large."""
     num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
     num_calls = sum(len(message.tool_calls) for message in messages if message.tool_calls)
     if max(len(messages), num_parts, num_calls) > MAX_MESSAGES:
@@ -99,6 +105,15 @@ def _flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
             f"expected at most {MAX_MESSAGES} of each",
             param="messages",
         )
+    return len(messages) + num_parts + num_calls
+
+
+def _flatten(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages for a chat template: a role, one text, and calls with their arguments as objects.
+
+    Raises:
+        RequestError: A part is not text, or the arguments of a call are not an object.
+    """
     flat: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         at = f"messages[{index}]"
@@ -178,11 +193,15 @@ async def chat_tokens(
         ManyloraError: As of ``TextWork.run``.
     """
     tokenizer = context.tokenizer
-    chat = _flatten(messages)
-    num_chars = sum(len(message["content"]) + len(message["role"]) for message in chat)
-    tokenizer.check_chars(num_chars, limit, "messages")
+    num_items = _count(messages)
 
-    def render() -> tuple[int, ...]:
+    def flatten() -> tuple[list[dict[str, Any]], int]:
+        chat = _flatten(messages)
+        num_chars = sum(len(message["content"]) + len(message["role"]) for message in chat)
+        tokenizer.check_chars(num_chars, limit, "messages")
+        return chat, num_chars
+
+    def render(chat: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         tokens = tokenizer.chat(
             chat,
             variables,
@@ -194,10 +213,13 @@ async def chat_tokens(
         )
         return tuple(tokens)
 
+    if CHARS_PER_MESSAGE * num_items > INLINE_CHARS:
+        return await context.text_work.run(request, lambda: render(flatten()[0]))
+    chat, num_chars = flatten()
     is_plain = not variables and settings.chat_template is None and not any(one.tool_calls for one in messages)
-    if is_plain and num_chars + CHARS_PER_MESSAGE * len(chat) <= INLINE_CHARS:
-        return render()
-    return await context.text_work.run(request, render)
+    if is_plain and num_chars + CHARS_PER_MESSAGE * num_items <= INLINE_CHARS:
+        return render(chat)
+    return await context.text_work.run(request, lambda: render(chat))
 
 
 def template_kwargs(raw: msgspec.Raw) -> dict[str, Any]:

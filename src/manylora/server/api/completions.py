@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manylora.server.api.answers import Piece
+from manylora.server.api.answers import Piece, WholeAnswer
 from manylora.server.api.json_body import decode_prompts
-from manylora.server.api.prompt_part import Details, PromptPart, logprob_lists
+from manylora.server.api.json_parts import JsonParts, encode_parts
+from manylora.server.api.prompt_part import Details, PromptPart, as_lists, logprob_items
 from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.api.respond import NOTHING_ELSE, check_lengths, check_num_answers, respond
 from manylora.server.api.schemas import CompletionBody, check_token_ids, sampling_params
@@ -22,6 +24,12 @@ from manylora.server.bounds import INLINE_CHARS
 __all__ = ["completion_routes"]
 
 DEFAULT_COMPLETION_TOKENS = 16
+
+CHARS_PER_PROMPT = 50
+"""Characters of text that take as long as the calls for a prompt."""
+
+PROMPTS_AT_ONCE = 256
+"""Prompts of token ids that are checked at once."""
 
 encode = msgspec.json.encode
 
@@ -44,6 +52,7 @@ class CompletionFormat:
         self._has_logprobs = has_logprobs
         self._is_plain = not has_logprobs and not prompt.details.has_token_ids
         self._is_begun: set[int] = set()
+        self._whole: dict[int, WholeAnswer[dict[str, bytes]]] = {}
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         """Return nothing: choices have all fields about their prompts."""
@@ -56,40 +65,51 @@ class CompletionFormat:
         is_begun = piece.index in self._is_begun
         if is_begun and piece.finish_reason is None and self._is_plain:
             return b'{"index":%d,"text":%b%b' % (piece.index, encode(piece.text), NOTHING_ELSE)
-        choice = self._choice([piece], has_begin=not is_begun)
+        logprobs = self._logprobs(piece, has_begin=not is_begun)
+        choice = self._choice(piece, piece.text, logprobs, has_begin=not is_begun)
         if self.prompt.details.has_token_ids:
             choice["token_ids"] = piece.token_ids
         if not is_begun:
             self._is_begun.add(piece.index)
             choice |= self.prompt.token_ids(piece.index)
-        return encode(choice)
+        return encode(choice) if logprobs is None else b"".join(encode_parts(choice))
 
-    def choice(self, pieces: list[Piece]) -> dict[str, Any]:
+    def gather(self, piece: Piece) -> None:
+        """Add a piece to its whole answer."""
+        whole = self._whole.setdefault(piece.index, WholeAnswer())
+        whole.add(piece, self._items(piece) if self._has_logprobs else None)
+
+    def choice(self, index: int) -> dict[str, Any]:
         """Return the choice of a whole answer."""
-        token_ids = [token for piece in pieces for token in piece.token_ids]
-        choice = self._choice(pieces, has_begin=True)
-        choice["token_ids"] = token_ids if self.prompt.details.has_token_ids else None
-        return choice | self.prompt.fields(pieces[0].index)
+        whole = self._whole[index]
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = as_lists([*self._echoed(index), *whole.logprobs])
+        choice = self._choice(whole.last, "".join(whole.texts), logprobs, has_begin=True)
+        choice["token_ids"] = whole.token_ids if self.prompt.details.has_token_ids else None
+        return choice | self.prompt.fields(index)
 
-    def _choice(self, pieces: list[Piece], *, has_begin: bool) -> dict[str, Any]:
-        last = pieces[-1]
-        text = "".join(piece.text for piece in pieces)
+    def _choice(
+        self, last: Piece, text: str, logprobs: dict[str, JsonParts] | None, *, has_begin: bool
+    ) -> dict[str, Any]:
         return {
             "index": last.index,
             "text": self._echoes[last.index] + text if has_begin else text,
-            "logprobs": self._logprobs(pieces, has_begin=has_begin) if self._has_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
 
-    def _logprobs(self, pieces: list[Piece], *, has_begin: bool) -> dict[str, Any] | msgspec.Raw:
-        index = pieces[0].index
-        lists = logprob_lists([token for piece in pieces for token in piece.logprobs])
-        if before := len(self._echoes[index]):
-            lists["text_offset"] = [offset + before for offset in lists["text_offset"]]
-        if not has_begin or self.prompt.details.num_echo_top is None:
-            return lists
-        return self.prompt.echo(index, lists)
+    def _logprobs(self, piece: Piece, *, has_begin: bool) -> dict[str, JsonParts] | None:
+        if not self._has_logprobs:
+            return None
+        return as_lists([*(self._echoed(piece.index) if has_begin else ()), self._items(piece)])
+
+    def _items(self, piece: Piece) -> dict[str, bytes]:
+        return logprob_items(piece.logprobs, num_chars_before=len(self._echoes[piece.index]))
+
+    def _echoed(self, index: int) -> list[dict[str, bytes]]:
+        return [] if self.prompt.details.num_echo_top is None else self.prompt.echo(index)
 
 
 async def _tokens(
@@ -111,8 +131,10 @@ async def _tokens(
     if not texts:
         prompts = [truncation.cut(prompt) for prompt in given if not isinstance(prompt, str)]
         check_lengths(context, prompts)
-        for prompt in prompts:
+        for index, prompt in enumerate(prompts, 1):
             check_token_ids(prompt, info.vocab_size, "prompt")
+            if index % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         return prompts
     for text in texts:
         tokenizer.check_chars(len(text), truncation.limit)
@@ -121,7 +143,7 @@ async def _tokens(
         encode = partial(tokenizer.encode_within, limit=truncation.limit, add_special_tokens=is_framed)
         return [truncation.cut(encode(text), tokenizer if is_framed else None) for text in texts]
 
-    if sum(map(len, texts)) <= INLINE_CHARS:
+    if sum(map(len, texts)) + CHARS_PER_PROMPT * len(texts) <= INLINE_CHARS:
         return tokenize()
     return await context.text_work.run(request, tokenize)
 
@@ -170,7 +192,7 @@ async def create_completion(request: Request) -> Response:
     )
     truncation = Truncation(context, body, sampling.max_tokens)
     most = context.engine_config.scheduler.max_waiting
-    given = decode_prompts(body.prompt, most, truncation.limit)
+    given = await decode_prompts(body.prompt, most, truncation.limit)
     check_num_answers(context, len(given), body.n or 1)
     prompts = await _tokens(request, context, given, truncation, is_framed=body.add_special_tokens is not False)
     echoes = await _echoes(request, context, body, given, prompts)

@@ -4,11 +4,12 @@ Fields that a body's type does not have are skipped by the decoder. They are of 
 in the answer (``metadata``, ``store``) are accepted. Fields that would change the answer and are not supported are
 refused by name, because a wrong answer is worse than none. All others are ignored and logged once, as vLLM does.
 
-A field of any shape stays JSON (``msgspec.Raw``) until its size is known.
+A field of any shape stays JSON (``msgspec.Raw``) until its size is known. Large bodies are decoded in slices.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Mapping
@@ -17,10 +18,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from manylora.errors import ContextExceeded, RequestError
-from manylora.server.api.free_form import NULL
+from manylora.server.api.json_decoder import decode
+from manylora.server.api.large_body import (
+    SLICE_BYTES,
+    decode_integers,
+    decode_items,
+    decode_shallow,
+    split,
+    struct_of,
+)
 from manylora.server.api.schemas import SamplingFields
 
-__all__ = ["REFUSED", "decode", "decode_prompts", "parse"]
+__all__ = ["REFUSED", "decode_prompts", "parse"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,46 +65,20 @@ REASONS = {
 MAX_NEUTRAL_BYTES = 64
 """JSON of a value in ``REFUSED`` is shorter."""
 
-SMALL_BODY_BYTES = 64 * 1024
-"""A larger body may have any number of fields; of those only the ones in ``REFUSED`` are looked at."""
-
-_Refusable = msgspec.defstruct("_Refusable", [(name, msgspec.Raw, NULL) for name in REFUSED])
-
-MAX_REASON_CHARS = 300
-
-_PATH = re.compile(r" - at `\$\.?([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
 _FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
 _KINDS = {"[": "list", '"': "str", "n": "NoneType", "t": "bool", "f": "bool"}
 _reported: set[str] = set()
 
 Body = TypeVar("Body", bound=msgspec.Struct)
-T = TypeVar("T")
 
 
-def parse(data: bytes, body: type[Body]) -> Body:
+async def parse(data: bytes, body: type[Body]) -> Body:
     """Read a JSON request body.
 
     Raises:
         RequestError: Not JSON, not an object, a wrong type or value, or a field that is not supported; names the field.
     """
-    is_small = len(data) <= SMALL_BODY_BYTES
-    try:
-        fields: dict[str, msgspec.Raw] = (
-            msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-            if is_small
-            else msgspec.structs.asdict(msgspec.json.decode(data, type=_Refusable))
-        )
-    except msgspec.ValidationError:
-        first = data.lstrip()[:1].decode("ascii", "replace")
-        raise RequestError(f"Got a {_KINDS.get(first, 'number')} as the body, expected a JSON object") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise RequestError("The body is nested too deeply") from None
-    if issubclass(body, SamplingFields):
-        _check_fields(fields, body)
-    made = decode(data, body)
+    made = _small(data, body) if len(data) <= SLICE_BYTES else await _large(data, body)
     for index, value in enumerate(msgspec.structs.astuple(made)):
         if type(value) is int and not -(2**63) <= value < 2**64:
             name = body.__struct_fields__[index]
@@ -103,40 +86,42 @@ def parse(data: bytes, body: type[Body]) -> Body:
     return made
 
 
-def decode(data: bytes | msgspec.Raw, kind: type[T], at: str = "") -> T:
-    """Read JSON of a known type.
-
-    Args:
-        data: The JSON.
-        kind: Its type.
-        at: The field in which it is, for messages; empty for the whole body.
-
-    Raises:
-        RequestError: Not JSON, or of another type; names the field.
-    """
+def _small(data: bytes, body: type[Body]) -> Body:
     try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        missing = _MISSING.search(message)
-        found = _PATH.search(message)
-        path = at + (found.group(1) if found else "")
-        param = (f"{path}.{missing.group(1)}".lstrip(".") if missing else path)[:MAX_REASON_CHARS]
-        reason = _PATH.sub("", message)[:MAX_REASON_CHARS]
-        raise RequestError(
-            f"Got a wrong value for {param}: {reason}" if param else reason, param=param or None
-        ) from None
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise _no_object(data) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"The body is not valid JSON: {error}") from None
     except RecursionError:
         raise RequestError("The body is nested too deeply") from None
+    if issubclass(body, SamplingFields):
+        _check_fields(fields, body)
+    return decode(data, body)
 
 
-def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] | list[list[int]]:
+async def _large(data: bytes, body: type[Body]) -> Body:
+    data = data.strip()
+    refused = REFUSED if issubclass(body, SamplingFields) else ()
+    if not data.startswith(b"{"):
+        decode(data, msgspec.Raw)
+        raise _no_object(data)
+    fields = decode_shallow(data, body, refused)
+    if refused:
+        _check_fields(fields, body)
+    made: Body = await struct_of(fields, body)
+    return made
+
+
+def _no_object(data: bytes) -> RequestError:
+    first = data.lstrip()[:1].decode("ascii", "replace")
+    return RequestError(f"Got a {_KINDS.get(first, 'number')} as the body, expected a JSON object")
+
+
+async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] | list[list[int]]:
     """Read the ``prompt`` of a completion: a text, token ids, or a list of either.
 
-    The first item decides the type of the others, so that a list of anything else ends at its first wrong item. Lists
-    of numbers are counted before they are decoded.
+    The first item decides the type of the others. Items and numbers are counted before they are decoded.
 
     Args:
         raw: The prompt.
@@ -154,39 +139,31 @@ def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] | list[
     first = item.group(1) if item else b"]"
     if first == b"]":
         raise RequestError("Got an empty list, expected at least one prompt", param="prompt")
-    if first == b"[":
-        _check_num_prompts(data.count(b"[") - 1, most)
-        lists = decode(data, list[msgspec.Raw], "prompt")
-        return [_token_ids(bytes(memoryview(one)), limit, f"prompt[{index}]") for index, one in enumerate(lists)]
     if first in b"-0123456789":
-        return [_token_ids(data, limit, "prompt")]
-    if first != b'"':
+        return [await _token_ids(data, limit, "prompt")]
+    if first not in b'["':
         raise RequestError("Expected a text, texts, token ids, or lists of token ids", param="prompt")
+    items = split(raw, most, "prompt")
+    if len(data) > SLICE_BYTES:
+        await asyncio.sleep(0)
+    if first == b"[":
+        return [await _token_ids(bytes(memoryview(one)), limit, f"prompt[{index}]") for index, one in enumerate(items)]
     try:
-        texts = msgspec.json.decode(data, type=list[str])
-    except msgspec.ValidationError:
+        return await decode_items(items, str, "prompt")
+    except RequestError:
         raise RequestError(
             "Got a list of different kinds, expected texts, token ids, or lists of token ids", param="prompt"
         ) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from None
-    _check_num_prompts(len(texts), most)
-    return texts
 
 
-def _token_ids(data: bytes, limit: int, at: str) -> list[int]:
+async def _token_ids(data: bytes, limit: int, at: str) -> list[int]:
     num_tokens = data.count(b",") + 1
     if num_tokens > limit:
         raise ContextExceeded(
             f"The prompt has {num_tokens} tokens; this model's context is {limit}, one of them at least to answer",
             param="prompt",
         )
-    return decode(data, list[int], at)
-
-
-def _check_num_prompts(num_prompts: int, most: int) -> None:
-    if num_prompts > most:
-        raise RequestError(f"Got {num_prompts} prompts, expected at most {most} in one request", param="prompt")
+    return await decode_integers(data, at)
 
 
 def _check_fields(values: Mapping[str, msgspec.Raw], body: type[msgspec.Struct]) -> None:

@@ -7,14 +7,23 @@ from typing import Any
 
 import msgspec
 
-from manylora.server.api.answers import Piece
+from manylora.server.api.answers import Piece, WholeAnswer
+from manylora.server.api.json_parts import JsonParts, encode_parts
 from manylora.server.api.prompt_part import LEAST_LOGPROB, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.tools import ToolUse
 from manylora.text import MessageReader, ReasoningSplitter, TokenLogprob
 from manylora.text.tools import Event, EventKind
 
-__all__ = ["NULL_MESSAGE_FIELDS", "MessageFormat", "chat_choice", "chat_head", "message_readers"]
+__all__ = [
+    "NULL_MESSAGE_FIELDS",
+    "MessageFormat",
+    "chat_choice",
+    "chat_head",
+    "chat_logprobs",
+    "logprob_items",
+    "message_readers",
+]
 
 NULL_MESSAGE_FIELDS = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
 """Fields of whole messages that OpenAI and vLLM have and that are always null here."""
@@ -68,6 +77,8 @@ class MessageFormat:
         self._use = use
         self._has_logprobs = has_logprobs
         self._readers: dict[int, MessageReader] = {}
+        self._whole: dict[int, WholeAnswer[bytes]] = {}
+        self._events: dict[int, list[Event]] = {}
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         """Return the fields about the prompt."""
@@ -87,43 +98,64 @@ class MessageFormat:
         delta |= self._fields(events, num_calls - 1, is_delta=True)
         if not (delta or piece.logprobs or piece.finish_reason or piece.token_ids):
             return None
-        return msgspec.json.encode(self._choice(reader, [piece], "delta", delta))
+        logprobs = chat_logprobs([logprob_items(piece)]) if self._has_logprobs else None
+        choice = self._choice(reader, piece, "delta", delta, logprobs, piece.token_ids)
+        return msgspec.json.encode(choice) if logprobs is None else b"".join(encode_parts(choice))
 
-    def choice(self, pieces: list[Piece]) -> dict[str, Any]:
+    def gather(self, piece: Piece) -> None:
+        """Add a piece to its whole answer."""
+        if piece.index not in self._readers:
+            self._readers[piece.index] = self._make_reader()
+        whole = self._whole.setdefault(piece.index, WholeAnswer())
+        whole.add(piece, logprob_items(piece) if self._has_logprobs else None)
+        self._events.setdefault(piece.index, []).extend(self._readers[piece.index].feed(piece.text))
+
+    def choice(self, index: int) -> dict[str, Any]:
         """Return the choice of a whole answer."""
-        reader = self._make_reader()
-        events = reader.feed("".join(piece.text for piece in pieces)) + reader.finish()
+        whole, reader = self._whole[index], self._readers[index]
+        events = self._events[index] + reader.finish()
         message: dict[str, Any] = {"role": "assistant", "content": None, **NULL_MESSAGE_FIELDS}
-        return self._choice(reader, pieces, "message", message | self._fields(events, -1, is_delta=False))
+        message |= self._fields(events, -1, is_delta=False)
+        logprobs = chat_logprobs(whole.logprobs) if self._has_logprobs else None
+        return self._choice(reader, whole.last, "message", message, logprobs, whole.token_ids)
 
     def _fields(self, events: Sequence[Event], last_call: int, *, is_delta: bool) -> dict[str, Any]:
         """Return the fields of a message or delta; ``last_call`` is the index of the call that arguments continue."""
-        texts: dict[EventKind, str] = {}
+        texts: dict[EventKind, list[str]] = {}
         calls: dict[int, dict[str, Any]] = {}
+        arguments: dict[int, list[str]] = {}
         for event in events:
             if event.kind is EventKind.CALL:
                 last_call += 1
-                index = {"index": last_call} if is_delta else {}
+                numbered = {"index": last_call} if is_delta else {}
                 function = {"name": event.text, "arguments": ""}
-                calls[last_call] = {**index, "id": self._use.new_call_id(), "type": "function", "function": function}
+                calls[last_call] = {**numbered, "id": self._use.new_call_id(), "type": "function", "function": function}
             elif event.kind is EventKind.ARGUMENTS:
-                call = calls.setdefault(last_call, {"index": last_call, "function": {"arguments": ""}})
-                call["function"]["arguments"] += event.text
+                calls.setdefault(last_call, {"index": last_call, "function": {"arguments": ""}})
+                arguments.setdefault(last_call, []).append(event.text)
             else:
-                texts[event.kind] = texts.get(event.kind, "") + event.text
+                texts.setdefault(event.kind, []).append(event.text)
+        for index, parts in arguments.items():
+            calls[index]["function"]["arguments"] = "".join(parts)
         fields: dict[str, Any] = {}
         if EventKind.REASONING in texts:
-            fields["reasoning_content"] = fields["reasoning"] = texts[EventKind.REASONING]
+            fields["reasoning_content"] = fields["reasoning"] = "".join(texts[EventKind.REASONING])
         if EventKind.CONTENT in texts:
-            fields["content"] = texts[EventKind.CONTENT]
+            fields["content"] = "".join(texts[EventKind.CONTENT])
         if calls:
             fields["tool_calls"] = list(calls.values())
         return fields
 
     def _choice(
-        self, reader: MessageReader, pieces: list[Piece], field: str, content: dict[str, Any]
+        self,
+        reader: MessageReader,
+        last: Piece,
+        field: str,
+        content: dict[str, Any],
+        logprobs: dict[str, JsonParts | None] | None,
+        token_ids: Sequence[int],
     ) -> dict[str, Any]:
-        choice = chat_choice(pieces, field, content, self.prompt.details, has_logprobs=self._has_logprobs)
+        choice = chat_choice(last, field, content, logprobs, token_ids, self.prompt.details)
         if choice["finish_reason"] == "stop" and reader.num_calls and not self._use.is_named:
             choice["finish_reason"] = "tool_calls"
         return choice
@@ -135,22 +167,36 @@ def chat_head(prompt: PromptPart, *, is_chunk: bool) -> dict[str, Any]:
 
 
 def chat_choice(
-    pieces: list[Piece], field: str, content: dict[str, Any], details: Details, *, has_logprobs: bool
+    last: Piece,
+    field: str,
+    content: dict[str, Any],
+    logprobs: dict[str, JsonParts | None] | None,
+    token_ids: Sequence[int],
+    details: Details,
 ) -> dict[str, Any]:
-    """Return a choice with a ``message`` or a ``delta``, and the log-probabilities and tokens of its pieces."""
-    logprobs = [_logprob(token) for piece in pieces for token in piece.logprobs]
+    """Return a choice with a ``message`` or a ``delta``; its end is that of its ``last`` piece."""
     choice: dict[str, Any] = {
-        "index": pieces[-1].index,
+        "index": last.index,
         field: content,
-        "logprobs": {"content": logprobs, "refusal": None} if has_logprobs else None,
-        "finish_reason": pieces[-1].finish_reason,
-        "stop_reason": pieces[-1].stop_reason,
+        "logprobs": logprobs,
+        "finish_reason": last.finish_reason,
+        "stop_reason": last.stop_reason,
     }
     if details.has_token_ids:
-        choice["token_ids"] = [token for piece in pieces for token in piece.token_ids]
+        choice["token_ids"] = token_ids
     elif field == "message":
         choice["token_ids"] = None
     return choice
+
+
+def logprob_items(piece: Piece) -> bytes:
+    """Return the log-probabilities of a piece's tokens as JSON without brackets."""
+    return msgspec.json.encode([_logprob(token) for token in piece.logprobs])[1:-1]
+
+
+def chat_logprobs(items: Sequence[bytes]) -> dict[str, JsonParts | None]:
+    """Return the ``logprobs`` of a choice from the items of its pieces."""
+    return {"content": JsonParts.of_list(items), "refusal": None}
 
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:

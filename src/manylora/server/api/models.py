@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
@@ -22,6 +23,9 @@ from manylora.server.api.tools import tool_use
 from manylora.server.bounds import INLINE_CHARS, TOKENIZE_CONTEXTS
 
 __all__ = ["json_response", "model_routes"]
+
+CARDS_AT_ONCE = 512
+"""Adapters in the list of models that become JSON at once, in a millisecond or two."""
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -49,16 +53,21 @@ async def list_models(request: Request) -> Response:
     context.gate.check_inference(request)
     context.fleet.check_serving()
     adapters, shows_paths = context.fleet.adapters, context.gate.is_admin(request)
-    content = context.model_list.get((adapters.num_changes, shows_paths))
+    num_changes = adapters.num_changes
+    content = context.model_list.get((num_changes, shows_paths))
     if content is None:
-        loaded = adapters.loaded
+        loaded = list(adapters.loaded.items())
         served = (context.fleet.served_name, *context.config.web.aliases) if context.serves_base else ()
         cards = [_card(context, name, shows_paths=shows_paths) for name in served]
-        cards += [_card(context, name, loaded[name], shows_paths=shows_paths) for name in loaded]
-        content = msgspec.json.encode({"object": "list", "data": cards})
-        if (adapters.num_changes, not shows_paths) not in context.model_list:
+        parts = [msgspec.json.encode(cards)[1:-1]] if cards else []
+        for first in range(0, len(loaded), CARDS_AT_ONCE):
+            await asyncio.sleep(0)
+            cards = [_card(context, *one, shows_paths=shows_paths) for one in loaded[first : first + CARDS_AT_ONCE]]
+            parts.append(msgspec.json.encode(cards)[1:-1])
+        content = b'{"object":"list","data":[%b]}' % b",".join(parts)
+        if (num_changes, not shows_paths) not in context.model_list:
             context.model_list.clear()
-        context.model_list[adapters.num_changes, shows_paths] = content
+        context.model_list[num_changes, shows_paths] = content
     return Response(content, media_type="application/json")
 
 
@@ -97,13 +106,19 @@ async def tokenize(request: Request) -> Response:
         tokens = await chat_tokens(
             request, context, settings, body.messages or [], variables, limit=limit, **template_arguments(body)
         )
-    answer: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": context.fleet.info.max_model_len,
-        "tokens": tokens,
-        "token_strs": [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
-    }
-    return json_response(answer)
+
+    def describe() -> Response:
+        strings = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return json_response(
+            {
+                "count": len(tokens),
+                "max_model_len": context.fleet.info.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+        )
+
+    return describe() if len(tokens) <= INLINE_CHARS else await context.text_work.run(request, describe)
 
 
 async def detokenize(request: Request) -> Response:
@@ -141,7 +156,7 @@ async def metrics(request: Request) -> Response:
     except ManyloraError:  # no engine serves: metrics of the API process alone
         snapshots = {}
     return Response(
-        context.metrics.render(context.fleet, snapshots, context.functions()), media_type=CONTENT_TYPE_LATEST
+        await context.metrics.render(context.fleet, snapshots, context.functions()), media_type=CONTENT_TYPE_LATEST
     )
 
 

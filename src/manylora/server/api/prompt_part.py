@@ -7,7 +7,7 @@ as JSON they wait for the rest of the response.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 
 from manylora.errors import RequestError
+from manylora.server.api.json_parts import JsonParts
 from manylora.server.api.schemas import SamplingFields
 from manylora.server.bounds import MAX_PROMPT_LOGPROBS
 from manylora.text import Tokenizer, TokenLogprob, describe_prompt
 from manylora.types import PromptLogprobs
 
-__all__ = ["LEAST_LOGPROB", "NO_DETAILS", "Details", "PromptPart", "logprob_lists", "named_by_id"]
+__all__ = ["LEAST_LOGPROB", "NO_DETAILS", "Details", "PromptPart", "as_lists", "logprob_items", "named_by_id"]
 
 LEAST_LOGPROB = -9999.0
 """vLLM's number for minus infinity, which JSON does not have."""
@@ -97,8 +98,8 @@ class PromptPart:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._num_answers = num_answers
-        self._listed: dict[int, msgspec.Raw] = {}  # vLLM's list, by answer
-        self._echoed: dict[int, dict[str, bytes]] = {}  # the items of OpenAI's lists, likewise
+        self._listed: dict[int, JsonParts] = {}  # vLLM's list, by answer
+        self._echoed: dict[int, list[dict[str, bytes]]] = {}  # the items of OpenAI's lists, likewise
         num_numbers = sum(map(len, prompts)) * num_answers * ((details.prompt_logprobs or 0) + 1)
         if details.prompt_logprobs is not None and num_numbers > MAX_PROMPT_LOGPROBS:
             raise RequestError(
@@ -116,7 +117,7 @@ class PromptPart:
 
     def fields(self, index: int) -> dict[str, Any]:
         """Return vLLM's fields about the prompt of an answer; null if they are not asked for."""
-        logprobs = msgspec.Raw(b"[null]") if self.details.num_prompt_top is not None else None  # of a single token
+        logprobs = JsonParts([b"[null]"]) if self.details.num_prompt_top is not None else None  # of a single token
         return {
             "prompt_logprobs": self._listed.get(index, logprobs),
             "prompt_token_ids": self._prompt(index) if self.details.has_token_ids else None,
@@ -126,19 +127,14 @@ class PromptPart:
         """Return the tokens of an answer's prompt as a field, if they are asked for."""
         return {"prompt_token_ids": self._prompt(index)} if self.details.has_token_ids else {}
 
-    def echo(self, index: int, lists: dict[str, list[Any]]) -> msgspec.Raw:
-        """Return OpenAI's ``logprobs`` of a prompt and the begin of its answer, whose lists are given."""
-        parts = []
-        items = self._echoed.get(index) or self._first(self._prompt(index))
-        for name in LISTS:
-            answer = encode(lists[name])[1:-1]
-            parts.append(b'"%b":[%b]' % (name.encode(), b",".join(filter(None, (items[name], answer)))))
-        return msgspec.Raw(b"{" + b",".join(parts) + b"}")
+    def echo(self, index: int) -> list[dict[str, bytes]]:
+        """Return the items of OpenAI's lists for the prompt of an answer, as JSON in parts."""
+        return self._echoed.get(index) or [self._first(self._prompt(index))]
 
     def _prompt(self, index: int) -> tuple[int, ...]:
         return self._prompts[index // self._num_answers]
 
-    async def _list(self, report: PromptLogprobs, num_top: int) -> msgspec.Raw:
+    async def _list(self, report: PromptLogprobs, num_top: int) -> JsonParts:
         parts = [b"null"]
         text = self._tokenizer.token_text
         num_rows = max(1, SLICE_NUMBERS // (num_top + 1))
@@ -152,18 +148,17 @@ class PromptPart:
                 rows.append(row)
             parts.append(encode(rows)[1:-1])
             await asyncio.sleep(0)
-        return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+        return JsonParts.of_list(parts)
 
-    async def _echo(self, prompt: tuple[int, ...], report: PromptLogprobs, num_top: int) -> dict[str, bytes]:
-        parts = {name: [items] for name, items in self._first(prompt).items()}
+    async def _echo(self, prompt: tuple[int, ...], report: PromptLogprobs, num_top: int) -> list[dict[str, bytes]]:
+        parts = [self._first(prompt)]
         tokens = describe_prompt(self._tokenizer, prompt, report)
         num_rows = max(1, SLICE_NUMBERS // (num_top + 1))
         while rows := [msgspec.structs.replace(token, top=token.top[:num_top]) for token in islice(tokens, num_rows)]:
             named = map(named_by_id, rows) if self.details.names_by_id else rows
-            for name, items in logprob_lists(tuple(named)).items():
-                parts[name].append(encode(items)[1:-1])
+            parts.append(logprob_items(tuple(named)))
             await asyncio.sleep(0)
-        return {name: b",".join(items) for name, items in parts.items()}
+        return parts
 
     def _first(self, prompt: tuple[int, ...]) -> dict[str, bytes]:
         """Return the items of the first token, which has no probability."""
@@ -172,16 +167,22 @@ class PromptPart:
         return dict(zip(LISTS, (encode(name), b"null", b"null", b"0"), strict=True))
 
 
-def logprob_lists(tokens: Sequence[TokenLogprob]) -> dict[str, list[Any]]:
-    """Return OpenAI's lists of the log-probabilities of a completion's tokens."""
-    return {
+def logprob_items(tokens: Sequence[TokenLogprob], *, num_chars_before: int = 0) -> dict[str, bytes]:
+    """Return the items of OpenAI's lists of a completion's log-probabilities, as JSON without brackets."""
+    lists: dict[str, list[Any]] = {
         "tokens": [_name(token.raw) for token in tokens],
         "token_logprobs": [max(token.logprob, LEAST_LOGPROB) for token in tokens],
         "top_logprobs": [
             {_name(other.raw): max(other.logprob, LEAST_LOGPROB) for other in (token, *token.top)} for token in tokens
         ],
-        "text_offset": [token.text_offset for token in tokens],
+        "text_offset": [num_chars_before + token.text_offset for token in tokens],
     }
+    return {name: encode(values)[1:-1] for name, values in lists.items()}
+
+
+def as_lists(parts: Sequence[Mapping[str, bytes]]) -> dict[str, JsonParts]:
+    """Return OpenAI's ``logprobs`` from the items of its parts, in order."""
+    return {name: JsonParts.of_list([one[name] for one in parts]) for name in LISTS}
 
 
 def named_by_id(token: TokenLogprob) -> TokenLogprob:

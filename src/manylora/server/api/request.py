@@ -118,7 +118,7 @@ async def read_body(request: Request, body: type[Body]) -> Body:
             raise HttpError(400, "The body ended early") from None
     if num_bytes > max_bytes:
         raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
-    made = parse(b"".join(parts), body)
+    made = await parse(b"".join(parts), body)
     if (aliases := context.config.web.aliases) and isinstance(model := getattr(made, "model", None), str):
         name, colon, adapter = model.partition(":")
         if name in aliases and model not in context.fleet.adapters.loaded:

@@ -22,6 +22,7 @@ from manylora.execution.sampling.grammar import check_constraint
 from manylora.hosting.output_stream import Flush
 from manylora.server.api.answers import Answers, Piece
 from manylora.server.api.constraints import constraint_field
+from manylora.server.api.json_parts import JsonParts, encode_parts
 from manylora.server.api.prompt_part import NO_DETAILS, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
@@ -29,7 +30,7 @@ from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
 from manylora.server.text_work import ClientGone
-from manylora.types import Constraint, Request, SamplingParams
+from manylora.types import Constraint, PromptLogprobs, Request, SamplingParams
 
 __all__ = [
     "HEADERS",
@@ -55,6 +56,12 @@ NULL_FIELDS = {"service_tier": None, "kv_transfer_params": None}
 NOTHING_ELSE = b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 """The end of a choice that has text alone, as nearly all do: such a chunk needs no JSON encoder."""
 
+REQUESTS_AT_ONCE = 256
+"""Requests of the engine that are made at once, in a millisecond or two."""
+
+PART_BYTES = 256 * 1024
+"""Bytes of a whole answer that are written at once."""
+
 encode = msgspec.json.encode
 
 
@@ -73,8 +80,12 @@ class AnswerFormat(Protocol):
         """Return the choice of a chunk as JSON; ``None`` for no chunk."""
         ...
 
-    def choice(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Return the choice of a whole answer."""
+    def gather(self, piece: Piece) -> None:
+        """Add a piece to its whole answer."""
+        ...
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """Return the choice of a whole answer, all of whose pieces were gathered."""
         ...
 
 
@@ -148,24 +159,30 @@ async def submit(
     if sampling.constraint is not None:
         await _check(sampling.constraint, constraint_param or constraint_field(body))
     answer_id = id_prefix + uuid.uuid4().hex
-    requests = [
-        Request(
-            request_id=f"{answer_id}-{index * num_answers + choice}",
-            prompt=prompt,
-            sampling=_of_choice(sampling, choice),
-            model=body.model,
-            tenant=tenant,
-            cache_salt=_salt(context, tenant, body.cache_salt),
-            priority=body.priority or 0,
-            default_max_tokens=settings.defaults.max_new_tokens,
-        )
-        for index, prompt in enumerate(prompts)
-        for choice in range(num_answers)
-    ]
+    searched = replace(sampling, stop=()) if sampling.stop else sampling  # no engine looks for stop strings
+    salt = _salt(context, tenant, body.cache_salt)
+    requests: list[Request] = []
+    for prompt in prompts:
+        requests += [
+            Request(
+                request_id=f"{answer_id}-{len(requests) + choice}",
+                prompt=prompt,
+                sampling=_of_choice(searched, choice),
+                model=body.model,
+                tenant=tenant,
+                cache_salt=salt,
+                priority=body.priority or 0,
+                default_max_tokens=settings.defaults.max_new_tokens,
+            )
+            for choice in range(num_answers)
+        ]
+        if len(requests) % REQUESTS_AT_ONCE < num_answers:
+            await asyncio.sleep(0)
     answers = Answers(
         context.fleet,
         context.tokenizer,
         requests,
+        sampling,
         num_answers=num_answers,
         details=details,
         count=context.metrics.count_answers,
@@ -288,7 +305,9 @@ class _EventStream(Response):
             return body
 
         async def write_slowly(pieces: list[Piece]) -> None:
-            await _add_prompts(form, pieces)
+            for piece in pieces:
+                if piece.prompt_logprobs is not None:
+                    await form.prompt.add(piece.index, piece.prompt_logprobs)
             await send_body(send, render(pieces))
 
         def write(pieces: list[Piece]) -> Flush | None:
@@ -305,16 +324,26 @@ class _EventStream(Response):
         await send_body(send, last + DONE)
 
 
-async def _add_prompts(form: AnswerFormat, pieces: Sequence[Piece]) -> None:
-    """Make the JSON of the reports of prompts that came with pieces."""
-    for piece in pieces:
-        if piece.prompt_logprobs is not None:
-            await form.prompt.add(piece.index, piece.prompt_logprobs)
-
-
 async def send_body(send: Send, body: bytes) -> None:
     """Send a part of a response's body."""
     await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _send_whole(send: Send, parts: Sequence[bytes]) -> None:
+    """Send JSON, as fast as the client takes it."""
+    num_bytes = sum(map(len, parts))
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % num_bytes)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    together: list[bytes] = []
+    num_together = 0
+    for part in parts:
+        together.append(part)
+        num_together += len(part)
+        if num_together >= PART_BYTES:
+            await send_body(send, b"".join(together))
+            await asyncio.sleep(0)
+            together, num_together = [], 0
+    await send({"type": "http.response.body", "body": b"".join(together), "more_body": False})
 
 
 class _Whole(Response):
@@ -329,23 +358,27 @@ class _Whole(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for the answers, then send them."""
         async with self._answers.while_connected(receive):
-            gathered: dict[int, list[Piece]] = {}
+            reports: dict[int, PromptLogprobs | None] = {}
 
             def gather(pieces: list[Piece]) -> None:
                 for piece in pieces:
-                    gathered.setdefault(piece.index, []).append(piece)
+                    reports[piece.index] = reports.get(piece.index) or piece.prompt_logprobs
+                    self._form.gather(piece)
 
             try:
                 await self._answers.deliver(gather)
             except ClientGone:
                 return
             except ManyloraError as error:
-                response = error_response(error)
+                await error_response(error)(scope, receive, send)
             else:
                 envelope = _Envelope(self._head, self._answers, self._fingerprint)
-                for pieces in gathered.values():
-                    await _add_prompts(self._form, pieces)
-                choices = [self._form.choice(gathered[index]) for index in sorted(gathered)]
+                choices = []
+                for index in sorted(reports):
+                    if (report := reports[index]) is not None:
+                        await self._form.prompt.add(index, report)
+                    choices.append(JsonParts(encode_parts(self._form.choice(index))))
+                    await asyncio.sleep(0)
                 body = {
                     **envelope.fields,
                     "choices": choices,
@@ -353,5 +386,4 @@ class _Whole(Response):
                     **NULL_FIELDS,
                     **self._form.head(is_chunk=False),
                 }
-                response = Response(encode(body), media_type="application/json")
-            await response(scope, receive, send)
+                await _send_whole(send, encode_parts(body))

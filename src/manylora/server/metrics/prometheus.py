@@ -1,11 +1,12 @@
 """Prometheus metrics: vLLM's names where routers and dashboards scrape them, ``manylora_*`` beside them.
 
 Histograms are fed with the engines' observations (``requests.py``). All other metrics are read from one snapshot at the
-moment of the scrape (``scrape.py``). Everything here belongs to the event loop's thread.
+moment of the scrape (``scrape.py``). The event loop's thread feeds them; a scrape is rendered on another.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -53,7 +54,9 @@ class Metrics(Collector):
         self._served_name = served_name
         self._epoch_s = epoch_s
         self._monotonic_s = monotonic_s
-        self._fleet: ServedFleet | None = None
+        self._rendering = asyncio.Lock()  # what follows is the snapshot of one scrape
+        self._of_fleet: Sequence[Metric] = ()
+        self._has_replicas = False
         self._snapshots: Mapping[int, Snapshot] = {}
         self._functions: Sequence[FunctionState] = ()
         self._registry = CollectorRegistry()
@@ -103,10 +106,10 @@ class Metrics(Collector):
         """
         self._responses.labels(method, f"{status // 100}xx", route).inc()
 
-    def render(
+    async def render(
         self, fleet: ServedFleet, snapshots: Mapping[int, Snapshot], functions: Sequence[FunctionState] = ()
     ) -> bytes:
-        """Return the metrics as Prometheus text.
+        """Return the metrics as Prometheus text, made on a thread: ten thousand adapters take a second.
 
         Args:
             fleet: The engines.
@@ -114,23 +117,23 @@ class Metrics(Collector):
                 series of their own.
             functions: Isolated functions that have been awake.
         """
-        self._fleet, self._snapshots, self._functions = fleet, snapshots, functions
-        if snapshots:
-            self._by_adapter.keep_only(fleet.adapters.loaded)
-        return generate_latest(self._registry)
+        async with self._rendering:
+            self._of_fleet, self._snapshots, self._functions = tuple(fleet_metrics(fleet)), snapshots, functions
+            if snapshots:
+                self._by_adapter.keep_only(fleet.adapters.loaded)
+            self._has_replicas = fleet.num_replicas > 1
+            return await asyncio.to_thread(generate_latest, self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read at the moment of the scrape; prometheus-client calls this."""
-        if self._fleet is None:
-            return
-        yield from fleet_metrics(self._fleet)
+        yield from self._of_fleet
         if self._functions:
             yield from function_metrics(self._functions)
         families = {
             index: snapshot_metrics(stats, statuses, self._config, served_name=self._served_name, now_s=self._epoch_s())
             for index, (stats, statuses) in self._snapshots.items()
         }
-        if self._fleet.num_replicas > 1:
+        if self._has_replicas:
             yield from by_replica(families)
         else:
             yield from chain.from_iterable(families.values())
