@@ -92,10 +92,10 @@ def arrivals(names: list[str], options: Any) -> list[tuple[float, str]]:
     rng = Random(0)
     weights = [1.0 / (rank + 1) ** ZIPF for rank in range(len(names))]
     shuffled = rng.sample(names, len(names))
-    found = []
+    found: list[tuple[float, str]] = []
     at = rng.expovariate(options.rate)
     while at < 60 * options.minutes:
-        found.append((at, *rng.choices(shuffled, weights)))
+        found.append((at, rng.choices(shuffled, weights)[0]))
         at += rng.expovariate(options.rate)
     return found
 

@@ -21,10 +21,11 @@ import msgspec
 from manylora.agent.actor import AgentActor
 from manylora.agent.setup import AgentSetup
 from manylora.agent.supervise import CONTROLLER, RESTARTS, Child, keep_until_stopped
-from manylora.config import FleetConfig, ServerConfig
+from manylora.config import ServerConfig
 from manylora.controller.process import ControllerSetup, bind_guarded
 from manylora.controller.tls import TlsFiles
 from manylora.errors import ConfigError, EngineDead
+from manylora.fleet_config import FleetConfig
 from manylora.functions.deployment import read_deployment
 from manylora.hosting.ray.cluster import RayCluster
 from manylora.hosting.ray.nodes import NodeActor, RayNode, fitting_nodes, own_address
