@@ -39,7 +39,7 @@ from manylora.engine.snapshot import take_snapshot
 from manylora.engine.status import Counters, EngineStats
 from manylora.engine.steps.in_flight import Step, StepsInFlight
 from manylora.engine.steps.running import RunningSet
-from manylora.errors import RequestError
+from manylora.errors import CapacityError, RequestError
 from manylora.events import Event, EventSink, PrefixEvicted, RequestArrived, StepFinished, StepLaunched, TokensEmitted
 from manylora.memory import BlockTable, Depth, PageCache, ReloadCosts, make_eviction_policy, prefix_root
 from manylora.plan import ON_DEVICE, StepPlan, StepResult
@@ -274,8 +274,9 @@ class EngineCore:
         if request.request_id in self._sequences:
             raise RequestError(f"Got request_id = {request.request_id!r}, which is in flight", param="request_id")
         max_tokens = self._limits.check(request, version)
-        if begun is None:  # else it was accepted once already
-            self.check_room(now)
+        was_accepted = begun is not None
+        if not was_accepted and not self._queue_wait.has_room(len(self._policy)):
+            raise self.no_room(now)
         sampling = request.sampling
         given = request.seed if sampling.seed is None else sampling.seed
         seed = self._rng.getrandbits(63) if given is None else given & (2**64 - 1)
@@ -318,10 +319,15 @@ class EngineCore:
             )
         )
 
-    def check_room(self, now: float) -> None:
-        """Raise ``CapacityError`` if a new request would be refused for the length of the queue."""
+    def num_room(self) -> int:
+        """Return how many more requests of the mean length would be accepted now."""
+        return self._queue_wait.num_room(len(self._policy))
+
+    def no_room(self, now: float) -> CapacityError:
+        """Return the error of a request that is refused for the length of the queue."""
         num_waiting = len(self._policy)
-        self._queue_wait.check(num_waiting, lambda: self._answers.retry_after_s(num_waiting, now))
+        reason, every_s = self._queue_wait.reason(num_waiting), self._answers.every_s(now)
+        return CapacityError(reason, retry_after_s=min(60.0, every_s * num_waiting / 2), every_s=every_s)
 
     def cancel(self, request_id: str, now: float) -> bool:
         """End a request; its last output follows. Return whether it was in flight."""
