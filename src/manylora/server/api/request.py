@@ -22,6 +22,7 @@ from manylora.server.bounds import default_body_bytes
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
+from manylora.server.refusals import RetryTimes
 from manylora.server.served import ServedFleet
 from manylora.server.text_work import TextWork
 from manylora.text import Tokenizer
@@ -51,6 +52,7 @@ class Context:
             they show paths; routers ask for them every few seconds.
         serves_base: Whether the base is a model of its own.
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
+        retries: Tells refused clients when to try again.
     """
 
     engine_config: EngineConfig
@@ -69,6 +71,7 @@ class Context:
     model_list: dict[tuple[int, bool], bytes] = field(default_factory=dict)
     serves_base: bool = True
     functions: Callable[[], Sequence[FunctionState]] = tuple
+    retries: RetryTimes = field(default_factory=RetryTimes)
 
 
 def context_of(request: Request) -> Context:
