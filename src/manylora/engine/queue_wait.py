@@ -13,7 +13,7 @@ whole answer. All prompts before the new one take their steps as well. Lengths c
 time of a step is that of the last ones.
 
 Where lengths are not known, one guess for each would be too hopeful under overload: a request comes at every moment,
-and is accepted at the one when the guesses happen to promise most. So an uncertain length counts as ``NUM_PARTS``
+and is accepted at the one when the guesses happen to be the lowest. So an uncertain length counts as ``NUM_PARTS``
 quantiles, each on a part of a seat, and a request waits until as many parts are free as make a seat.
 """
 
