@@ -119,12 +119,14 @@ class CapacityError(ManyloraError):
 
     Args:
         retry_after_s: Time in seconds after which to try again.
+        every_s: Time in seconds from one place that becomes free to the next; 0 where no places are counted.
         status: 429 if the caller should slow down, 503 if the service is stopping or gone.
     """
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0, status: int = 429) -> None:
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, every_s: float = 0.0, status: int = 429) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.every_s = every_s
         self.status = status
 
 

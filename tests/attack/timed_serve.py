@@ -92,7 +92,7 @@ def watch(note: Note) -> None:
 
     signal.signal(signal.SIGPROF, look)
     signal.setitimer(signal.ITIMER_PROF, SAMPLED_S, SAMPLED_S)
-    asyncio.Handle._run = measured  # type: ignore[method-assign]
+    asyncio.Handle._run = measured  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from harness import Rig, make_rig, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manylora.engine.queue_wait import num_starts, play, quantiles
 from manylora.errors import CapacityError
 from manylora.events import RequestAdmitted
 from manylora.types import Continuation
@@ -112,3 +114,40 @@ def test_answers_that_go_on_after_the_loss_of_an_engine_are_never_refused() -> N
         rig.add(request("b", 3, 2))
     rig.add(replace(request("c", 3, 4), continuation=Continuation(tokens=(5, 6), adapter=None)))
     rig.drain()
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 10), st.integers(0, 20), st.integers(1, 4), st.sampled_from([3.0, 8.0]))
+def test_the_room_is_the_number_of_requests_that_are_accepted(
+    num_tokens: int, num_before: int, num_steps: int, num_seats: int, max_wait_s: float
+) -> None:
+    """The engine tells it with every turn, and the API process lets no more through."""
+    rig = rig_of(num_seats, max_wait_s, 64)
+    for index in range(num_before):
+        with contextlib.suppress(CapacityError):
+            rig.add(request(f"before-{index}", 1, num_tokens))
+    for _ in range(num_steps):
+        rig.step()
+    if not rig.core.has_requests:
+        return
+    room = rig.core.num_room()
+    for index in range(room):
+        rig.add(request(f"new-{index}", 1, num_tokens))
+    with pytest.raises(CapacityError):
+        rig.add(request("beyond", 1, num_tokens))
+    assert rig.core.num_room() == 0
+
+
+@given(st.integers(1, 1000), st.integers(1, 5000))
+def test_the_quantiles_of_a_length_rise_around_its_median(p50: int, more: int) -> None:
+    low, below, above, high = quantiles(p50, p50 + more)
+    assert 1 <= low <= below <= p50 <= above <= high <= max(high, p50 + more)
+    assert quantiles(p50, p50) == (p50,)
+
+
+def test_unknown_lengths_count_as_parts_of_seats() -> None:
+    parts = quantiles(10, 33)
+    assert parts == (2, 7, 14, 30)
+    seats = play([*parts, *parts], [], 0)
+    assert num_starts(seats, 14, 1000) == 6  # three parts of each of two seats: one request, and half of another
+    assert num_starts(play([*parts, *parts], parts, 0), 14, 1000) == 4  # the first part of the one before has ended

@@ -78,12 +78,11 @@ class Answers:
         self._released.clear()
         return released
 
-    def retry_after_s(self, num_waiting: int, now: float) -> float:
-        """Estimate when a place in the queue will be free, from the rate at which requests ended lately."""
+    def every_s(self, now: float) -> float:
+        """Return the time from the end of one request to that of the next, lately; a second before two have ended."""
         if len(self._finish_times) < 2:
             return 1.0
-        per_request = (now - self._finish_times[0]) / len(self._finish_times)
-        return min(60.0, max(1.0, per_request * num_waiting / 2))
+        return (now - self._finish_times[0]) / len(self._finish_times)
 
     def token(self, sequence: Sequence, token: SampledToken, now: float) -> None:
         """Give a request its newest token, and end it if that was the last."""

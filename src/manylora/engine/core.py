@@ -38,7 +38,7 @@ from manylora.engine.snapshot import take_snapshot
 from manylora.engine.status import Counters, EngineStats
 from manylora.engine.steps.in_flight import Step, StepsInFlight
 from manylora.engine.steps.running import RunningSet
-from manylora.errors import RequestError
+from manylora.errors import CapacityError, RequestError
 from manylora.events import Event, EventSink, PrefixEvicted, StepFinished, StepLaunched, TokensEmitted
 from manylora.memory import Depth, PageCache, ReloadCosts, make_eviction_policy
 from manylora.plan import ON_DEVICE, StepPlan, StepResult
@@ -186,7 +186,7 @@ class EngineCore:
             base=base,
             served_name=served_name,
             adapters=self.adapters,
-            check_room=self.check_room,
+            check_room=self._check_room,
             num_pages=num_pages,
             block_size=memory.block_size,
             scheduler=scheduler,
@@ -277,10 +277,19 @@ class EngineCore:
         self._queue_wait.added(sequence)
         self._emit(arrival_of(sequence))
 
-    def check_room(self, now: float) -> None:
-        """Raise ``CapacityError`` if a new request would be refused for the length of the queue."""
+    def num_room(self) -> int:
+        """Return how many more requests of the mean length would be accepted now."""
+        return self._queue_wait.num_room(len(self._policy))
+
+    def no_room(self, now: float) -> CapacityError:
+        """Return the error of a request that is refused for the length of the queue."""
         num_waiting = len(self._policy)
-        self._queue_wait.check(num_waiting, lambda: self._answers.retry_after_s(num_waiting, now))
+        reason, every_s = self._queue_wait.reason(num_waiting), self._answers.every_s(now)
+        return CapacityError(reason, retry_after_s=min(60.0, every_s * num_waiting / 2), every_s=every_s)
+
+    def _check_room(self, now: float) -> None:
+        if not self._queue_wait.has_room(len(self._policy)):
+            raise self.no_room(now)
 
     def cancel(self, request_id: str, now: float) -> bool:
         """End a request; its last output follows. Return whether it was in flight."""

@@ -22,7 +22,6 @@ from manylora.hosting.protocol import (
     Cancel,
     Command,
     EngineInfo,
-    Fault,
     LoadAdapter,
     LoadAdapters,
     Message,
@@ -31,6 +30,7 @@ from manylora.hosting.protocol import (
     Ready,
     Refused,
     Reply,
+    Room,
     TakeSnapshot,
     Turn,
     UnloadAdapter,
@@ -77,7 +77,8 @@ class EngineClient:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[str] | None = None
         self._loss: Loss | None = None
-        self._no_room: Fault | None = None  # by its last turn
+        self._room: Room | None = None  # by its last turn
+        self._num_since = 0  # requests that it had not seen then
 
     @property
     def loss(self) -> Loss | None:
@@ -85,12 +86,13 @@ class EngineClient:
         return self._loss
 
     def check_room(self) -> None:
-        """Raise ``CapacityError`` if the engine would have refused a new request at its last turn.
+        """Raise ``CapacityError`` if the room that the engine had at its last turn is taken.
 
         A full engine has requests, so the next turn, which may say otherwise, is a step away.
         """
-        if self._no_room is not None:
-            raise self._no_room.to_error()
+        room = self._room
+        if room is not None and self._num_since >= room.num and self._flights:
+            raise room.beyond.to_error()
 
     @property
     def num_flights(self) -> int:
@@ -194,6 +196,7 @@ class EngineClient:
         requests = [flight.next_request() for flight in flights]
         call, answer = self._send(lambda call: AddRequests(call, requests, each))
         self._submitted[call] = flights
+        self._num_since += len(flights)
         return self._consent(call, answer, [flight.request_id for flight in flights])
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
@@ -295,8 +298,9 @@ class EngineClient:
         observed: list[Observations] = []
         for message in messages:
             match message:
-                case Turn(outputs, observations, no_room):
-                    self._no_room = no_room
+                case Turn(outputs, observations, room):
+                    self._room = room
+                    self._num_since = sum(map(len, self._submitted.values()))
                     if self._unstarted:
                         self._note_started(outputs)
                     for output in outputs:
@@ -316,6 +320,7 @@ class EngineClient:
                 case Reply():
                     for flight in self._submitted.pop(message.call, ()):
                         flight.is_accepted = message.fault is None and flight.request_id not in message.refused
+                        self._num_since -= not flight.is_accepted
                     answer = self._calls.get(message.call)
                     if answer is not None and not answer.done():
                         answer.set_result(message)

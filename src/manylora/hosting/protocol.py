@@ -47,6 +47,7 @@ __all__ = [
     "Ready",
     "Refused",
     "Reply",
+    "Room",
     "StartReport",
     "TakeSnapshot",
     "Turn",
@@ -257,6 +258,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     reason: str = ""
     retry_after_s: float = 1.0
+    every_s: float = 0.0
     status: int = 500
 
     @classmethod
@@ -269,6 +271,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             adapter=getattr(error, "adapter", ""),
             reason=getattr(error, "reason", ""),
             retry_after_s=getattr(error, "retry_after_s", 1.0),
+            every_s=getattr(error, "every_s", 0.0),
             status=error.status,
         )
 
@@ -281,7 +284,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         if issubclass(kind, errors.RequestError):
             return kind(self.message, param=self.param)
         if issubclass(kind, errors.CapacityError):
-            return kind(self.message, retry_after_s=self.retry_after_s, status=self.status)
+            error = kind(self.message, retry_after_s=self.retry_after_s, status=self.status)
+            error.every_s = self.every_s
+            return error
         assert issubclass(kind, errors.ManyloraError)
         return kind(self.message)
 
@@ -360,18 +365,30 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     fault: Fault
 
 
+class Room(msgspec.Struct, frozen=True, array_like=True):
+    """How many more requests the engine would take, until its next turn.
+
+    Args:
+        num: Requests; of those with an answer of the mean length if their wait is limited.
+        beyond: The error of the next one.
+    """
+
+    num: int
+    beyond: Fault
+
+
 class Turn(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The outputs of one turn of the loop, and its observations.
 
     Args:
         outputs: The outputs.
         observations: The observations since the last message.
-        no_room: The error of a new request, if the engine would refuse one now for the length of its queue.
+        room: The room for new requests; ``None`` for more than arrive in a turn.
     """
 
     outputs: list[Output]
     observations: Observations
-    no_room: Fault | None = None
+    room: Room | None = None
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

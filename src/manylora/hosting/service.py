@@ -43,6 +43,7 @@ from manylora.hosting.protocol import (
     Ready,
     Refused,
     Reply,
+    Room,
     TakeSnapshot,
     Turn,
     UnloadAdapter,
@@ -67,6 +68,9 @@ SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
 NUM_READERS = 2
 NUM_COMPILERS = 2
 NO_FAULTS: Mapping[Constraint | None, Fault] = {}
+MOST_ROOM_TOLD = 256
+"""Room for more requests is not told: fewer arrive in a turn."""
+
 CHECKED_TOGETHER = 256
 """Adapters in one message to a reader: its cost is spread, and several readers share a start."""
 
@@ -149,7 +153,7 @@ class EngineService:
             )
 
             def send_turn(outputs: list[Output], now: float) -> None:
-                self._send(Turn(outputs, self._observer.take(), _no_room(core, now)))
+                self._send(Turn(outputs, self._observer.take(), _room(core, now)))
 
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=send_turn, live=True)
             if self._is_stopping:  # ``stop`` was called before the loop existed
@@ -409,9 +413,6 @@ class EngineService:
         self._reply(command.call, lambda: core.adapters.register(command.name, version, now, replace=command.replace))
 
 
-def _no_room(core: EngineCore, now: float) -> Fault | None:
-    try:
-        core.check_room(now)
-    except CapacityError as error:
-        return Fault.of(error)
-    return None
+def _room(core: EngineCore, now: float) -> Room | None:
+    num = core.num_room()
+    return None if num > MOST_ROOM_TOLD else Room(num, Fault.of(core.no_room(now)))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["AccessLayer", "request_id_of"]
+__all__ = ["REQUEST_ID", "AccessLayer", "given_id", "request_id_of"]
 
-HEADER = b"x-request-id"
+REQUEST_ID = b"x-request-id"
 _VALID = re.compile(rb"[\x21-\x7e]{1,128}")
 _METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))
 
@@ -62,7 +62,7 @@ class AccessLayer:
             await self._app(scope, receive, send)
             return
         began_at = self._monotonic_s()
-        given = _given(scope)
+        given = given_id(scope["headers"])
         request_id = given or uuid.uuid4().hex.encode()
         scope["manylora.request_id"] = request_id.decode()
         is_named = given is not None or self._names_all
@@ -73,7 +73,7 @@ class AccessLayer:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if is_named:
-                    message["headers"] = [*message.get("headers", ()), (HEADER, request_id)]
+                    message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
             await send(message)
 
         try:
@@ -99,9 +99,9 @@ def request_id_of(scope: Scope) -> str:
     return name
 
 
-def _given(scope: Scope) -> bytes | None:
+def given_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """Return the client's name of its request, if it is valid."""
-    for name, value in scope["headers"]:
-        if name == HEADER:
+    for name, value in headers:
+        if name == REQUEST_ID:
             return value if _VALID.fullmatch(value) else None
     return None

@@ -11,21 +11,33 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from manylora.errors import ManyloraError
+from manylora.errors import CapacityError, ManyloraError
 from manylora.server.access import AccessLayer, request_id_of
 from manylora.server.api.adapters import admin_routes
 from manylora.server.api.chat import chat_routes
 from manylora.server.api.completions import completion_routes
 from manylora.server.api.docs import docs_routes
 from manylora.server.api.models import model_routes
-from manylora.server.api.request import Context
+from manylora.server.api.request import Context, context_of
 from manylora.server.api.responses import response_routes
 from manylora.server.api.status import status_routes
-from manylora.server.errors import HttpError, error_response, on_error, on_http_exception
+from manylora.server.errors import HttpError, error_response, on_http_exception
 
-__all__ = ["make_app"]
+__all__ = ["ROOM_PATHS", "make_app"]
+
+ROOM_PATHS = tuple(route.path for route in (*completion_routes, *chat_routes, *response_routes))
+"""Routes whose requests go to an engine."""
 
 logger = logging.getLogger(__name__)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Answer with a ``ManyloraError``; Starlette calls this."""
+    assert isinstance(error, ManyloraError)
+    if isinstance(error, CapacityError):
+        context = context_of(request)
+        error.retry_after_s = context.retries.after_s(error, context.monotonic_s())
+    return error_response(error)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
@@ -42,7 +54,7 @@ def make_app(context: Context) -> ASGIApp:
         routes += docs_routes(routes, root_path=web.root_path)
     app = Starlette(
         routes=routes,
-        exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
+        exception_handlers={ManyloraError: _on_error, HTTPException: on_http_exception, Exception: _on_bug},
     )
     app.state.context = context
     inner: ASGIApp = app

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol, with bounds on a connection, and a function that writes a chunk without a task.
+"""uvicorn's HTTP/1.1 protocol, with bounds on a connection, refusals and chunks that need no task.
 
 Bounds hold before a request is parsed: connections in all and by address, bytes and number of headers, and the time
 until the headers and the body have arrived. A request that comes in one piece, as nearly all do, pays two comparisons.
@@ -24,6 +24,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from manylora.server.errors import HttpError, error_body
+from manylora.server.refusals import Refusals
 
 __all__ = ["ChunkWritingProtocol", "ConnectionBounds", "WriteChunk", "chunk_writer", "connection_breaker"]
 
@@ -69,9 +70,11 @@ class ConnectionBounds:
 class ChunkWritingProtocol(HttpToolsProtocol):
     """uvicorn's protocol with the bounds and the extension."""
 
-    def __init__(self, *args: Any, bounds: ConnectionBounds, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, bounds: ConnectionBounds, refusals: Refusals | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bounds = bounds
+        self._refusals = refusals
+        self._refusal: bytes | None = None  # of the request that arrives, in place of the application's answer
         self._address = ""
         self._is_refused = False
         self._phase = Phase.IDLE
@@ -117,7 +120,11 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         elif self._phase is Phase.BODY:
             if self._deadline is None:
                 self._await(self._bounds.body_timeout_s)
-        elif self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+        elif (
+            self._deadline is None
+            and self.timeout_keep_alive_task is None
+            and (self.cycle is None or self.cycle.response_complete)
+        ):
             self._await(self._bounds.header_timeout_s)  # empty lines ended the wait of uvicorn's keep-alive
 
     def send_400_response(self, msg: str) -> None:
@@ -130,6 +137,7 @@ class ChunkWritingProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
+        self._unset_keepalive_if_required()  # of a refusal in the same piece of data
         self._phase, self._num_fed, self._head_bytes = Phase.HEAD, 0, 0
 
     def on_url(self, url: bytes) -> None:
@@ -146,21 +154,55 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Add the extension to the scope; the application's task was just created and has not run."""
-        super().on_headers_complete()
+        """Refuse a request without room; else add the extension to the scope, before the application's task runs."""
         self._phase = Phase.BODY
         self._stop_waiting()
+        if self._refusals is not None and self._can_refuse():
+            self._refusal = self._refusals.answer(self.url, self.headers)
+            if self._refusal is not None:
+                return
+        super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:  # false after a protocol upgrade
             write = functools.partial(_write_chunk, self.cycle)
             self.scope["extensions"] = {EXTENSION: {"write": write, "break": self.transport.abort}}
 
+    def on_body(self, body: bytes) -> None:
+        """Keep a part of the body, unless the request is refused."""
+        if self._refusal is None:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
         """End a request: the next begins with its first byte."""
-        super().on_message_complete()
         self._phase = Phase.IDLE
         self._stop_waiting()
+        if self._refusal is None:
+            super().on_message_complete()
+        else:
+            self._send_refusal(self._refusal)
+            self._refusal = None
 
     # -- refusals ----------------------------------------------------------------------------------------------------
+
+    def _can_refuse(self) -> bool:
+        """Return whether a refusal would be the next answer on this connection, and would be read."""
+        return (
+            self.parser.get_method() == b"POST"
+            and self.parser.get_http_version() == "1.1"
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.flow.write_paused
+        )
+
+    def _send_refusal(self, rest: bytes) -> None:
+        """Answer in place of the application, once the body has arrived."""
+        headers = b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
+        keeps_alive = self.parser.should_keep_alive()
+        if not keeps_alive:
+            headers += b"connection: close\r\n"
+        self.transport.write(STATUS_LINE[429] + headers + rest)
+        if keeps_alive:
+            self.on_response_complete()
+        else:
+            self.transport.close()
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes

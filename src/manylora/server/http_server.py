@@ -21,11 +21,12 @@ from manylora.config import EngineConfig, ServerConfig
 from manylora.errors import ConfigError
 from manylora.hosting.fleet import Fleet
 from manylora.server.api.request import Context
-from manylora.server.app import make_app
+from manylora.server.app import ROOM_PATHS, make_app
 from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
 from manylora.server.listening import HttpServer
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
+from manylora.server.refusals import Refusals
 from manylora.text import Tokenizer
 from manylora.text.generation_file import load_generation_defaults
 
@@ -89,7 +90,9 @@ def make_http_server(
     )
     config = uvicorn.Config(
         make_app(context),
-        http=functools.partial(ChunkWritingProtocol, bounds=_connection_bounds(server)),  # type: ignore[arg-type]
+        http=functools.partial(  # type: ignore[arg-type]
+            ChunkWritingProtocol, bounds=_connection_bounds(server), refusals=_refusals(context)
+        ),
         uds=web.uds,
         root_path=web.root_path,
         ssl_keyfile=web.ssl_keyfile,
@@ -111,6 +114,22 @@ def make_http_server(
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"Got ssl_certfile = {web.ssl_certfile!r}, which cannot be used: {error}") from error
     return HttpServer(config, on_listening)
+
+
+def _refusals(context: Context) -> Refusals | None:
+    """Return the refusals without a task; ``None`` if a line is to be logged for each request."""
+    web = context.config.web
+    if web.log_requests:
+        return None
+    return Refusals(
+        paths=ROOM_PATHS,
+        check_room=context.fleet.check_room,
+        gate=context.gate,
+        retries=context.retries,
+        count=context.metrics.count_response,
+        monotonic_s=context.monotonic_s,
+        names_all=web.request_id_headers,
+    )
 
 
 def _connection_bounds(config: ServerConfig) -> ConnectionBounds:

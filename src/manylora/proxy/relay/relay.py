@@ -35,6 +35,9 @@ from manylora.server.http_protocol import chunk_writer, connection_breaker
 __all__ = ["Relay"]
 
 TRY_ELSEWHERE = (429, 502, 503, 504)
+FULL_AVOIDED_S = 1.0
+"""Time without requests for a backend that was full: its ``Retry-After`` is the turn of one client among many."""
+
 MOST_AVOIDED_S = 10.0
 """Longest ``Retry-After`` that is honoured, in seconds."""
 MAX_LOST = 2
@@ -364,7 +367,9 @@ class Relay:
         self._metrics.failure(backend, str(exchange.status))
         if exchange.status == 503:
             self._backends.refused(backend, "503")
-        if exchange.status in (429, 503):
+        if exchange.status == 429:
+            backend.avoid_until = self._now() + FULL_AVOIDED_S
+        elif exchange.status == 503:
             backend.avoid_until = self._now() + _retry_after_s(exchange.headers)
         if exchange.is_whole:
             work.refusal = exchange.status, exchange.headers, b"".join(exchange.held())

@@ -25,6 +25,7 @@ from manylora.server.bounds import default_body_bytes
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
+from manylora.server.refusals import RetryTimes
 from manylora.server.served import ServedFleet
 from manylora.server.text_work import TextWork
 from manylora.text import Tokenizer
@@ -47,6 +48,7 @@ class Context:
         serves_base: Whether the base is a model of its own.
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
         gate: Checks API keys.
+        retries: Tells refused clients when to try again.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
         text_work: Takes long texts off the event loop.
         started_at: Start of the server, in seconds since the epoch.
@@ -67,6 +69,7 @@ class Context:
     functions: Callable[[], Sequence[FunctionState]] = tuple
     gate: Gate = field(init=False)
     fingerprint: str = field(init=False)
+    retries: RetryTimes = field(default_factory=RetryTimes)
     text_work: TextWork = field(default_factory=TextWork)
     started_at: int = field(default_factory=lambda: int(time.time()))
     epoch_s: Callable[[], float] = time.time
