@@ -46,8 +46,9 @@ LINK_GB_S = {1.0: "8.75", 0.2857: "2.5", 0.1: "0.875"}
 """Bandwidths, by their share of that of figure 2."""
 
 GRID = (
-    *((factor, 1.0) for factor in (0.27, 0.3, 0.173)),
+    *((factor, 1.0) for factor in (0.27, 0.3)),
     (0.2, 0.1),
+    (0.173, 1.0),
     (0.173, 0.2857),
     (0.27, 0.2857),
     (0.3, 0.2857),
