@@ -49,6 +49,7 @@ from manylora.sim.setup import Setup, make_config
 from manylora.workloads import Workload, make_workload
 from manylora.workloads.arrivals import PoissonArrivals
 
+LINKS = ("host", "device")
 LOADS = (0.5, 0.7, 0.85, 0.95)
 PROMISED = 0.85
 WINDOW_S = 2.0
@@ -74,8 +75,7 @@ class Machine:
     Args:
         profile: Prices of steps in processor time, and the noise of single steps within a window.
         speeds: Measured over priced time, window by window.
-        unsteadiness: Coefficient of variation over windows: of steps' wall time, and of their processor time, both over
-            what is priced.
+        unsteadiness: Coefficient of variation over steps, of wall time and of processor time, each over its own price.
     """
 
     profile: CostProfile
@@ -85,18 +85,19 @@ class Machine:
 
 @dataclass(slots=True)
 class Metered:
-    """Takes an engine's log, and the processor time that the process spent on each step."""
+    """Takes an engine's log, and the processor time that the process spent on each step; the first is not kept."""
 
     lines: list[LogLine] = field(default_factory=list)
     spent_s: list[float] = field(default_factory=list)
-    _before_s: float = field(default_factory=time.process_time)
+    _before_s: float | None = None
 
     def __call__(self, line: LogLine) -> None:
-        self.lines.append(line)
         if isinstance(line, StepRecord):
-            now_s = time.process_time()
-            self.spent_s.append(now_s - self._before_s)
-            self._before_s = now_s
+            before_s, self._before_s = self._before_s, time.process_time()
+            if before_s is None:
+                return  # whatever was before it, such as building the engine
+            self.spent_s.append(self._before_s - before_s)
+        self.lines.append(line)
 
 
 class Spells:
@@ -132,7 +133,10 @@ def calibrate(config: EngineConfig, seconds: float) -> Machine:
         else line
         for line in log.lines
     ]
-    profile = fit_profile(as_work, command="bench/foretell.py")
+    fitted = fit_profile(as_work, command="bench/foretell.py")
+    # The noise of steps is that of wall time within a window, found below; a price is without it.
+    of_loads = {kind: one for kind, one in fitted.noise.items() if kind in LINKS}
+    profile = msgspec.structs.replace(fitted, noise=of_loads, speed_drift=None)
     priced = predict_times(profile, steps, loads)
     windows = windows_of(np.array([one.launched_at for one in steps]))
     speeds = over_windows(windows, took, priced)
@@ -141,12 +145,8 @@ def calibrate(config: EngineConfig, seconds: float) -> Machine:
     kinds = (("decode", ~is_prompt), ("prompt", is_prompt))
     noise = {kind: noise_of(within[of], priced[of]) for kind, of in kinds if of.any()}
     by_wall = predict_times(fit_profile(log.lines), steps, loads)
-    unsteadiness = {
-        "wall": variation(over_windows(windows, took, by_wall)),
-        "processor": variation(over_windows(windows, spent, priced)),
-    }
-    profile = msgspec.structs.replace(profile, noise={**profile.noise, **noise}, speed_drift=None)
-    return Machine(profile, tuple(speeds.tolist()), unsteadiness)
+    unsteadiness = {"wall": variation(took / by_wall), "processor": variation(spent / priced)}
+    return Machine(msgspec.structs.replace(profile, noise={**of_loads, **noise}), tuple(speeds.tolist()), unsteadiness)
 
 
 def windows_of(at: Array) -> NDArray[np.int64]:
@@ -269,9 +269,9 @@ def page(figures: Mapping[str, Any]) -> str:
         f"{figures['rounds'] * DRAWS} foretold ones at each load; 100 % are {figures['capacity_per_s']:.2f} requests a "
         f"second. Other processes took {figures['busy_share']:.1%} of the machine's processor time.",
         "",
-        f"Calibrated once, before. Over windows of {WINDOW_S:g} s of the sweep, steps' wall time varied by "
-        f"{unsteady['wall']:.1%} about its price and their processor time by {unsteady['processor']:.1%}; a step took "
-        f"between {min(speeds):.2f} and {max(speeds):.2f} times its price.",
+        f"Calibrated once, before. Steps of the sweep vary about their price by {unsteady['wall']:.0%} in wall time "
+        f"and by {unsteady['processor']:.0%} in processor time. Over windows of {WINDOW_S:g} s they took "
+        f"between {min(speeds):.2f} and {max(speeds):.2f} times their price.",
         "",
         "Milliseconds, with 95 % intervals over runs.",
         "",
