@@ -190,9 +190,11 @@ def _measure(
 ) -> HttpResult:
     num_tokens = max(LEAST_STEPS, int(seconds * rate))
     numbers = (num_streams, max(1, round(1 / rate / TICK_S)), num_tokens)
-    sides = [(server.port, [server.pid, _child_of(server.pid)]), (floor.port, [floor.pid])]
-    order = (1, 0) if is_floor_first else (0, 1)
-    found = {place: _run(sides[place][0], numbers, sides[place][1]) for place in order}
+    sides: list[tuple[int, Sequence[int | None]]] = [
+        (server.port, [server.pid, _child_of(server.pid)]),
+        (floor.port, [floor.pid]),
+    ]
+    found = {place: _run(sides[place][0], numbers, sides[place][1]) for place in ((1, 0) if is_floor_first else (0, 1))}
     (seen, (api_cpu_us, engine_cpu_us)), (floor_seen, (floor_cpu_us,)) = found[0], found[1]
     return HttpResult(
         steps_per_s=rate,
