@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from chameleon_readings_picture import draw
 from publishing import RESULTS, arguments, publish, table
 
 from manylora.experiments.cases import cases_of
@@ -300,50 +301,6 @@ def report(cells: Sequence[dict[str, Any]], num_seeds: int) -> str:
     return "\n".join([*lines, *table(["cell", *systems], rows)])
 
 
-def found_of(cell: Mapping[str, Any], reading: str, name: str) -> Mapping[str, Any]:
-    """Return ours of a published figure, or none where the cell leaves the reading out."""
-    return cell["readings"].get(reading, {}).get(name, {"ours": None})
-
-
-def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw a panel for each published figure: cells down, readings across, brackets where ours agrees."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 11), dpi=80, layout="constrained")
-    FigureCanvasAgg(figure)
-    for place, (name, claim) in enumerate(CLAIMS.items()):
-        axes = figure.add_subplot(3, 3, place + 1)
-        rows = [[found_of(cell, reading, name) for reading in READINGS] for cell in cells]
-        values = np.array([[np.nan if one["ours"] is None else one["ours"][0] for one in row] for row in rows])
-        # Colours end at twice the published figure: a single cell far off would hide the others.
-        reach = abs(claim.published)
-        image = axes.imshow(
-            values, cmap="RdBu", vmin=claim.published - reach, vmax=claim.published + reach, aspect="auto"
-        )
-        for y, row in enumerate(rows):
-            for x, one in enumerate(row):
-                if one["ours"] is None:
-                    continue
-                text = f"{one['ours'][0] * 100:.0f}" if claim.form == "change" else f"{one['ours'][0]:.3g}"
-                if one["verdict"] == Verdict.AGREES.value:
-                    axes.text(x, y, f"[{text}]", ha="center", va="center", fontsize=8, weight="bold")
-                else:
-                    axes.text(x, y, text, ha="center", va="center", fontsize=8)
-        is_change = claim.form == "change"
-        axes.set_title(
-            f"{name}: published {f'{claim.published:+.1%}' if is_change else f'{claim.published:g}'}", fontsize=10
-        )
-        names = (
-            [f"{cell['factor']:g}, {cell['link_gb_s']} GB/s" for cell in cells] if place % 3 == 0 else [""] * len(cells)
-        )
-        readings = list(READINGS) if place >= 6 else [""] * len(READINGS)
-        axes.set_xticks(range(len(READINGS)), readings, rotation=60, ha="right", fontsize=7)
-        axes.set_yticks(range(len(cells)), names, fontsize=7)
-        figure.colorbar(image, ax=axes)
-    figure.savefig(path, format="png", metadata={"Software": None})
-
-
 def main() -> None:
     """Run the grid."""
     parser = arguments(__doc__, quick="one cell, one seed, a minute of arrivals")
@@ -367,7 +324,7 @@ def main() -> None:
         cells.append(figures_of(cell, {setup: run_setup(partial(runs.run, cell, setup)) for setup in cell.setups}))
     sys.stderr.write("\n")
     if not options.quick:
-        draw(cells, RESULTS / "chameleon_readings.png")
+        draw(cells, CLAIMS, list(READINGS), RESULTS / "chameleon_readings.png")
     publish(
         "chameleon_readings",
         {"seeds": options.seeds, "cells": cells},
