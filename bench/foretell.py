@@ -5,12 +5,12 @@
 A sweep counts the work of steps apart from the machine's speed. *Work* is the processor time of the engine's process,
 one thread for the model, which leaves out the time that the machine gave to others; prices of steps are fitted to it.
 *Speed* is measured over priced time in windows of two seconds, over the whole sweep: a series with the machine's slow
-spells in it. A simulated run draws blocks of that series, and the noise of single steps within a window.
+periods in it. A simulated run draws blocks of that series, and the noise of single steps within a window.
 
 Then the demo model serves Poisson arrivals on the wall clock at 50, 70, 85 and 95 % of the throughput that the
 simulator foretells for a queue without end, in rounds that take the loads in turn. Every live run has simulated ones of
 the same requests beside it. A percentile is that of all requests of a load's runs; its 95 % interval resamples whole
-runs, on both sides. Last, the rate at which the live engine meets a limit that the simulator promises for 85 %.
+runs, on both sides. Last, the rate at which the live engine meets the P90 that is foretold for 85 %.
 
 Writes `bench/results/foretell.json` and `.md`.
 """
@@ -51,10 +51,10 @@ from manylora.workloads.arrivals import PoissonArrivals
 
 LINKS = ("host", "device")
 LOADS = (0.5, 0.7, 0.85, 0.95)
-PROMISED = 0.85
+PLANNED = 0.85
 WINDOW_S = 2.0
 BLOCK = 10
-"""Windows in a block: spells of up to twenty seconds keep their shape."""
+"""Windows in a block: slow periods of up to twenty seconds keep their shape."""
 
 DRAWS = 4
 """Simulated runs beside each live one."""
@@ -100,7 +100,7 @@ class Metered:
         self.lines.append(line)
 
 
-class Spells:
+class DrawnSpeed:
     """The speed of a machine over time: blocks of a measured series, drawn as they are reached."""
 
     def __init__(self, speeds: Sequence[float], rng: Random) -> None:
@@ -177,7 +177,7 @@ class Foretold:
         """Return the engine of one run; its name seeds what is drawn."""
         made = make_config(self._setup, targets=WORKLOAD.adapters.targets)
         cost = FittedCost(self._machine.profile, Random(f"steps/{name}"), has_drift=False)
-        return replace(made, cost=cost, speed=lambda _: Spells(self._machine.speeds, Random(f"speed/{name}")))
+        return replace(made, cost=cost, speed=lambda _: DrawnSpeed(self._machine.speeds, Random(f"speed/{name}")))
 
     def serve(self, workload: Workload, name: str) -> list[RequestRecord]:
         """Return the requests of a run in order of arrival."""
@@ -237,12 +237,12 @@ def compared(
 def kept_up_to(
     live: Mapping[float, Sequence[Sequence[RequestRecord]]], foretold: Mapping[float, Sequence[Sequence[RequestRecord]]]
 ) -> tuple[float, float | None]:
-    """Return the P90 of the first token that is promised for ``PROMISED``, and the load up to which it is kept live."""
+    """Return the P90 of the first token that is foretold for ``PLANNED``, and the load up to which it is kept live."""
 
     def p90(runs: Sequence[Sequence[RequestRecord]]) -> float:
         return float(np.percentile(np.concatenate([seconds_of(run, "first token") for run in runs]), 90))
 
-    limit_s = p90(foretold[PROMISED])
+    limit_s = p90(foretold[PLANNED])
     return limit_s, crossing([(load, p90(live[load])) for load in LOADS], limit_s)
 
 
@@ -256,11 +256,11 @@ def page(figures: Mapping[str, Any]) -> str:
         error = one["foretold_s"][0] / one["live_s"][0] - 1
         rows.append([f"{one['load']:.0%}", one["figure"], *cells, f"{error:+.0%}", "yes" if one["overlap"] else "no"])
     kept, speeds, unsteady = figures["kept_up_to"], figures["speeds"], figures["unsteadiness"]
-    low = [one["overlap"] for one in figures["compared"] if one["load"] <= PROMISED]
+    low = [one["overlap"] for one in figures["compared"] if one["load"] <= PLANNED]
     verdict = (
         "outside the loads that were served"
         if kept is None
-        else f"up to {kept:.1%} of it: the plan is off by {PROMISED / kept - 1:+.1%}"
+        else f"up to {kept:.1%} of it: the plan is off by {PLANNED / kept - 1:+.1%}"
     )
     lines = [
         "# Live and foretold, by load",
@@ -278,9 +278,9 @@ def page(figures: Mapping[str, Any]) -> str:
         "",
         *table(["load", "figure", "live", "foretold", "error", "overlap"], rows, left=2),
         "",
-        f"Up to {PROMISED:.0%} of load the intervals overlap in {sum(low)} of {len(low)} figures.",
+        f"Up to {PLANNED:.0%} of load the intervals overlap in {sum(low)} of {len(low)} figures.",
         "",
-        f"The simulator promises a P90 of the first token of {1e3 * figures['promised_s']:.0f} ms at {PROMISED:.0%}; "
+        f"Foretold is a P90 of the first token of {1e3 * figures['limit_s']:.0f} ms at {PLANNED:.0%}; "
         f"the live engine keeps it {verdict}.",
     ]
     return "\n".join(lines)
@@ -322,7 +322,7 @@ def main() -> None:
                 print(f"round {number + 1}: {load:.0%} served", flush=True)
         finally:
             engine.close()
-    promised_s, kept = kept_up_to(live, foretold)
+    limit_s, kept = kept_up_to(live, foretold)
     figures = {
         "command": "python bench/foretell.py",
         "machine": describe_machine(torch.device("cpu")),
@@ -334,7 +334,7 @@ def main() -> None:
         "speeds": machine.speeds,
         "fit": [{"regime": one.regime, "median_error": one.median_error} for one in machine.profile.errors],
         "compared": compared(live, foretold),
-        "promised_s": promised_s,
+        "limit_s": limit_s,
         "kept_up_to": kept,
     }
     refused = reason_to_refuse(options.rounds, figures["busy_share"])

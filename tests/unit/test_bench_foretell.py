@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 from chameleon_readings import LEAST_LOAD, LIMIT_S, MOST_LOAD, next_load
-from foretell import BLOCK, WINDOW_S, Spells, interval, over_windows, windows_of
+from foretell import BLOCK, WINDOW_S, DrawnSpeed, interval, over_windows, windows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +16,12 @@ from manylora.experiments.findings import crossing
 
 def test_a_drawn_speed_is_made_of_measured_stretches() -> None:
     measured = [float(number) for number in range(50)]
-    drawn = Spells(measured, Random(1))
+    drawn = DrawnSpeed(measured, Random(1))
     series = [drawn.factor((place + 0.5) * WINDOW_S) for place in range(10 * BLOCK)]
     for block in zip(*[iter(series)] * BLOCK, strict=True):
         assert np.diff(block).tolist() == [1.0] * (BLOCK - 1), "a stretch keeps its order"
     assert len({series[place] for place in range(0, len(series), BLOCK)}) > 3, "stretches differ"
-    assert Spells([1.5], Random(0)).factor(1000.0) == 1.5, "a series shorter than a block repeats"
+    assert DrawnSpeed([1.5], Random(0)).factor(1000.0) == 1.5, "a series shorter than a block repeats"
 
 
 def test_windows_without_steps_have_no_speed() -> None:
