@@ -32,7 +32,7 @@ from publishing import arguments, publish, table
 from rich.progress import Progress
 
 from manylora.adapters.shape import BaseShape
-from manylora.bench.rounds import Others, Ratio, ratio_by_round, reason_to_refuse
+from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -200,14 +200,14 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) 
         capacity = num_requests // 2 / min(systems["resident"].seconds(requests) for requests in saturating)
         progress.advance(task)
         rounds: dict[str, list[Round]] = {name: [] for name in systems}
-        for number in range(-1, num_rounds):  # one round to warm up
-            times = np.cumsum(rng.exponential(1 / (load * capacity), num_requests)).tolist()
-            for name in rotated(list(systems), number):
-                requests = make_requests(num_requests, folders, base.vocab_size, f"{name}-{number}")
-                outcome = systems[name].run(list(zip(times, requests, strict=True)))
-                if number >= 0:
-                    rounds[name].append(outcome)
-                progress.advance(task)
+        gaps_s = {number: rng.exponential(1 / (load * capacity), num_requests) for number in range(-1, num_rounds)}
+        for number, name in in_turns(list(systems), num_rounds):
+            times = np.cumsum(gaps_s[number]).tolist()
+            requests = make_requests(num_requests, folders, base.vocab_size, f"{name}-{number}")
+            outcome = systems[name].run(list(zip(times, requests, strict=True)))
+            if number >= 0:
+                rounds[name].append(outcome)
+            progress.advance(task)
             rss.append(process.memory_info().rss)
         held = {name: system.close() for name, system in systems.items()}
     return {
@@ -227,12 +227,6 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) 
         "pages_held": held,
         "rss_bytes": rss,
     }
-
-
-def rotated(names: list[str], number: int) -> list[str]:
-    """Let another one go first in every round."""
-    first = number % len(names)
-    return names[first:] + names[:first]
 
 
 def medians(outcomes: Sequence[Round]) -> Round:
@@ -273,7 +267,7 @@ def page(figures: dict[str, Any]) -> str:
         "",
         *table(("", *names), rows),
         "",
-        f"Memory of the process: {rss[0] / MIB:,.0f} MiB after the round to warm up, {rss[len(rss) // 2] / MIB:,.0f} "
+        f"Memory of the process: {rss[2] / MIB:,.0f} MiB after the round to warm up, {rss[len(rss) // 2] / MIB:,.0f} "
         f"after half of the rounds, {rss[-1] / MIB:,.0f} after all (pages count from their first use on). Every "
         "request ended with all its tokens.",
     ]

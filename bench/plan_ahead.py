@@ -11,7 +11,6 @@ is not in it. Every sequence has an adapter; requests arrive as others end. Both
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import torch
 from publishing import arguments, publish, table
 
 from manylora.adapters.shape import BaseShape
+from manylora.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
 from manylora.catalog.models import base_shape
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
@@ -40,6 +40,7 @@ from manylora.workloads import AdapterSpec
 
 STEP_S = 0.004
 NUM_ADAPTERS = 64
+WAYS = ("one by one", "ahead")
 NUM_TOKENS = 200
 """Of an answer, on average: one of the batch ends every few steps."""
 
@@ -144,38 +145,51 @@ def measure(base: BaseShape, batch: int, *, plan_ahead: bool, num_steps: int) ->
 
 
 def main() -> None:
-    options = arguments(__doc__, quick="few steps").parse_args()
-    base = base_shape("llama-3-8b", block_size=16)
+    parser = arguments(__doc__, quick="few steps, one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    num_rounds, num_steps = (1, 100) if options.quick else (options.rounds, 600)
+    base, others = base_shape("llama-3-8b", block_size=16), Others()
     found: list[Gaps] = []
     rows = []
     for batch in (1, 32, 64, 128, 256):
-        rounds: dict[bool, list[Gaps]] = {False: [], True: []}
-        for _ in range(1 if options.quick else 5):
-            for plan_ahead in (False, True):
-                num_steps = 100 if options.quick else 600
-                rounds[plan_ahead].append(measure(base, batch, plan_ahead=plan_ahead, num_steps=num_steps))
-        found += rounds[False] + rounds[True]
-        one, ahead = _middle(rounds[False]), _middle(rounds[True])
-        more = (1 - ahead[2]) / (1 - one[2]) - 1
-        cells = [(f"{p50:.0f}", f"{p90:.0f}", f"{share:.1%}") for p50, p90, share in (one, ahead)]
-        rows.append((batch, *cells[0], *cells[1], f"{more:+.1%}"))
-    machine, load = describe_machine(torch.device("cpu")), os.getloadavg()[0]
-    heads = ("batch", "gap P50", "P90", "of the time", "ahead: P50", "P90", "of the time", "more")
-    head = HEAD.format(machine=machine, load=load, step_ms=STEP_S * 1e3)
+        rounds: dict[str, list[Gaps]] = {WAYS[0]: [], WAYS[1]: []}
+        for _, way in in_turns(WAYS, num_rounds, num_warm_up=0):
+            rounds[way].append(measure(base, batch, plan_ahead=way == WAYS[1], num_steps=num_steps))
+        found += rounds[WAYS[0]] + rounds[WAYS[1]]
+        steps_per_s = [[1.0 - one.share for one in rounds[way]] for way in reversed(WAYS)]
+        cells = [cell for way in WAYS for cell in _middle(rounds[way])]
+        rows.append((batch, *cells, ratio_by_round(*steps_per_s)))
+    busy_share = others.share()
+    heads = (
+        "batch",
+        "gap P50",
+        "P90",
+        "of the time",
+        "ahead: P50",
+        "P90",
+        "of the time",
+        "steps a second, ahead over not",
+    )
+    head = HEAD.format(
+        machine=describe_machine(torch.device("cpu")), busy=busy_share, step_ms=STEP_S * 1e3, rounds=num_rounds
+    )
     text = "\n".join([head, *table(heads, rows, left=0)])
-    publish("plan_ahead", [asdict(one) for one in found], text, is_kept=not options.quick)
+    refused = reason_to_refuse(num_rounds, busy_share)
+    publish("plan_ahead", [asdict(one) for one in found], text, is_kept=not options.quick, refused=refused)
 
 
-def _middle(rounds: list[Gaps]) -> tuple[float, float, float]:
+def _middle(rounds: list[Gaps]) -> list[str]:
     p50, p90, share = zip(*((one.p50_us, one.p90_us, one.share) for one in rounds), strict=True)
-    return statistics.median(p50), statistics.median(p90), statistics.median(share)
+    return [f"{statistics.median(p50):.0f}", f"{statistics.median(p90):.0f}", f"{statistics.median(share):.1%}"]
 
 
 HEAD = """# The gap between two steps
 
-`python bench/plan_ahead.py` on {machine}, load average {load:.1f}: how long a device that takes {step_ms:.0f} ms a step
-stands still between two of them, in microseconds; the real core and loop, every sequence with an adapter. Medians of
-five rounds of 600 steps, both ways in turn. *More* is what planning ahead gains in steps a second.
+`python bench/plan_ahead.py` on {machine}: how long a device that takes {step_ms:.0f} ms a step stands still between
+two of them, in microseconds; the real core and loop, every sequence with an adapter. {rounds} rounds of 600 steps, both
+ways in turn: medians, and in the last column the ratio of each round, its median and a 95 % interval. Others took
+{busy:.1%} of the machine's processor time.
 """
 
 

@@ -34,7 +34,8 @@ TRACES = (
 """Benchmarks that read traces."""
 
 COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
-    "decision": (["bench", "core", f"--save={RESULTS / 'decision'}"], ["bench", "core", "--quick"]),
+    "decision": (["bench", "core", "--rounds=5", f"--save={RESULTS / 'decision'}"], ["bench", "core", "--quick"]),
+    "http": (["bench", "http", "--rounds=5", f"--save={RESULTS / 'http'}"], ["bench", "http", "--seconds=1"]),
     "caraserve": (["experiment", "report", "caraserve", f"--output={RESULTS / 'experiments' / 'caraserve'}"], None),
     "serverless": (["experiment", "report", "serverless", f"--output={RESULTS / 'experiments' / 'serverless'}"], None),
     "experiments": (["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"], None),

@@ -14,7 +14,7 @@ from sim_profiles import ROWS, TRUTH, make_profile, sweep
 
 from manylora.bench.sweep import draw_burst
 from manylora.catalog.models import base_shape
-from manylora.costs.calibrate import _noise, fit_profile, split_log
+from manylora.costs.calibrate import fit_profile, noise_of, split_log
 from manylora.costs.features import StepFeatures, step_features
 from manylora.costs.fitted import FittedCost
 from manylora.costs.model import FixedCost
@@ -246,7 +246,7 @@ def test_one_measurement_that_stands_alone_does_not_make_many():
     """A load that took a hundred times as long among a thousand is drawn so that the mean comes out right."""
     rng = random.Random(0)
     measured = np.array([rng.uniform(0.9, 1.1) for _ in range(999)] + [100.0])
-    noise = _noise(measured, np.ones(1000))
+    noise = noise_of(measured, np.ones(1000))
     drawn = np.array([(low + high) / 2 for low, high in pairwise(noise.quantiles)]).mean()
     assert noise.mean == pytest.approx(measured.mean(), rel=1e-3)
     assert drawn == pytest.approx(measured.mean(), rel=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,14 @@ from manylora.experiments import (
     cases_of,
     draw,
     find_experiments,
+    format_published,
     overall,
     read_experiment,
 )
 from manylora.experiments.calculations import CALCULATIONS
 from manylora.experiments.cases import read_setup, read_workload
 from manylora.experiments.clairvoyant import is_clairvoyant
+from manylora.experiments.findings import compare
 from manylora.experiments.isolated import is_isolated, read_functions, run_isolated
 from manylora.experiments.report import Picture
 from manylora.experiments.request_alone import request_alone
@@ -267,13 +270,27 @@ def test_a_relative_load_is_a_share_of_where_the_other_crosses():
         form="change",
         setup="a",
         versus="b",
-        relative=0.8,
+        relative=(0.8,),
         limit=4.0,
         published=-0.5,
         tolerance=0.01,
     )
     # b crosses at 2.5, so at 2.0: a has 1, b has 2.
     assert ours(claim, a=[1, 1, 1], b=[1, 2, 8]) == pytest.approx(-0.5)
+    several = replace(claim, relative=(0.4, 0.8))
+    # And at 1.0 both have 1: the mean of no change and of a half.
+    assert ours(several, a=[1, 1, 1], b=[1, 2, 8]) == pytest.approx(-0.25)
+    assert ours(several, a=[5, 5, 5], b=[5, 6, 8]) is None, "it crosses nowhere"
+
+
+def test_a_limit_is_kept_up_to_the_limit_and_one_run_makes_no_verdict():
+    claim = Claim(text="", figure="y", form="at-most", setup="a", point="1", published=0.08, tolerance=0.0, unit="%")
+    assert format_published(claim) == "at most 8.0%"
+    verdicts = [compare(claim, values).verdict for values in ([0.02, 0.03], [0.07, 0.09], [0.08, 0.1], [0.02])]
+    assert verdicts == [Verdict.AGREES, Verdict.AGREES, Verdict.DIFFERS, Verdict.ONE_RUN]
+    assert compare(claim, [0.02], is_drawn=False).verdict is Verdict.AGREES, "a calculation has no chance in it"
+    (alone,) = made_findings(claim, {"a": [0.02]}).compare()
+    assert overall([alone]) is Verdict.ONE_RUN
 
 
 @pytest.mark.parametrize(

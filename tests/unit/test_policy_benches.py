@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manylora.bench.core import Scale, measure_decision
+from manylora.bench.core import Scale, decision_table, measure_decision
 from manylora.scheduling import POLICIES
 
 
@@ -14,3 +14,5 @@ def test_a_decision_is_timed_with_everything_full(policy):
     assert 0 < cost.launch_us <= cost.turn_us
     assert cost.mean_running > 3
     assert cost.admitted_per_step > 0
+    table = decision_table([cost, cost], command="x", eviction="lru", num_steps=40, busy_share=0.0)
+    assert table.count(f"| {policy} | ") == 1, "rounds of a case are one row"

@@ -11,11 +11,12 @@ from __future__ import annotations
 import gc
 import platform
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, thread_time
 
+from manylora.bench.rounds import middle_of_rounds
 from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
@@ -69,7 +70,7 @@ class _NullExecutor:
 
 @dataclass(frozen=True, slots=True)
 class DecisionCost:
-    """Microseconds a step, over the steps timed."""
+    """Microseconds a step, over the steps timed in one round; ``launch_cpu_us`` is the thread's processor time."""
 
     policy: str
     running: int
@@ -78,6 +79,7 @@ class DecisionCost:
     goal_us: float
     launch_us: float
     launch_p90_us: float
+    launch_cpu_us: float
     turn_us: float
     admitted_per_step: float
     mean_running: float
@@ -131,28 +133,29 @@ def measure_decision(policy: str, eviction: str, scale: Scale, *, num_steps: int
 
     now = 0.0
 
-    def turn(timed: Callable[[], float]) -> tuple[float, float]:
+    def turn() -> tuple[float, float, float]:
         nonlocal now
         now += STEP_S
         while len(core._policy) < scale.waiting:
             ask(now)
-        began = timed()
+        began = perf_counter()
         core.collect(now)
-        planned = timed()
+        planned, cpu_before = perf_counter(), thread_time()
         core.launch(now)
-        ended = timed()
-        return ended - planned, ended - began
+        cpu_after, ended = thread_time(), perf_counter()
+        return ended - planned, ended - began, cpu_after - cpu_before
 
     for _ in range(200):
-        turn(perf_counter)
-    launches, turns, num_running = [], [], 0
+        turn()
+    launches, turns, cpu, num_running = [], [], [], 0
     num_before = count
     gc.collect()
     gc.freeze()
     for _ in range(num_steps):
-        launch_s, turn_s = turn(perf_counter)
+        launch_s, turn_s, cpu_s = turn()
         launches.append(launch_s * 1e6)
         turns.append(turn_s * 1e6)
+        cpu.append(cpu_s * 1e6)
         num_running += core.stats().num_running
     gc.unfreeze()
     return DecisionCost(
@@ -163,29 +166,44 @@ def measure_decision(policy: str, eviction: str, scale: Scale, *, num_steps: int
         goal_us=scale.goal_us,
         launch_us=median(launches),
         launch_p90_us=quantiles(launches, n=10)[-1],
+        launch_cpu_us=median(cpu),
         turn_us=median(turns),
         admitted_per_step=(count - num_before) / num_steps,
         mean_running=num_running / num_steps,
     )
 
 
-def decision_table(costs: Sequence[DecisionCost], *, command: str, eviction: str, num_steps: int) -> str:
-    """Return costs as Markdown."""
+def decision_table(
+    costs: Sequence[DecisionCost], *, command: str, eviction: str, num_steps: int, busy_share: float
+) -> str:
+    """Return costs, of any number of rounds, as Markdown."""
+    cases: dict[tuple[int, str], list[DecisionCost]] = {}
+    for cost in costs:
+        cases.setdefault((cost.running, cost.policy), []).append(cost)
+    num_rounds = len(next(iter(cases.values())))
     lines = [
         "# The cost of a scheduling decision",
         "",
-        f"`{command}`: medians over {num_steps} steps in microseconds, eviction `{eviction}`, "
-        f"Python {platform.python_version()} on {platform.machine()}, one core. The *decision* is `EngineCore.launch`: "
-        "who is squashed, who runs, who is let in, what is loaded and evicted for it, and the plan that says so. "
-        "The *turn* adds `collect`: tokens taken in, requests ended.",
+        f"`{command}`: {num_rounds} rounds of {num_steps} steps, medians in microseconds, eviction `{eviction}`, "
+        f"Python {platform.python_version()} on {platform.machine()}, one core. Other processes took {busy_share:.1%} "
+        "of the machine's processor time. The *decision* is `EngineCore.launch`: which sequences are squashed, run and "
+        "admitted, which adapters are loaded and evicted for them, and the plan of the step; its median over the "
+        "rounds has a 95 % interval. *Processor* is the thread's processor time of the same. The *turn* adds "
+        "`collect`: tokens taken in, requests ended.",
         "",
-        "| policy | running | waiting | adapters | decision | its P90 | goal | turn | admitted a step |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| policy | running | waiting | adapters | decision | processor | its P90 | goal | turn | admitted a step |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {cost.policy} | {cost.mean_running:.0f} of {cost.running} | {cost.waiting:,} | {cost.adapters:,} "
-        f"| {cost.launch_us:.0f} | {cost.launch_p90_us:.0f} | {cost.goal_us:.0f} | {cost.turn_us:.0f} "
-        f"| {cost.admitted_per_step:.2f} |"
-        for cost in costs
-    ]
+    for (running, policy), rounds in cases.items():
+        one = rounds[0]
+        middle = {
+            name: median(getattr(each, name) for each in rounds)
+            for name in ("mean_running", "launch_cpu_us", "launch_p90_us", "turn_us", "admitted_per_step")
+        }
+        lines.append(
+            f"| {policy} | {middle['mean_running']:.0f} of {running} | {one.waiting:,} | {one.adapters:,} "
+            f"| {middle_of_rounds([each.launch_us for each in rounds])} | {middle['launch_cpu_us']:.0f} "
+            f"| {middle['launch_p90_us']:.0f} | {one.goal_us:.0f} | {middle['turn_us']:.0f} "
+            f"| {middle['admitted_per_step']:.2f} |"
+        )
     return "\n".join([*lines, ""])

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 from manylora.bench.http_client import StreamsResult
 from manylora.bench.machine import machine
 from manylora.bench.paced import TICK_S, write_paced_tokenizer
+from manylora.bench.rounds import middle_of_rounds
 from manylora.errors import EngineDead
 
 __all__ = ["RATES", "HttpResult", "cpu_seconds", "http_report", "http_table", "measure_http"]
@@ -37,7 +39,7 @@ LEAST_STEPS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpResult:
-    """One rate.
+    """One rate in one round.
 
     Args:
         steps_per_s: Asked of the engine.
@@ -56,13 +58,16 @@ class HttpResult:
     floor_cpu_us: float | None
 
 
-def measure_http(*, num_streams: int, rates: Sequence[float] = RATES, seconds: float = SECONDS) -> list[HttpResult]:
-    """Start a server and its floor, run every rate against one and the other, and stop them.
+def measure_http(
+    *, num_streams: int, rates: Sequence[float] = RATES, seconds: float = SECONDS, rounds: int = 1
+) -> list[HttpResult]:
+    """Start a server and its floor, run every rate against one and the other in every round, and stop them.
 
     Args:
         num_streams: Concurrent streams.
         rates: Steps per second.
         seconds: Length of each run, were the rate kept.
+        rounds: Runs of each rate; server and floor take turns at going first.
 
     Raises:
         EngineDead: The server did not start.
@@ -73,35 +78,48 @@ def measure_http(*, num_streams: int, rates: Sequence[float] = RATES, seconds: f
         command += ["--builder", "manylora.bench.paced:build_paced_parts", "--port", "0", "--log-level", "error"]
         command += ["--max-num-seqs", str(num_streams), "--num-pages", str(num_streams * 512)]
         with _process(command) as server, _process(["manylora.bench.http_floor", str(num_streams)]) as floor:
-            return [_measure(server, floor, num_streams, rate, seconds) for rate in rates]
+            return [
+                _measure(server, floor, num_streams, rate, seconds, is_floor_first=number % 2 == 1)
+                for number in range(rounds)
+                for rate in rates
+            ]
 
 
-def http_report(results: Sequence[HttpResult], command: str) -> dict[str, object]:
+def http_report(results: Sequence[HttpResult], command: str, busy_share: float) -> dict[str, object]:
     """Return the results as plain data, with what they were made by."""
-    return {"command": command, "machine": machine(), "results": [asdict(result) for result in results]}
+    measured = [asdict(result) for result in results]
+    return {"command": command, "machine": machine(), "busy_share": busy_share, "results": measured}
 
 
-def http_table(results: Sequence[HttpResult], command: str) -> str:
-    """Return the results as Markdown."""
+def http_table(results: Sequence[HttpResult], command: str, busy_share: float) -> str:
+    """Return the results as Markdown.
+
+    Args:
+        results: One for each rate and round.
+        command: What made them.
+        busy_share: Share of the machine's processor time that other processes took.
+    """
     about = machine()
+    rates = list(dict.fromkeys(result.steps_per_s for result in results))
     lines = [
         "# Streams through one API process",
         "",
-        f"`{command}` on {about['cpu']}, {about['cores']} cores, load average {os.getloadavg()[0]:.1f}: "
-        f"{results[0].seen.num_streams} streams at once.",
+        f"`{command}` on {about['cpu']}, {about['cores']} cores: {results[0].seen.num_streams} streams at once, "
+        f"{len(results) // len(rates)} rounds. Other processes took {busy_share:.1%} of the machine's processor time.",
         "",
         "Server (API process, engine process with the real core on an executor that only waits, planning ahead as for",
-        "a GPU) and client share the machine, which had other work where its load average is above its cores. *Added",
-        "latency* is from the end of the device's step to the arrival in the client's socket, in milliseconds, of",
-        "every token; *read* is to the client's read, which looks every half millisecond and reads one socket after",
-        "the other. All streams step together: the last token of a step waits for the writes of all others.",
+        "a GPU) and client share the machine. *Added latency* is from the end of the device's step to the arrival in",
+        "the client's socket, in milliseconds, of every token; *read* is to the client's read, which looks every half",
+        "millisecond and reads one socket after the other. All streams step together: the last token of a step waits",
+        "for the writes of all others. Medians of the rounds; P50 and P99 of what is added with its 95 % interval.",
         "",
         "| steps/s asked | tokens/s received | tokens an event | added P50 | P90 | P99 | read P99 | API us a token "
         "| engine |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for result in results:
-        lines.append(_row(result.steps_per_s, result.seen, (result.api_cpu_us, result.engine_cpu_us)))
+    lines += [
+        _row(rate, results, lambda one: one.seen, lambda one: (one.api_cpu_us, one.engine_cpu_us)) for rate in rates
+    ]
     lines += [
         "",
         "The floor: the same client, library and settings, and an application that does nothing but write as many",
@@ -111,17 +129,30 @@ def http_table(results: Sequence[HttpResult], command: str) -> str:
         "| steps/s asked | tokens/s received | tokens an event | added P50 | P90 | P99 | read P99 | us a token |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for result in results:
-        lines.append(_row(result.steps_per_s, result.floor, (result.floor_cpu_us,)))
+    lines += [_row(rate, results, lambda one: one.floor, lambda one: (one.floor_cpu_us,)) for rate in rates]
     return "\n".join([*lines, ""])
 
 
-def _row(rate: float, seen: StreamsResult, cpu_us: Sequence[float | None]) -> str:
-    added = seen.latency_ms
-    costs = ("-" if cost is None else f"{cost:.1f}" for cost in cpu_us)
+def _row(
+    rate: float,
+    results: Sequence[HttpResult],
+    side: Callable[[HttpResult], StreamsResult],
+    costs_of: Callable[[HttpResult], Sequence[float | None]],
+) -> str:
+    """Return a rate's row: the medians of its rounds."""
+    rounds = [one for one in results if one.steps_per_s == rate]
+    seen = [side(one) for one in rounds]
+    p50, p99 = (middle_of_rounds([one.latency_ms[name] for one in seen]) for name in ("p50", "p99"))
+    p90 = statistics.median(one.latency_ms["p90"] for one in seen)
+    read_p99 = statistics.median(one.read_ms["p99"] for one in seen)
+    tokens_per_s = statistics.median(one.tokens_per_s for one in seen)
+    tokens_an_event = statistics.median(one.num_tokens / one.num_events for one in seen)
+    columns = zip(*(costs_of(one) for one in rounds), strict=True)
+    costs = [[one for one in column if one is not None] for column in columns]
+    shown = (f"{statistics.median(column):.1f}" if column else "-" for column in costs)
     return (
-        f"| {rate:.0f} | {seen.tokens_per_s:,.0f} | {seen.num_tokens / seen.num_events:.1f} | {added['p50']:.1f} "
-        f"| {added['p90']:.1f} | {added['p99']:.1f} | {seen.read_ms['p99']:.1f} | {' | '.join(costs)} |"
+        f"| {rate:.0f} | {tokens_per_s:,.0f} | {tokens_an_event:.1f} | {p50} | {p90:.1f} | {p99} | {read_p99:.1f} "
+        f"| {' | '.join(shown)} |"
     )
 
 
@@ -154,11 +185,17 @@ def _process(command: Sequence[str]) -> Iterator[_Process]:
         process.stdout.close()
 
 
-def _measure(server: _Process, floor: _Process, num_streams: int, rate: float, seconds: float) -> HttpResult:
+def _measure(
+    server: _Process, floor: _Process, num_streams: int, rate: float, seconds: float, *, is_floor_first: bool
+) -> HttpResult:
     num_tokens = max(LEAST_STEPS, int(seconds * rate))
     numbers = (num_streams, max(1, round(1 / rate / TICK_S)), num_tokens)
-    seen, (api_cpu_us, engine_cpu_us) = _run(server.port, numbers, [server.pid, _child_of(server.pid)])
-    floor_seen, (floor_cpu_us,) = _run(floor.port, numbers, [floor.pid])
+    sides: list[tuple[int, Sequence[int | None]]] = [
+        (server.port, [server.pid, _child_of(server.pid)]),
+        (floor.port, [floor.pid]),
+    ]
+    found = {place: _run(sides[place][0], numbers, sides[place][1]) for place in ((1, 0) if is_floor_first else (0, 1))}
+    (seen, (api_cpu_us, engine_cpu_us)), (floor_seen, (floor_cpu_us,)) = found[0], found[1]
     return HttpResult(
         steps_per_s=rate,
         seen=seen,

@@ -19,7 +19,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LEAST_ROUNDS", "MOST_BUSY", "Others", "Ratio", "in_turns", "ratio_by_round", "reason_to_refuse"]
+__all__ = [
+    "LEAST_ROUNDS",
+    "MOST_BUSY",
+    "Middle",
+    "Others",
+    "Ratio",
+    "in_turns",
+    "middle_of_rounds",
+    "ratio_by_round",
+    "reason_to_refuse",
+]
 
 LEAST_ROUNDS = 5
 """Fewer rounds give no interval worth the name."""
@@ -32,14 +42,14 @@ COVERED = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """A ratio over the rounds.
+class Middle:
+    """A figure over the rounds.
 
     Args:
-        median: Median of the rounds' ratios.
+        median: Median of the rounds.
         low: Lower end of the interval for the median.
         high: Upper end.
-        rounds: The ratio of each round.
+        rounds: The figure of each round.
     """
 
     median: float
@@ -48,19 +58,37 @@ class Ratio:
     rounds: tuple[float, ...]
 
     def __str__(self) -> str:
+        if len(self.rounds) == 1:
+            return f"{self.median:.3g}"
+        return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio(Middle):
+    """A ratio over the rounds, taken within each."""
+
+    def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def ratio_by_round(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Return the ratio of two series of the same rounds, with a 95 % interval of its median.
+def middle_of_rounds(values: Sequence[float]) -> Middle:
+    """Return a figure that is compared with a limit rather than with another side, with a 95 % interval of its median.
 
     The resampling is seeded, so that a table can be made again from its figures.
     """
-    ratios = [one / other for one, other in zip(numerators, denominators, strict=True)]
-    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    return Middle(*_resampled(values))
+
+
+def ratio_by_round(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Return the ratio of two series of the same rounds, with a 95 % interval of its median."""
+    return Ratio(*_resampled([one / other for one, other in zip(numerators, denominators, strict=True)]))
+
+
+def _resampled(values: Sequence[float]) -> tuple[float, float, float, tuple[float, ...]]:
+    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values)))
     tail = 100 * (1 - COVERED) / 2
     low, high = np.percentile(np.median(drawn, axis=1), [tail, 100 - tail])
-    return Ratio(statistics.median(ratios), float(low), float(high), tuple(ratios))
+    return statistics.median(values), float(low), float(high), tuple(values)
 
 
 def in_turns(names: Sequence[str], num_rounds: int, *, num_warm_up: int = 1) -> Iterator[tuple[int, str]]:

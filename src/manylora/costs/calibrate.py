@@ -34,7 +34,16 @@ from manylora.costs.profile import (
 from manylora.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord
 from manylora.errors import ConfigError
 
-__all__ = ["LEAST_STEPS", "fit_profile", "fit_robustly", "predict_times", "regime_of", "split_log", "step_shares"]
+__all__ = [
+    "LEAST_STEPS",
+    "fit_profile",
+    "fit_robustly",
+    "noise_of",
+    "predict_times",
+    "regime_of",
+    "split_log",
+    "step_shares",
+]
 
 LEAST_STEPS = 40
 """Least number of steps for a fit."""
@@ -204,7 +213,9 @@ def _fit(
     is_prompt = np.array([one.num_prompts > 0 for one in features])
     fitted = _fitted(profile, steps)
     noise = {
-        kind: _noise(alone[of], fitted[of]) for kind, of in (("decode", ~is_prompt), ("prompt", is_prompt)) if of.any()
+        kind: noise_of(alone[of], fitted[of])
+        for kind, of in (("decode", ~is_prompt), ("prompt", is_prompt))
+        if of.any()
     }
     noise |= {tier: one for tier, (_, one) in load_costs.items() if one is not None}
     return msgspec.structs.replace(profile, noise=noise)
@@ -255,7 +266,7 @@ def _spans(loads: Iterable[LoadRecord]) -> Iterable[tuple[float, float]]:
         free_at = load.ended_at
 
 
-def _noise(measured: Array, fitted: Array) -> Noise:
+def noise_of(measured: Array, fitted: Array) -> Noise:
     """Return the noise, with a last quantile that gives the draws beyond the one before it their measured mean.
 
     Draws are uniform between neighbouring quantiles: with the maximum as the last quantile, a single load of a hundred
@@ -286,7 +297,7 @@ def _fit_loads(loads: Sequence[LoadRecord], tier: str) -> tuple[LoadCost, Noise 
     fixed_s, byte_s = fit_robustly(matrix, seconds).tolist()
     return (
         LoadCost(fixed_s=fixed_s, byte_s=byte_s, num_measured=len(lone)),
-        _noise(seconds, matrix @ np.array([fixed_s, byte_s])),
+        noise_of(seconds, matrix @ np.array([fixed_s, byte_s])),
     )
 
 

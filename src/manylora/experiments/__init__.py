@@ -11,7 +11,7 @@ from manylora.experiments.report import (
     as_json,
     as_markdown,
     format_interval,
-    format_value,
+    format_published,
 )
 from manylora.experiments.result import Curve, Result
 from manylora.experiments.running import Runner
@@ -39,7 +39,7 @@ __all__ = [
     "draw",
     "find_experiments",
     "format_interval",
-    "format_value",
+    "format_published",
     "overall",
     "read_experiment",
 ]

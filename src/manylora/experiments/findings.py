@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations, pairwise
 from math import exp, expm1, isfinite, log
+from statistics import fmean
 
 from manylora.experiments.result import Result
 from manylora.experiments.spec import Claim, Experiment
 from manylora.measure import Interval, interval_of_runs
 
-__all__ = ["Comparison", "Findings", "Verdict", "overall"]
+__all__ = ["Comparison", "Findings", "Verdict", "compare", "crossing", "overall"]
 
 LEAST = 0.01
 """Changes below one per cent have no direction."""
@@ -35,6 +36,8 @@ class Verdict(Enum):
     DIFFERS = "differs"
     NOT_REACHED = "not reached"
     """Nothing to compare: the runs do not go that far."""
+    ONE_RUN = "no verdict"
+    """One seed: chance is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +99,7 @@ class Findings:
 
     def _compare(self, claim: Claim) -> Comparison:
         values = [self._evaluate(claim, seed) for seed in range(self.num_seeds)]
-        known = [value for value in values if value is not None and isfinite(value)]
-        if len(known) < len(values):
-            return Comparison(claim, None, Verdict.NOT_REACHED)
-        ours = interval_of_runs(known)
-        return Comparison(claim, ours, _judge(claim, ours))
+        return compare(claim, values, is_drawn=self.experiment.calculation is None)
 
     def _evaluate(self, claim: Claim, seed: int) -> float | None:
         if claim.form == "order":
@@ -111,21 +110,30 @@ class Findings:
                 return own
             other = self._crossing(claim.versus or claim.setup, claim, seed)
             return None if other is None else own / other
-        if claim.relative is not None:
-            capacity = self._crossing(claim.versus or claim.setup, claim, seed)
-            if capacity is None:
-                return None
-            x = claim.relative * capacity
-            own, other = (self._at(name, claim.figure, x, seed) for name in (claim.setup, claim.versus or claim.setup))
-        else:
-            own = self._value(claim.setup, claim.point, claim.figure, seed)
-            other = self._value(claim.versus or claim.setup, claim.versus_point or claim.point, claim.figure, seed)
-        if claim.form == "value" or own is None or not other:
+        if claim.relative:
+            return self._relative(claim, seed)
+        own = self._value(claim.setup, claim.point, claim.figure, seed)
+        other = self._value(claim.versus or claim.setup, claim.versus_point or claim.point, claim.figure, seed)
+        if claim.form in ("value", "at-most"):
             return own
         if claim.form == "overhead":
             least = self._value(claim.bound or claim.setup, claim.point, claim.figure, seed)
             return (own - least) / (other - least) - 1.0 if other > least else None
-        return own / other - 1.0 if claim.form == "change" else own / other
+        return _against(claim, own, other)
+
+    def _relative(self, claim: Claim, seed: int) -> float | None:
+        """Return the mean over shares of the place where the other setup crosses the limit."""
+        versus = claim.versus or claim.setup
+        capacity = self._crossing(versus, claim, seed)
+        if capacity is None:
+            return None
+        values = []
+        for share in claim.relative:
+            own, other = (self._at(name, claim.figure, share * capacity, seed) for name in (claim.setup, versus))
+            if own is None or other is None:
+                return None
+            values.append(_against(claim, own, other))
+        return fmean(values)
 
     def _value(self, setup: str, point: str, figure: str, seed: int) -> float:
         label = point if (setup, point) in self._results else self.experiment.points[0].label
@@ -138,13 +146,9 @@ class Findings:
         return sum(first < second for first, second in pairs) / len(pairs)
 
     def _crossing(self, setup: str, claim: Claim, seed: int) -> float | None:
-        """Return where the figure first exceeds the limit; ``None`` if it does nowhere, or from the first point on."""
         assert claim.limit is not None, f"{claim.text}: a crossing needs a limit"
         places = [(point.x, self._value(setup, point.label, claim.figure, seed)) for point in self.experiment.points]
-        for (x, y), (next_x, next_y) in pairwise(places):
-            if y <= claim.limit < next_y:
-                return x + (next_x - x) * _share(y, next_y, claim.limit)
-        return None
+        return crossing(places, claim.limit)
 
     def _at(self, setup: str, figure: str, x: float, seed: int) -> float | None:
         """Return a figure between two points."""
@@ -157,6 +161,37 @@ class Findings:
         return None
 
 
+def compare(claim: Claim, values: Seq[float | None], *, is_drawn: bool = True) -> Comparison:
+    """Hold a claim against ours, one value for each seed; ``None`` where a run does not go that far.
+
+    ``is_drawn`` says whether chance has a part in it, so that one run makes no verdict.
+    """
+    known = [value for value in values if value is not None and isfinite(value)]
+    if len(known) < len(values):
+        return Comparison(claim, None, Verdict.NOT_REACHED)
+    ours = interval_of_runs(known)
+    return Comparison(claim, ours, Verdict.ONE_RUN if is_drawn and len(values) == 1 else _judge(claim, ours))
+
+
+def crossing(places: Seq[tuple[float, float]], limit: float) -> float | None:
+    """Return where a figure first exceeds a limit; ``None`` if it does nowhere, or from the first place on.
+
+    Args:
+        places: Place on the axis and figure there, in rising order of the place.
+        limit: The figure between two places is interpolated by its logarithm.
+    """
+    for (x, y), (next_x, next_y) in pairwise(places):
+        if y <= limit < next_y:
+            return x + (next_x - x) * _share(y, next_y, limit)
+    return None
+
+
+def _against(claim: Claim, own: float, other: float) -> float:
+    if not other:
+        return own
+    return own / other - 1.0 if claim.form == "change" else own / other
+
+
 def _share(low: float, high: float, at: float) -> float:
     """Return how far ``at`` is from ``low`` to ``high``; latencies grow by factors, so in logarithms."""
     if min(low, at) > 0:
@@ -165,6 +200,8 @@ def _share(low: float, high: float, at: float) -> float:
 
 
 def _judge(claim: Claim, ours: Interval) -> Verdict:
+    if claim.form == "at-most":
+        return Verdict.AGREES if ours.middle <= claim.published + claim.tolerance else Verdict.DIFFERS
     if abs(ours.middle - claim.published) <= claim.tolerance:
         return Verdict.AGREES
     if claim.form not in ("change", "overhead", "ratio", "crossing-ratio"):
@@ -179,7 +216,7 @@ def _judge(claim: Claim, ours: Interval) -> Verdict:
 def overall(comparisons: Seq[Comparison]) -> Verdict | None:
     """Return an experiment's verdict: that of its worst claim, ``None`` without claims."""
     verdicts = [one.verdict for one in comparisons]
-    for verdict in (Verdict.DIFFERS, Verdict.NOT_REACHED, Verdict.DIRECTION):
+    for verdict in (Verdict.ONE_RUN, Verdict.DIFFERS, Verdict.NOT_REACHED, Verdict.DIRECTION):
         if verdict in verdicts:
             return verdict
     return Verdict.AGREES if verdicts else None

@@ -13,13 +13,22 @@ from manylora.experiments.findings import Comparison, Findings, Verdict, overall
 from manylora.experiments.spec import Claim
 from manylora.measure import Interval
 
-__all__ = ["WORDS", "Picture", "as_html", "as_json", "as_markdown", "format_interval", "format_value"]
+__all__ = [
+    "WORDS",
+    "Picture",
+    "as_html",
+    "as_json",
+    "as_markdown",
+    "format_interval",
+    "format_published",
+]
 
 WORDS = {
     Verdict.AGREES: "agrees",
     Verdict.DIRECTION: "agrees in direction, not in amount",
     Verdict.DIFFERS: "differs",
     Verdict.NOT_REACHED: "not reached",
+    Verdict.ONE_RUN: "no verdict from one run",
     None: "nothing published in numbers",
 }
 
@@ -48,6 +57,11 @@ def format_value(value: float, claim: Claim) -> str:
     return f"{value:.3g} {claim.unit}".replace(" x", "x").strip()
 
 
+def format_published(claim: Claim) -> str:
+    """Return the published number of a claim, as a limit where it was published as one."""
+    return f"{'at most ' * (claim.form == 'at-most')}{format_value(claim.published, claim)}"
+
+
 def format_interval(ours: Interval | None, claim: Claim) -> str:
     """Return ours, with its 95 % interval where there is one."""
     if ours is None:
@@ -73,7 +87,9 @@ def as_markdown(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
 
 
 def _about(pages: Seq[tuple[Findings, Seq[Picture]]]) -> str:
-    verdicts = [overall(findings.compare()) for findings, _ in pages if not findings.experiment.is_ablation]
+    judged = [findings for findings, _ in pages if not findings.experiment.is_ablation]
+    simulated = [findings for findings in judged if findings.experiment.calculation is None]
+    verdicts = [overall(findings.compare()) for findings in simulated]
     counts = ", ".join(f"{verdicts.count(one)} {WORDS[one]}" for one in WORDS if one in verdicts)
     setups = [setup for findings, _ in pages for setup in findings.experiment.setups.values()]
     by = (
@@ -81,11 +97,16 @@ def _about(pages: Seq[tuple[Findings, Seq[Picture]]]) -> str:
         if any("functions" in one for one in setups)
         else "on the engine"
     )
-    return (
-        f"Simulated {by} that serves, with virtual time and fixed seeds: the same digits on any machine. "
-        "Intervals are 95 %, over seeds; changes and ratios are taken seed by seed. Of "
-        f"{len(verdicts)} figures and tables: {counts}. Each has the verdict of its worst claim."
-    )
+    sentences = [
+        f"Simulated {by} that serves, with virtual time and fixed seeds: the same digits on any machine.",
+        "Intervals are 95 %, over seeds; changes and ratios are taken seed by seed.",
+    ]
+    if simulated:
+        sentences += [f"Of {len(simulated)} figures and tables under load: {counts}."]
+    if len(simulated) < len(judged):
+        num = len(judged) - len(simulated)
+        sentences += [f"{num} more are calculations for single requests or steps, not agreements of an evaluation."]
+    return " ".join([*sentences, "Each has the verdict of its worst claim."])
 
 
 def _overview(pages: Seq[tuple[Findings, Seq[Picture]]]) -> list[str]:
@@ -98,7 +119,10 @@ def _overview(pages: Seq[tuple[Findings, Seq[Picture]]]) -> list[str]:
 
 
 def _verdict(findings: Findings) -> str:
-    return "what it takes" if findings.experiment.is_ablation else WORDS[overall(findings.compare())]
+    if findings.experiment.is_ablation:
+        return "what it takes"
+    words = WORDS[overall(findings.compare())]
+    return words if findings.experiment.calculation is None else f"calculated: {words}"
 
 
 def _heading(findings: Findings) -> str:
@@ -130,7 +154,7 @@ def _row(comparison: Comparison) -> str:
     claim = comparison.claim
     cells = (
         claim.text,
-        format_value(claim.published, claim),
+        format_published(claim),
         format_interval(comparison.ours, claim),
         WORDS[comparison.verdict],
     )

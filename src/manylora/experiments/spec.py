@@ -79,7 +79,7 @@ class Claim:
         figure: Name of the figure it is about.
         form: The compared quantity:
 
-            * ``value``: the figure itself;
+            * ``value``: the figure itself; ``at-most``: the same, published as a limit;
             * ``change``: relative to another setup, less 1;
             * ``ratio``: relative to another setup;
             * ``overhead``: as ``change``, of what both exceed a third setup by, the ``bound``;
@@ -87,8 +87,8 @@ class Claim:
             * ``crossing-ratio``: that, relative to another setup;
             * ``order``: setups in rising order of the figure; published is 1, ours the share of pairs in order.
         setup: Whose figure.
-        point: Where, by label; ``relative`` instead gives a share of the place where ``versus`` crosses ``limit``.
-        relative: See ``point``; the figures are interpolated between points.
+        point: Where, by label; ``relative`` instead gives shares of the place where ``versus`` crosses ``limit``.
+        relative: See ``point``; figures are interpolated between points, and the mean over the shares is compared.
         versus: Relative to whom.
         versus_point: Relative to which point, where that is another one.
         bound: The setup of no overhead; see ``form``.
@@ -101,10 +101,10 @@ class Claim:
 
     text: str
     figure: str
-    form: Literal["value", "change", "ratio", "overhead", "crossing", "crossing-ratio", "order"] = "value"
+    form: Literal["value", "at-most", "change", "ratio", "overhead", "crossing", "crossing-ratio", "order"] = "value"
     setup: str = ""
     point: str = ""
-    relative: float | None = None
+    relative: tuple[float, ...] = ()
     versus: str | None = None
     versus_point: str | None = None
     bound: str | None = None

@@ -16,6 +16,7 @@ from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, resolve_model
 from manylora.cli.views.terminal import note, notes, out
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
+from manylora.errors import ConfigError
 from manylora.measure.tables import FigureTable
 from manylora.plugins import find_factory
 from manylora.scheduling import POLICIES
@@ -32,9 +33,17 @@ SaveTo = Annotated[
     str | None, typer.Option("--save", metavar="NAME", help="Write NAME.json and NAME.md.", show_default=False)
 ]
 
+Rounds = Annotated[int, typer.Option(min=1, help="Runs of each case; a result that is written needs five.")]
 
-def save(name: str, report: object, table: str) -> None:
-    """Write a report as NAME.json and its table as NAME.md."""
+
+def save(name: str, report: object, table: str, refused: str | None = None) -> None:
+    """Write a report as NAME.json and its table as NAME.md, unless there is a reason to refuse it.
+
+    Raises:
+        ConfigError: It is not worth keeping.
+    """
+    if refused is not None:
+        raise ConfigError(f"Nothing was written: {refused}")
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
@@ -49,6 +58,7 @@ def bench_http(
         list[float] | None, typer.Option(help="Steps per second of the engine. Repeatable; by default 20 to 1000.")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Length of each run at the full rate.")] = 5.0,
+    rounds: Rounds = 1,
     save_to: SaveTo = None,
 ) -> None:
     """Measure the latency that HTTP adds to a token, and the tokens per second of one API process.
@@ -56,13 +66,16 @@ def bench_http(
     Server, an engine without a model, and client run on this machine, which should be otherwise idle.
     """
     from manylora.bench.http import RATES, http_report, http_table, measure_http
+    from manylora.bench.rounds import Others, reason_to_refuse
 
-    results = measure_http(num_streams=streams, rates=tuple(steps_per_s or RATES), seconds=seconds)
-    command = f"manylora bench http --streams {streams}"
-    table = http_table(results, command)
+    others = Others()
+    results = measure_http(num_streams=streams, rates=tuple(steps_per_s or RATES), seconds=seconds, rounds=rounds)
+    busy_share = others.share()
+    command = f"manylora bench http --streams {streams} --rounds {rounds}"
+    table = http_table(results, command, busy_share)
     out.print(Markdown(table))
     if save_to is not None:
-        save(save_to, http_report(results, command), table)
+        save(save_to, http_report(results, command, busy_share), table, reason_to_refuse(rounds, busy_share))
 
 
 @bench_app.command("core")
@@ -72,6 +85,7 @@ def bench_core(
     ] = None,
     eviction: Annotated[str, typer.Option(help="Eviction policy of adapters.")] = AdapterConfig().eviction,
     steps: Annotated[int, typer.Option(min=10, help="Steps timed at each scale.")] = 1000,
+    rounds: Rounds = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Only the smallest scale.")] = False,
     save_to: SaveTo = None,
 ) -> None:
@@ -80,18 +94,23 @@ def bench_core(
     The engine's core runs on an executor that does nothing; no model is needed.
     """
     from manylora.bench.core import SCALES, decision_table, measure_decision
+    from manylora.bench.rounds import Others, in_turns, reason_to_refuse
 
     for name in policy or ():
         find_factory("policy", name, POLICIES)  # refuse a wrong name before the first run
     costs = []
+    others = Others()
     for scale in SCALES[:1] if quick else SCALES:
-        for name in policy or sorted(POLICIES):
+        for _, name in in_turns(policy or sorted(POLICIES), rounds, num_warm_up=0):
             with notes.status(f"{name}, {scale.running} running, {scale.waiting:,} waiting"):
                 costs.append(measure_decision(name, eviction, scale, num_steps=steps))
-    table = decision_table(costs, command="manylora bench core", eviction=eviction, num_steps=steps)
+    busy_share = others.share()
+    command = f"manylora bench core --rounds {rounds}"
+    table = decision_table(costs, command=command, eviction=eviction, num_steps=steps, busy_share=busy_share)
     out.print(Markdown(table))
     if save_to is not None:
-        save(save_to, [asdict(cost) for cost in costs], table)
+        report = {"command": command, "busy_share": busy_share, "costs": [asdict(cost) for cost in costs]}
+        save(save_to, report, table, reason_to_refuse(rounds, busy_share))
 
 
 @bench_app.command("offline")

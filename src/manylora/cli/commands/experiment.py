@@ -25,7 +25,7 @@ from manylora.experiments import (
     draw,
     find_experiments,
     format_interval,
-    format_value,
+    format_published,
     overall,
     read_experiment,
 )
@@ -157,7 +157,7 @@ def _show(findings: Findings) -> None:
     if comparisons:
         table = Table("", "published", "ours", "", box=None, pad_edge=False)
         for one in comparisons:
-            published = format_value(one.claim.published, one.claim)
+            published = format_published(one.claim)
             table.add_row(one.claim.text, published, format_interval(one.ours, one.claim), one.verdict.value)
         out.print(table)
     table = Table("setup", "point", *experiment.shown, box=None, pad_edge=False)

@@ -1,0 +1,345 @@
+"""Does the simulator foretell a live engine, by load? Calibrated once, before the first run; nothing is replayed.
+
+    python bench/foretell.py [--quick] [--minutes 20]
+
+A sweep counts the work of steps apart from the machine's speed. *Work* is the processor time of the engine's process,
+one thread for the model, which leaves out the time that the machine gave to others; prices of steps are fitted to it.
+*Speed* is measured over priced time in windows of two seconds, over the whole sweep: a series with the machine's slow
+periods in it. A simulated run draws blocks of that series, and the noise of single steps within a window.
+
+Then the demo model serves Poisson arrivals on the wall clock at 50, 70, 85 and 95 % of the throughput that the
+simulator foretells for a queue without end, in rounds that take the loads in turn. Every live run has simulated ones of
+the same requests beside it. A percentile is that of all requests of a load's runs; its 95 % interval resamples whole
+runs, on both sides. Last, the rate at which the live engine meets the P90 that is foretold for 85 %.
+
+Writes `bench/results/foretell.json` and `.md`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from planner_live import MEMORY, NUM_ADAPTERS, RANKS, SCHEDULER, WORKLOAD, Live
+from publishing import arguments, publish, table
+
+from manylora.bench.calibration import sweep_live
+from manylora.bench.rounds import Others, in_turns, reason_to_refuse
+from manylora.config import AdapterConfig, EngineConfig, ModelConfig
+from manylora.costs.calibrate import fit_profile, noise_of, predict_times
+from manylora.costs.fitted import FittedCost
+from manylora.costs.profile import CostProfile
+from manylora.costs.step_log import LoadRecord, LogLine, StepRecord
+from manylora.demo import demo_model_path
+from manylora.execution.device import describe_machine
+from manylora.experiments.findings import crossing
+from manylora.measure import RequestRecord
+from manylora.planning.load_test import at_rate
+from manylora.sim.run.simulation import SimulationConfig, simulate
+from manylora.sim.setup import Setup, make_config
+from manylora.workloads import Workload, make_workload
+from manylora.workloads.arrivals import PoissonArrivals
+
+LINKS = ("host", "device")
+LOADS = (0.5, 0.7, 0.85, 0.95)
+PLANNED = 0.85
+WINDOW_S = 2.0
+BLOCK = 10
+"""Windows in a block: slow periods of up to twenty seconds keep their shape."""
+
+DRAWS = 4
+"""Simulated runs beside each live one."""
+
+WARM_UP = 0.1
+"""Share of a run's first requests that are not counted."""
+
+RESAMPLES = 2000
+FIGURES = (("first token", 50), ("first token", 99), ("between tokens", 50), ("between tokens", 99))
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The calibration.
+
+    Args:
+        profile: Prices of steps in processor time, and the noise of single steps within a window.
+        speeds: Measured over priced time, window by window.
+        unsteadiness: Coefficient of variation over steps, of wall time and of processor time, each over its own price.
+    """
+
+    profile: CostProfile
+    speeds: tuple[float, ...]
+    unsteadiness: dict[str, float]
+
+
+@dataclass(slots=True)
+class Metered:
+    """Takes an engine's log, and the processor time that the process spent on each step; the first is not kept."""
+
+    lines: list[LogLine] = field(default_factory=list)
+    spent_s: list[float] = field(default_factory=list)
+    _before_s: float | None = None
+
+    def __call__(self, line: LogLine) -> None:
+        if isinstance(line, StepRecord):
+            before_s, self._before_s = self._before_s, time.process_time()
+            if before_s is None:
+                return  # whatever was before it, such as building the engine
+            self.spent_s.append(self._before_s - before_s)
+        self.lines.append(line)
+
+
+class DrawnSpeed:
+    """The speed of a machine over time: blocks of a measured series, drawn as they are reached."""
+
+    def __init__(self, speeds: Sequence[float], rng: Random) -> None:
+        self._measured, self._rng = speeds, rng
+        self._drawn: list[float] = []
+
+    def factor(self, now: float) -> float:
+        """Return the factor on a step that begins now."""
+        place = int(now / WINDOW_S)
+        while len(self._drawn) <= place:
+            first = self._rng.randrange(max(1, len(self._measured) - BLOCK + 1))
+            self._drawn += self._measured[first : first + BLOCK]
+        return self._drawn[place]
+
+
+def calibrate(config: EngineConfig, seconds: float) -> Machine:
+    """Sweep over a live engine; count work and speed apart."""
+    log = Metered()
+    sweep_live(
+        config, num_adapters=NUM_ADAPTERS, ranks=RANKS, targets=WORKLOAD.adapters.targets, seconds=seconds, write=log
+    )
+    steps = [line for line in log.lines if isinstance(line, StepRecord)]
+    loads = [line for line in log.lines if isinstance(line, LoadRecord)]
+    took, spent = np.array([one.took_s for one in steps]), np.array(log.spent_s)
+    # In units of the mean speed, so that a factor of 1 is the machine as it was.
+    worked = iter((spent * took.sum() / spent.sum()).tolist())
+    as_work = [
+        msgspec.structs.replace(line, ended_at=line.launched_at + next(worked), device_s=None)
+        if isinstance(line, StepRecord)
+        else line
+        for line in log.lines
+    ]
+    fitted = fit_profile(as_work, command="bench/foretell.py")
+    # The noise of steps is that of wall time within a window, found below; a price is without it.
+    of_loads = {kind: one for kind, one in fitted.noise.items() if kind in LINKS}
+    profile = msgspec.structs.replace(fitted, noise=of_loads, speed_drift=None)
+    priced = predict_times(profile, steps, loads)
+    windows = windows_of(np.array([one.launched_at for one in steps]))
+    speeds = over_windows(windows, took, priced)
+    within = took / speeds[windows]
+    is_prompt = np.array([one.features.num_prompts > 0 for one in steps])
+    kinds = (("decode", ~is_prompt), ("prompt", is_prompt))
+    noise = {kind: noise_of(within[of], priced[of]) for kind, of in kinds if of.any()}
+    by_wall = predict_times(fit_profile(log.lines), steps, loads)
+    unsteadiness = {"wall": variation(took / by_wall), "processor": variation(spent / priced)}
+    return Machine(msgspec.structs.replace(profile, noise={**of_loads, **noise}), tuple(speeds.tolist()), unsteadiness)
+
+
+def windows_of(at: Array) -> NDArray[np.int64]:
+    """Return the window of each step, numbered without gaps: an idle window has no speed."""
+    numbers: NDArray[np.int64] = np.unique((at - at[0]) // WINDOW_S, return_inverse=True)[1]
+    return numbers
+
+
+def over_windows(windows: NDArray[np.int64], measured: Array, priced: Array) -> Array:
+    """Return measured over priced time in each window."""
+    ratios: Array = np.bincount(windows, measured) / np.bincount(windows, priced)
+    return ratios
+
+
+def variation(values: Array) -> float:
+    return float(values.std() / values.mean())
+
+
+class Foretold:
+    """Simulated runs of a calibrated machine."""
+
+    def __init__(self, machine: Machine, folder: Path) -> None:
+        self._machine = machine
+        machine.profile.write(folder / "profile.json")
+        self._setup = Setup(profile=str(folder / "profile.json"), scheduler=SCHEDULER, exact_caps=True)
+
+    def config(self, name: str) -> SimulationConfig:
+        """Return the engine of one run; its name seeds what is drawn."""
+        made = make_config(self._setup, targets=WORKLOAD.adapters.targets)
+        cost = FittedCost(self._machine.profile, Random(f"steps/{name}"), has_drift=False)
+        return replace(made, cost=cost, speed=lambda _: DrawnSpeed(self._machine.speeds, Random(f"speed/{name}")))
+
+    def serve(self, workload: Workload, name: str) -> list[RequestRecord]:
+        """Return the requests of a run in order of arrival."""
+        return sorted(simulate(workload, self.config(name)).records, key=lambda one: int(one.request_id))
+
+    def capacity(self, num_requests: int) -> float:
+        """Return requests per second when all are there at once."""
+        spec = replace(WORKLOAD, arrivals=PoissonArrivals(rate=1e6), num_requests=num_requests)
+        rates = []
+        for number in range(DRAWS):
+            records = self.serve(make_workload(spec, number), f"capacity/{number}")
+            rates.append(num_requests / max(one.finished_at for one in records))
+        return float(np.mean(rates))
+
+
+def seconds_of(records: Sequence[RequestRecord], what: str) -> Array:
+    """Return the times of a run's requests that are counted, in seconds."""
+    counted = records[int(len(records) * WARM_UP) :]
+    if what == "first token":
+        return np.array([one.ttft_s for one in counted if one.ttft_s is not None])
+    return np.array([gap for one in counted for gap in one.gaps_s])
+
+
+def interval(runs: Sequence[Array], percentile: float) -> list[float]:
+    """Return a percentile of all runs together, and the ends of its interval by resampling runs."""
+    rng = np.random.default_rng(0)
+    drawn = [
+        np.percentile(np.concatenate([runs[place] for place in rng.integers(len(runs), size=len(runs))]), percentile)
+        for _ in range(RESAMPLES)
+    ]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return [float(np.percentile(np.concatenate(runs), percentile)), float(low), float(high)]
+
+
+def compared(
+    live: Mapping[float, Sequence[Sequence[RequestRecord]]], foretold: Mapping[float, Sequence[Sequence[RequestRecord]]]
+) -> list[dict[str, Any]]:
+    """Return live and foretold percentiles by load, each with its interval."""
+    rows = []
+    for load in LOADS:
+        for what, percentile in FIGURES:
+            sides = [[seconds_of(run, what) for run in side[load]] for side in (live, foretold)]
+            one, other = (interval(runs, percentile) for runs in sides)
+            does_overlap = one[1] <= other[2] and other[1] <= one[2]
+            rows.append(
+                {
+                    "load": load,
+                    "figure": f"{what}, P{percentile}",
+                    "live_s": one,
+                    "foretold_s": other,
+                    "overlap": does_overlap,
+                }
+            )
+    return rows
+
+
+def kept_up_to(
+    live: Mapping[float, Sequence[Sequence[RequestRecord]]], foretold: Mapping[float, Sequence[Sequence[RequestRecord]]]
+) -> tuple[float, float | None]:
+    """Return the P90 of the first token that is foretold for ``PLANNED``, and the load up to which it is kept live."""
+
+    def p90(runs: Sequence[Sequence[RequestRecord]]) -> float:
+        return float(np.percentile(np.concatenate([seconds_of(run, "first token") for run in runs]), 90))
+
+    limit_s = p90(foretold[PLANNED])
+    return limit_s, crossing([(load, p90(live[load])) for load in LOADS], limit_s)
+
+
+def page(figures: Mapping[str, Any]) -> str:
+    rows = []
+    for one in figures["compared"]:
+        cells = [
+            f"{1e3 * middle:.0f} ({1e3 * low:.0f} to {1e3 * high:.0f})"
+            for middle, low, high in (one["live_s"], one["foretold_s"])
+        ]
+        error = one["foretold_s"][0] / one["live_s"][0] - 1
+        rows.append([f"{one['load']:.0%}", one["figure"], *cells, f"{error:+.0%}", "yes" if one["overlap"] else "no"])
+    kept, speeds, unsteady = figures["kept_up_to"], figures["speeds"], figures["unsteadiness"]
+    low = [one["overlap"] for one in figures["compared"] if one["load"] <= PLANNED]
+    verdict = (
+        "outside the loads that were served"
+        if kept is None
+        else f"up to {kept:.1%} of it: the plan is off by {PLANNED / kept - 1:+.1%}"
+    )
+    lines = [
+        "# Live and foretold, by load",
+        "",
+        f"`{figures['command']}` on {figures['machine']}, one thread for the model: the demo model, {NUM_ADAPTERS} "
+        f"adapters, {figures['requests']} requests a run, {figures['rounds']} live runs and "
+        f"{figures['rounds'] * DRAWS} foretold ones at each load; 100 % are {figures['capacity_per_s']:.2f} requests a "
+        f"second. Other processes took {figures['busy_share']:.1%} of the machine's processor time.",
+        "",
+        f"Calibrated once, before. Steps of the sweep vary about their price by {unsteady['wall']:.0%} in wall time "
+        f"and by {unsteady['processor']:.0%} in processor time. Over windows of {WINDOW_S:g} s they took "
+        f"between {min(speeds):.2f} and {max(speeds):.2f} times their price.",
+        "",
+        "Milliseconds, with 95 % intervals over runs.",
+        "",
+        *table(["load", "figure", "live", "foretold", "error", "overlap"], rows, left=2),
+        "",
+        f"Up to {PLANNED:.0%} of load the intervals overlap in {sum(low)} of {len(low)} figures.",
+        "",
+        f"Foretold is a P90 of the first token of {1e3 * figures['limit_s']:.0f} ms at {PLANNED:.0%}; "
+        f"the live engine keeps it {verdict}.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="two minutes, one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of live runs, altogether")
+    parser.add_argument("--sweep", type=float, default=150.0, help="seconds of calibration")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.minutes, options.sweep = 1, 1.0, 20.0
+    torch.set_num_threads(1)
+    others = Others()
+    config = EngineConfig(
+        model=ModelConfig(model=str(demo_model_path()), device="cpu"),
+        memory=MEMORY,
+        scheduler=SCHEDULER,
+        adapters=AdapterConfig(),
+    )
+    machine = calibrate(config, options.sweep)
+    with tempfile.TemporaryDirectory(prefix="foretell-") as name:
+        simulator = Foretold(machine, Path(name))
+        capacity = simulator.capacity(200)
+        num_requests = int(options.minutes * 60 * capacity / options.rounds / sum(1 / load for load in LOADS))
+        print(f"{capacity:.2f} requests a second; {num_requests} in a run", flush=True)
+        live: dict[float, list[list[RequestRecord]]] = {load: [] for load in LOADS}
+        foretold: dict[float, list[list[RequestRecord]]] = {load: [] for load in LOADS}
+        engine = Live(config, make_workload(replace(WORKLOAD, num_requests=30), 99), Path(name))
+        try:
+            engine.serve(make_workload(replace(at_rate(WORKLOAD, 0.5 * capacity), num_requests=30), 99))  # warm up
+            for number, shown in in_turns([str(load) for load in LOADS], options.rounds, num_warm_up=0):
+                load = float(shown)
+                spec = replace(at_rate(WORKLOAD, load * capacity), num_requests=num_requests)
+                workload = make_workload(spec, number)
+                live[load].append(engine.serve(workload))
+                foretold[load] += [simulator.serve(workload, f"{load}/{number}/{draw}") for draw in range(DRAWS)]
+                print(f"round {number + 1}: {load:.0%} served", flush=True)
+        finally:
+            engine.close()
+    limit_s, kept = kept_up_to(live, foretold)
+    figures = {
+        "command": "python bench/foretell.py",
+        "machine": describe_machine(torch.device("cpu")),
+        "busy_share": others.share(),
+        "rounds": options.rounds,
+        "requests": num_requests,
+        "capacity_per_s": capacity,
+        "unsteadiness": machine.unsteadiness,
+        "speeds": machine.speeds,
+        "fit": [{"regime": one.regime, "median_error": one.median_error} for one in machine.profile.errors],
+        "compared": compared(live, foretold),
+        "limit_s": limit_s,
+        "kept_up_to": kept,
+    }
+    refused = reason_to_refuse(options.rounds, figures["busy_share"])
+    publish("foretell", figures, page(figures), is_kept=not options.quick, refused=refused)
+
+
+if __name__ == "__main__":
+    main()
