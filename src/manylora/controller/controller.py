@@ -91,7 +91,7 @@ class Controller:
                 starts[state.name] = state.last_start
         recorded_until_ns = self._store.record(node, report, starts)
         self._starts |= starts
-        has_joined = node not in self._up()
+        has_joined = node not in self._nodes
         self._nodes[node] = NodeView(report, self._now(), {one.name: one for one in report.functions})
         self._place(joined=has_joined)
         self._decide()
