@@ -19,7 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["LEAST_ROUNDS", "MOST_BUSY", "Others", "Ratio", "in_turns", "ratio_by_round", "reason_to_refuse"]
+__all__ = [
+    "LEAST_ROUNDS",
+    "MOST_BUSY",
+    "Others",
+    "Ratio",
+    "in_turns",
+    "ratio_by_round",
+    "reason_if_busy",
+    "reason_to_refuse",
+]
 
 LEAST_ROUNDS = 5
 """Fewer rounds give no interval worth the name."""
@@ -116,6 +125,11 @@ def reason_to_refuse(num_rounds: int, busy_share: float) -> str | None:
     """Return why a result is not worth keeping, in words; ``None`` if it is."""
     if num_rounds < LEAST_ROUNDS:
         return f"{num_rounds} rounds, and a result needs at least {LEAST_ROUNDS}"
+    return reason_if_busy(busy_share)
+
+
+def reason_if_busy(busy_share: float) -> str | None:
+    """Return why a result of one run is not worth keeping, in words; ``None`` if the machine had no other work."""
     if busy_share > MOST_BUSY:
         return (
             f"other processes took {busy_share:.0%} of the machine meanwhile, and a result allows {MOST_BUSY:.0%}: "
