@@ -49,7 +49,7 @@ SLO_S = 0.036
 NUM_REPLICAS = 8
 RANKS = (8, 16, 32, 64)
 TARGETS = ("q_proj", "k_proj", "v_proj")
-START_S = 180.0
+START_S = 600.0
 VOCABULARY = 100
 """Tokens that prompts are drawn from: the demo's tokenizer has a few more."""
 SCHEDULER = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512, max_waiting=1_000_000)
