@@ -50,8 +50,8 @@ ROUTERS = {
     "least-loaded": "least-loaded",
     "affinity": "affinity",
 }
-SERVE = ("--simulate", "a40:llama-7b", "--memory", "4GiB", "--host-memory", "2GiB", "--max-model-len", "1024")
-SERVE += ("--no-prefix-caching",)  # every router gets the same prompts
+MEMORY = ("--memory", "4GiB", "--host-memory", "2GiB", "--max-model-len", "1024")
+SERVE = ("--simulate", "a40:llama-7b", *MEMORY, "--no-prefix-caching")  # every router gets the same prompts
 LOADS = re.compile(r'^manylora_adapter_loads_total\{tier="(\w+)"\} (\S+)', re.MULTILINE)
 
 Figures = dict[str, float]
