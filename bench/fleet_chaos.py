@@ -16,9 +16,10 @@ Every ``--every`` seconds on average there is a fault:
 
 Invariants: every request ends, and is *whole* (all its tokens), *refused* (a status and an error that says why), ended
 by an *error* in its stream, *left* by the client, or *cut*: its connection broke because the very process at its other
-end was killed or replaced. All tokens that came before an end are those of an undisturbed run, of one version of the
-adapter. At the end, all servers run whole, on no page of KV and no request, with the pins of the book; the router
-counts no request; and no process is left behind. Writes `results/fleet_chaos.json` and `.md`.
+end was killed or replaced, or because the answer that the router passed on ended within an event. All tokens that came
+before an end are those of an undisturbed run, of one version of the adapter. At the end, all servers run whole, on no
+page of KV and no request, with the pins of the book; the router counts no request; and no process is left behind.
+Writes `results/fleet_chaos.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -265,8 +266,11 @@ async def replace_router(chaos: Chaos) -> bool:
 async def break_link(chaos: Chaos) -> bool:
     link = chaos.rng.choice(chaos.links)
     link.fault = chaos.rng.choice(Link.FAULTS)
-    await asyncio.sleep(chaos.rng.uniform(1.0, 6.0))
-    link.fault = ""
+    async with contextlib.AsyncExitStack() as stack:
+        if link.fault == "half":  # an answer that ends within an event can only be broken off
+            await stack.enter_async_context(chaos.router.away())
+        await asyncio.sleep(chaos.rng.uniform(1.0, 6.0))
+        link.fault = ""
     return True
 
 
