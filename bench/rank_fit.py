@@ -18,6 +18,7 @@ from collections.abc import Callable
 from publishing import arguments, publish, table
 
 from manylora.bench.calibration import sweep_live
+from manylora.bench.rounds import Others, reason_if_busy
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.costs.features import StepFeatures, step_features
 from manylora.costs.rank_fit import RankFit, RankLoad, StepFit
@@ -99,7 +100,7 @@ def main() -> None:
         f"{options.device}, {kernel}": lambda kernel=kernel: live(kernel, options.device, seconds)  # type: ignore[misc]
         for kernel in (("grouped", "naive") if options.device == "cpu" else ("padded", "ragged"))
     }
-    figures, rows = {}, []
+    figures, rows, others = {}, [], Others()
     for name, run in runs.items():
         fits = run()
         figures[name] = [
@@ -118,7 +119,8 @@ def main() -> None:
     heads += ["error, ms, in sample", "out of sample"]
     lines = ["# Step-time models of the router", "", *table(heads, rows, left=3), ""]
     lines.append(f"* the family that a router uses: the smaller error out of sample. Goal: R² of {GOAL}.")
-    publish("rank_fit", figures, "\n".join(lines), is_kept=not options.quick)
+    refused = reason_if_busy(others.share())
+    publish("rank_fit", figures, "\n".join(lines), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from local_ray import LocalRay
 from publishing import arguments, publish, table
 
 from manylora.bench.machine import machine
+from manylora.bench.rounds import Others
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_adapters
 from manylora.fleet_config import FleetConfig
@@ -158,6 +159,7 @@ def main() -> None:
     asked = bodies(options.streams, options.tokens, ["demo", *(module.name for module in modules)])
     engine = EngineConfig(model=ModelConfig(model="demo"), memory=MemoryConfig(num_pages=2000))
     rounds: list[dict[str, float]] = []
+    others = Others()
     restarts = RestartPolicy(healthy_after_s=0.0)  # each round kills on purpose: no row of deaths
     with contextlib.ExitStack() as stack:
         ray = stack.enter_context(LocalRay(NUM_REPLICAS + 1)) if options.ray else None
@@ -192,13 +194,15 @@ def main() -> None:
             )
             print(f"round {len(rounds)}: {rounds[-1]}", flush=True)
             before = after
-    figures = {"options": vars(options), "machine": machine(), "rounds": rounds, "resumes": before}
+    share = others.share()
+    figures = {"options": vars(options), "machine": machine(), "rounds": rounds, "resumes": before, "others": share}
     fault = "the loss of a node" if options.ray else "SIGKILL"
     heads = ["round", "lost", "changed", "resumed", f"pause over {fault}, s", "pause over SIGSTOP, s", "seconds"]
     rows = [[number, *(round(value, 2) for value in one.values())] for number, one in enumerate(rounds, 1)]
     text = [
         f"# Streams that outlive their engines\n\n{options.streams} streams of {options.tokens} tokens, "
-        f"{NUM_REPLICAS} replicas{' on four raylets' if options.ray else ''}, watchdog {HANG_TIMEOUT_S:g} s.",
+        f"{NUM_REPLICAS} replicas{' on four raylets' if options.ray else ''}, watchdog {HANG_TIMEOUT_S:g} s. "
+        f"Other processes took {share:.0%} of the machine.",
         f"Lost: {sum(one['lost'] for one in rounds)}. Changed: {sum(one['changed'] for one in rounds)}. "
         f"Longest pause over {fault}: {max(one['pause_kill_s'] for one in rounds):.2f} s "
         f"(median {statistics.median(one['pause_kill_s'] for one in rounds):.2f}); over SIGSTOP: "

@@ -28,6 +28,7 @@ from router_live import SCHEDULER, VOCABULARY, write_adapters
 
 from manylora.bench.load import run_load
 from manylora.bench.machine import machine
+from manylora.bench.rounds import Others, reason_if_busy
 from manylora.bench.scaling_day import count_flaps, make_day, replica_seconds
 from manylora.bench.target import Target
 from manylora.config import AdapterConfig, EngineConfig, ModelConfig, ServerConfig
@@ -171,7 +172,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.hours, options.most, options.rate = (8.0, 9.0), 2, 5.0
-    workload = stretch(options)
+    workload, others = stretch(options), Others()
     records, spans = live(workload, options)
     starts = [one.serving_at - one.asked_at for one in started(spans) if math.isfinite(one.serving_at)]
     start_s = statistics.mean(starts) if starts else 1.0
@@ -196,7 +197,8 @@ def main() -> None:
         *table(heads, rows),
     ]
     kept = {"options": {key: str(value) for key, value in vars(options).items()}, "machine": machine(), **figures}
-    publish("scaling-live-ray" if options.ray else "scaling-live", kept, "\n".join(lines), is_kept=not options.quick)
+    name, refused = "scaling-live-ray" if options.ray else "scaling-live", reason_if_busy(others.share())
+    publish(name, kept, "\n".join(lines), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,17 @@ async def answers(
     begun = [asyncio.Event() for _ in bodies]
 
     async def stream(client: httpx.AsyncClient, index: int) -> str:
-        text = ""
+        text, finish, last = "", None, ""
         async with client.stream("POST", "/v1/completions", json={**bodies[index], "stream": True}) as answer:
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
+                last = line or last
                 if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
+                    (choice,) = json.loads(line[6:])["choices"]
+                    text, finish = text + choice["text"], choice["finish_reason"]
                     begun[index].set()
+        assert finish is not None
+        assert last == "data: [DONE]"
         return text
 
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits()) as client:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from manylora.adapters.read import read_adapter
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.errors import AdapterError
+from manylora.hosting.output_stream import OutputStream
 from manylora.ports import EngineParts, check_each
-from manylora.types import AdapterVersion
+from manylora.types import AdapterVersion, Output, Request
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
@@ -37,6 +39,33 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.02)
+
+
+async def until(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
+    """Wait on an event loop until a condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            held = condition()
+            if held if isinstance(held, bool) else await held:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def texts(stream: OutputStream, requests: Sequence[Request]) -> list[str]:
+    """Read a stream of a fleet to the end of these requests; return their answers, a character for each token."""
+    found = {request.request_id: "" for request in requests}
+    left = set(found)
+
+    def consume(outputs: list[Output]) -> None:
+        for output in outputs:
+            found[output.request_id] += "".join(chr(token.token_id) for token in output.tokens)
+            if output.finish is not None:
+                left.remove(output.request_id)
+        if not left:
+            stream.close()
+
+    await asyncio.wait_for(stream.deliver(consume), PATIENCE_S)
+    return list(found.values())
 
 
 class Gate:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from reciter import ReciterReader, engine_config, reciter_parts, slow_reciter_parts, write_reciter
+from serving import PATIENCE_S, texts, until
 
 from manylora.clock import Clock, WallClock
 from manylora.config import EngineConfig
@@ -34,9 +35,8 @@ from manylora.plan import StepPlan
 from manylora.ports import EngineParts
 from manylora.routing import LeastLoadedRouter
 from manylora.sim.run.executor import SimulatedWork
-from manylora.types import AdapterVersion, Output, Request, SamplingParams, Tier
+from manylora.types import AdapterVersion, Request, SamplingParams, Tier
 
-PATIENCE_S = 60.0
 DEADLY = 200
 """A prompt of this token breaks the device."""
 
@@ -98,22 +98,7 @@ class Service:
 
     async def answers(self, *models: str, num_tokens: int = 3) -> list[str]:
         requests = self.requests(*models, num_tokens=num_tokens)
-        return await self.texts(await self.fleet.submit(requests), requests)
-
-    async def texts(self, stream: OutputStream, requests: Sequence[Request]) -> list[str]:
-        texts = {request.request_id: "" for request in requests}
-        left = set(texts)
-
-        def consume(outputs: list[Output]) -> None:
-            for output in outputs:
-                texts[output.request_id] += "".join(chr(token.token_id) for token in output.tokens)
-                if output.finish is not None:
-                    left.remove(output.request_id)
-            if not left:
-                stream.close()
-
-        await asyncio.wait_for(stream.deliver(consume), PATIENCE_S)
-        return list(texts.values())
+        return await texts(await self.fleet.submit(requests), requests)
 
     async def each(self) -> list[dict[str, bool]]:
         """Return, for each engine, which adapters it has and whether they are pinned."""
@@ -124,15 +109,6 @@ class Service:
     def under_way(self) -> list[int]:
         assert self.fleet._dispatcher is not None
         return [view.num_requests for view in self.fleet._dispatcher.views]
-
-
-async def wait_for(condition: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            held = condition()
-            if held if isinstance(held, bool) else await held:
-                return
-            await asyncio.sleep(0.01)
 
 
 def run(
@@ -160,7 +136,7 @@ def test_requests_are_shared_out_and_their_outputs_come_on_one_stream(tokenizer:
         requests = service.requests("m", "base", "m", "base", "m", "base")
         stream = await service.fleet.submit(requests)
         assert service.under_way() == [2, 2, 2]
-        assert await service.texts(stream, requests) == ["mno", "abc"] * 3
+        assert await texts(stream, requests) == ["mno", "abc"] * 3
         assert service.under_way() == [0, 0, 0]
         stats, (status,) = await service.fleet.snapshot()
         assert (stats.num_generated_tokens, stats.num_registered, stats.num_pages) == (18, 1, 3 * 512)
@@ -175,13 +151,13 @@ def test_requests_are_added_all_or_none_or_each(tokenizer: Path) -> None:
         with pytest.raises(ModelNotFound):
             await service.fleet.submit(service.requests("base", "base", "nobody", "base"))
         assert service.under_way() == [0, 0, 0]
-        await wait_for(lambda: _is_idle(service))
+        await until(lambda: _is_idle(service))
         requests, stream = service.requests("base", "base", "nobody", "base"), OutputStream()
         refused = await service.fleet.submit_each(requests, stream)
         assert list(refused) == [requests[2].request_id]
         assert isinstance(refused[requests[2].request_id], ModelNotFound)
         del requests[2]
-        assert await service.texts(stream, requests) == ["abc"] * 3
+        assert await texts(stream, requests) == ["abc"] * 3
         assert service.under_way() == [0, 0, 0]
 
     run(tokenizer, scenario)
@@ -198,7 +174,7 @@ def test_what_is_cancelled_is_cancelled_where_it_runs(tokenizer: Path) -> None:
         await service.fleet.submit(requests)
         service.fleet.cancel([request.request_id for request in requests])
         assert service.under_way() == [0, 0, 0]
-        await wait_for(lambda: _is_idle(service))
+        await until(lambda: _is_idle(service))
 
     run(tokenizer, scenario, [slow_reciter_parts] * 3)
 
@@ -249,17 +225,17 @@ def test_a_death_is_felt_by_the_requests_of_that_engine_alone(tokenizer: Path, l
         fleet = service.fleet
         await fleet.adapters.pin("m", True)
         others = service.requests("m", num_tokens=12)  # on the first engine
-        answers = asyncio.create_task(service.texts(await fleet.submit(others), others))
+        answers = asyncio.create_task(texts(await fleet.submit(others), others))
         deadly = service.requests("base", prompt=DEADLY)  # on the second
         with pytest.raises(EngineDead, match="the device fell over"):
-            await service.texts(await fleet.submit(deadly), deadly)
+            await texts(await fleet.submit(deadly), deadly)
         assert service.under_way() == [1, 0]
-        await wait_for(lambda: fleet.num_restarts == 1)
+        await until(lambda: fleet.num_restarts == 1)
         assert fleet.state is State.SERVING
         # While the second is away, the first takes all; a change in this time reaches the second when it is back.
         await fleet.adapters.load("p", str(lora_dir / "p"))
         assert await answers == ["mnopqrstuvwx"]
-        await wait_for(lambda: len(fleet._serving()) == 2)
+        await until(lambda: len(fleet._serving()) == 2)
         assert await service.each() == [{"m": True, "p": False}] * 2
         assert await service.answers("p", "m", "p", "m") == ["pqr", "mno"] * 2
 
@@ -273,11 +249,11 @@ def test_an_engine_given_up_is_left_out_until_there_is_none(tokenizer: Path) -> 
         async def kill() -> None:
             deadly = service.requests("base", prompt=DEADLY)
             with pytest.raises(EngineDead):
-                await service.texts(await fleet.submit(deadly), deadly)
+                await texts(await fleet.submit(deadly), deadly)
 
         keeping = asyncio.create_task(fleet.run())
         await kill()
-        await wait_for(lambda: len(fleet._serving()) == 1)
+        await until(lambda: len(fleet._serving()) == 1)
         assert await service.answers("base", "base") == ["abc", "abc"]
         await kill()
         with pytest.raises(EngineDead, match="died 1 times in a row"):
@@ -302,8 +278,8 @@ def test_an_adapter_that_an_engine_cannot_get_back_is_lost_for_all(tokenizer: Pa
         (own / "adapter_config.json").unlink()
         deadly = service.requests("base", prompt=DEADLY)
         with pytest.raises(EngineDead):
-            await service.texts(await service.fleet.submit(deadly), deadly)
-        await wait_for(lambda: service.fleet.num_restarts == 1 and len(service.fleet._serving()) == 2)
+            await texts(await service.fleet.submit(deadly), deadly)
+        await until(lambda: service.fleet.num_restarts == 1 and len(service.fleet._serving()) == 2)
         assert await service.each() == [{"m": False}] * 2
 
     run(tokenizer, scenario, [mortal_parts] * 2, modules=[LoraModule("m", str(lora_dir / "m"))])
@@ -328,8 +304,8 @@ def test_an_engine_without_a_reader_is_tried_again_and_loses_no_adapter(tokenize
         shortages = 2
         deadly = service.requests("base", prompt=DEADLY)
         with pytest.raises(EngineDead):
-            await service.texts(await service.fleet.submit(deadly), deadly)
-        await wait_for(lambda: service.fleet.num_restarts == 3 and len(service.fleet._serving()) == 2)
+            await texts(await service.fleet.submit(deadly), deadly)
+        await until(lambda: service.fleet.num_restarts == 3 and len(service.fleet._serving()) == 2)
         assert await service.each() == [{"m": False}] * 2
 
     run(tokenizer, scenario, [scarce_parts] * 2, modules=[LoraModule("m", str(lora_dir / "m"))])
@@ -357,7 +333,7 @@ def test_a_fleet_drains(tokenizer: Path) -> None:
             assert fleet.state is State.DRAINING
             with pytest.raises(CapacityError, match="shutting down"):
                 await fleet.submit(service.requests("base"))
-            assert await service.texts(stream, requests) == ["abcde"] * 2
+            assert await texts(stream, requests) == ["abcde"] * 2
         await asyncio.wait_for(fleet.idle(), PATIENCE_S)
 
     run(tokenizer, scenario, [slow_reciter_parts] * 2)

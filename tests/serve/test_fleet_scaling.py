@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from reciter import engine_config, slow_reciter_parts
+from serving import PATIENCE_S, texts, until
 
 from manylora.clock import Clock
 from manylora.config import EngineConfig, ServerConfig
@@ -22,9 +23,8 @@ from manylora.hosting.protocol import EngineSpec
 from manylora.ports import EngineParts
 from manylora.scaling import ScalingPolicy
 from manylora.server import BackgroundServer
-from manylora.types import Output, Request, SamplingParams
+from manylora.types import Request, SamplingParams
 
-PATIENCE_S = 60.0
 POLICY = ScalingPolicy(
     min_replicas=1,
     max_replicas=3,
@@ -48,33 +48,14 @@ def make_fleet(tokenizer: Path, policy: ScalingPolicy = POLICY, build: object = 
     )
 
 
-async def texts(fleet: Fleet, num: int, num_tokens: int) -> dict[str, str]:
+async def answers(fleet: Fleet, num: int, num_tokens: int) -> list[str]:
     """Submit requests at once and return their answers."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
     requests = [
         Request(request_id=f"{index}/{num}", prompt=(1,), model=("base", "a")[index % 2], sampling=sampling)
         for index in range(num)
     ]
-    stream = await fleet.submit(requests)
-    found = dict.fromkeys((request.request_id for request in requests), "")
-    left = set(found)
-
-    def consume(outputs: list[Output]) -> None:
-        for output in outputs:
-            found[output.request_id] += "".join(chr(token.token_id) for token in output.tokens)
-            if output.finish is not None:
-                left.remove(output.request_id)
-        if not left:
-            stream.close()
-
-    await asyncio.wait_for(stream.deliver(consume), PATIENCE_S)
-    return found
-
-
-async def until(condition: object) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.02)
+    return await texts(await fleet.submit(requests), requests)
 
 
 def num(fleet: Fleet, state: State) -> int:
@@ -90,19 +71,19 @@ def test_engines_start_with_every_adapter_and_the_hottest_warm_and_drain_without
         assert (num(fleet, State.SERVING), num(fleet, State.IDLE)) == (1, 2)
         await fleet.adapters.load("a", str(lora_dir / "p"))
         running = asyncio.create_task(fleet.run())
-        burst = asyncio.create_task(texts(fleet, 40, 20))
+        burst = asyncio.create_task(answers(fleet, 40, 20))
         await until(lambda: num(fleet, State.SERVING) == 3)
         for client in fleet._serving().values():
             stats, statuses = await client.snapshot()
             assert [status.name for status in statuses] == ["a"]
             assert stats.resident_adapters == ("a",)  # no request has come to the new ones
-        later = asyncio.create_task(texts(fleet, 9, 20))
-        answers = {*(await burst).values()} | {*(await later).values()}
-        assert {len(text) for text in answers} == {20}
+        later = asyncio.create_task(answers(fleet, 9, 20))
+        both = [*await burst, *await later]
+        assert {len(text) for text in both} == {20}
         await until(lambda: num(fleet, State.IDLE) == 2 and num(fleet, State.SERVING) == 1)
         assert fleet.scaling is not None and fleet.scaling.num_wanted == 1
         assert len(fleet.replicas()) == 1
-        again = asyncio.create_task(texts(fleet, 41, 5))  # a place is used again
+        again = asyncio.create_task(answers(fleet, 41, 5))  # a place is used again
         await until(lambda: num(fleet, State.SERVING) == 3)
         await again
         fleet.drain()
@@ -128,10 +109,10 @@ def test_a_start_that_fails_is_tried_again_and_disturbs_no_other(tokenizer: Path
         await fleet.start()
         await fleet.adapters.load("a", str(lora_dir / "p"))
         running = asyncio.create_task(fleet.run())
-        burst = asyncio.create_task(texts(fleet, 30, 20))
+        burst = asyncio.create_task(answers(fleet, 30, 20))
         await until(lambda: num(fleet, State.SERVING) == 2)
         assert num_built == 4
-        assert {len(text) for text in (await burst).values()} == {20}
+        assert {len(text) for text in await burst} == {20}
         await fleet.stop()
         running.cancel()
 

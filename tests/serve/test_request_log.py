@@ -37,18 +37,15 @@ def test_finished_requests_are_logged_by_size(tokenizer: Path, lora_dir: Path, t
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_ends_the_log_and_not_the_engine(
-    tokenizer: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    engine = replace(engine_config(tokenizer), request_log="/dev/full")
+def test_a_full_disk_ends_the_logs_and_not_the_engine(tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also while an engine starts: an engine that is lost comes back on a full disk."""
+    engine = replace(engine_config(tokenizer), request_log="/dev/full", step_log="/dev/full")
     with BackgroundServer(engine, CONFIG, builder=BUILDER) as server:
         for _ in range(3):
             body = {"model": "base", "prompt": "x", "max_tokens": 2}
             assert httpx.post(server.url + "/v1/completions", json=body, timeout=30).status_code == 200
         assert "manylora_engine_restarts_total 0.0" in httpx.get(server.url + "/metrics").text
-    assert caplog.text.count("request_log_ended") == 1
-    with pytest.raises(ConfigError, match="step_log = '/dev/full', which cannot be written"):
-        BackgroundServer(replace(engine, request_log=None, step_log="/dev/full"), CONFIG, builder=BUILDER).__enter__()
+    assert caplog.text.count("request_log_ended") == caplog.text.count("step_log_ended") == 1
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_start(tokenizer: Path, tmp_path: Path) -> None:

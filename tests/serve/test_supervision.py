@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from disturbed import answers
 from reciter import engine_config, write_reciter
 from serving import PATIENCE_S, Gate, wait_for
 
@@ -54,34 +55,12 @@ def kill_engine(server: BackgroundServer) -> None:
 
 def test_killed_under_fifty_streams(tokenizer: Path, lora_dir: Path) -> None:
     """Every stream goes on where it was, on the next engine, which knows every adapter and pin."""
-    num_tokens = 25
+    bodies = [{"model": "mp"[index % 2], "prompt": "say", "max_tokens": 25} for index in range(50)]
 
-    async def scenario(server: BackgroundServer) -> list[str]:
-        streaming = asyncio.Semaphore(0)
-
-        async def stream(client: httpx.AsyncClient, model: str) -> str:
-            body = {"model": model, "prompt": "say", "max_tokens": num_tokens, "stream": True}
-            events = []
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                assert answer.status_code == 200
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: "):
-                        events.append(line[6:])
-                        if len(events) == 1:
-                            streaming.release()
-            assert events.pop() == "[DONE]"
-            choices = [json.loads(event)["choices"][0] for event in events]
-            assert choices[-1]["finish_reason"] == "length"
-            return "".join(choice["text"] for choice in choices)
-
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=httpx.Limits()) as client:
-            load = {"lora_name": "p", "lora_path": str(lora_dir / "p")}
-            assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
-            assert (await client.post("/adapters/p/pin")).status_code == 200
-            streams = [asyncio.create_task(stream(client, "mp"[index % 2])) for index in range(50)]
-            for _ in streams:
-                await streaming.acquire()
-            kill_engine(server)
+    async def kill(begun: Sequence[asyncio.Event]) -> None:
+        await asyncio.gather(*(one.wait() for one in begun))
+        kill_engine(server)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             while True:
                 short = {"model": "m", "prompt": "x", "max_tokens": 1}
                 meanwhile = await client.post("/v1/completions", json=short)
@@ -89,17 +68,21 @@ def test_killed_under_fifty_streams(tokenizer: Path, lora_dir: Path) -> None:
                     break
                 if meanwhile.status_code == 503:
                     assert int(meanwhile.headers["retry-after"]) >= 1
-            return await asyncio.gather(*streams)
 
-    with two_processes(tokenizer, lora_dir, builder="reciter:slow_reciter_parts") as server:
+    with (
+        two_processes(tokenizer, lora_dir, builder="reciter:slow_reciter_parts") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
         first = server.engine_pid
-        answers = asyncio.run(scenario(server))
-        assert answers == ["mnopqrstuvwxyzabcdefghijk", "pqrstuvwxyzabcdefghijklmn"] * 25
-        with httpx.Client(base_url=server.url, timeout=60) as http:
-            status = {adapter["name"]: adapter for adapter in http.get("/adapters").json()["data"]}
-            assert set(status) == {"m", "p"}
-            assert (status["p"]["pinned"], status["m"]["pinned"]) == (True, False)
-            assert "manylora_engine_restarts_total 1.0" in http.get("/metrics").text
+        load = {"lora_name": "p", "lora_path": str(lora_dir / "p")}
+        assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
+        assert http.post("/adapters/p/pin").status_code == 200
+        whole = ["mnopqrstuvwxyzabcdefghijk", "pqrstuvwxyzabcdefghijklmn"] * 25
+        assert asyncio.run(answers(server.url, bodies, kill)) == whole
+        status = {adapter["name"]: adapter for adapter in http.get("/adapters").json()["data"]}
+        assert set(status) == {"m", "p"}
+        assert (status["p"]["pinned"], status["m"]["pinned"]) == (True, False)
+        assert "manylora_engine_restarts_total 1.0" in http.get("/metrics").text
 
 
 def test_an_adapter_that_is_gone_costs_only_itself(tokenizer: Path, lora_dir: Path) -> None:

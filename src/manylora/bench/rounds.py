@@ -28,6 +28,7 @@ __all__ = [
     "in_turns",
     "middle_of_rounds",
     "ratio_by_round",
+    "reason_if_busy",
     "reason_to_refuse",
 ]
 
@@ -144,6 +145,11 @@ def reason_to_refuse(num_rounds: int, busy_share: float) -> str | None:
     """Return why a result is not worth keeping, in words; ``None`` if it is."""
     if num_rounds < LEAST_ROUNDS:
         return f"{num_rounds} rounds, and a result needs at least {LEAST_ROUNDS}"
+    return reason_if_busy(busy_share)
+
+
+def reason_if_busy(busy_share: float) -> str | None:
+    """Return why a result of one run is not worth keeping, in words; ``None`` if the machine had no other work."""
     if busy_share > MOST_BUSY:
         return (
             f"other processes took {busy_share:.0%} of the machine meanwhile, and a result allows {MOST_BUSY:.0%}: "

@@ -192,7 +192,7 @@ class LoggedExecutor:
 
 
 class StepLog:
-    """Writes log lines as JSON. An error of the disk ends the log, not the engine that calls it.
+    """Writes log lines as JSON. An error of the disk, at any time, ends the log, not the engine that calls it.
 
     Args:
         file: Open for writing or appending; the caller closes it.
@@ -202,14 +202,17 @@ class StepLog:
     def __init__(self, file: BinaryIO | FileIO, header: LogHeader) -> None:
         self._file: BinaryIO | FileIO | None = file
         self._encode = msgspec.json.Encoder().encode
-        file.write(self._encode(header) + b"\n")
+        self._write(header)
 
     def __call__(self, record: StepRecord | LoadRecord) -> None:
         """Write a record."""
+        self._write(record)
+
+    def _write(self, line: LogLine) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(self._encode(record) + b"\n")
+            self._file.write(self._encode(line) + b"\n")
         except OSError as error:
             logger.error("step_log_ended reason=%s", error)
             self._file = None
