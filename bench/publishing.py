@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -33,7 +35,7 @@ def publish(
     if is_kept and refused is not None:
         raise SystemExit(f"{name}: nothing was written: {refused}")
     if is_kept:
-        (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1, default=np.generic.item) + "\n")
         (RESULTS / f"{name}.md").write_text(text.rstrip("\n") + "\n")
 
 

@@ -98,7 +98,7 @@ def rates_name():
 
 
 (result,) = measure_http(num_streams=200, seconds=1.0 if sys.argv[2] == "quick" else 3.0, **{rates_name(): (2000.0,)})
-used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+used = [resource.getrusage(kind) for kind in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 cpu_s = sum(one.ru_utime + one.ru_stime for one in used)
 found = {"http: tokens per second": result.seen.tokens_per_s, "processor, http: seconds of the run": cpu_s}
 print("FOUND " + json.dumps(found))

@@ -15,7 +15,7 @@ from corpus import COMPLETIONS, HOSTILE, Hostile
 from maxima import LONG, MAXIMA, Allowed
 from timed_serve import Longest
 
-LONGEST_S = 0.012
+LONGEST_S = 0.020
 """Most processor time of one callback: a decoder's pass over a megabyte, or a message of two thousand requests."""
 
 NUM_TRIES = 3

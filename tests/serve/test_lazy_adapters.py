@@ -126,7 +126,7 @@ def test_a_changed_file_is_refused_by_the_next_engine_too(model: Path, tmp_path:
         adapters=AdapterConfig(background_reads=False),
     )
     with (
-        BackgroundServer(engine, ServerConfig(port=0), modules) as server,
+        BackgroundServer(engine, ServerConfig(port=0, lora_dirs=(str(root),)), modules) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         answer = complete(http, "same").json()["choices"][0]["text"]

@@ -245,17 +245,6 @@ def test_auto_leaves_a_replica_that_would_miss_the_slo():
     assert chosen(router, "large", [full, replica(*[8] * 8)]) == 1
 
 
-def test_auto_copies_no_small_rank_away_from_large_ones_while_the_slo_is_kept():
-    """Where kernels pad, a small rank would be faster among its like: not worth a copy for each of them."""
-    router = make_router("auto", Random(0), {"tbt_s": 0.036})
-    home, small = replica(*[64] * 6), replica(*[8] * 3)
-    home.resident["a"] = None
-    assert chosen(router, "a", [home, small]) == 0
-    home = replica(*[64] * 24)  # 0.02 + 25 x 64 x 0.00001 = 0.036 s and more
-    home.resident["a"] = None
-    assert chosen(router, "a", [home, small]) == 1
-
-
 def test_auto_leaves_a_replica_without_memory_or_seats():
     router = make_router("auto", Random(0), max_num_seqs=4)
     short, roomy = replica(8, adapter="a"), replica(8, 8, 8)

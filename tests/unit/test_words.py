@@ -51,7 +51,7 @@ WORDS = [
     Word(r"\bdrag(?:s|ged)?\b", "interference", FIELD),
     Word(r"\bpromis(?:e|es|ed)\b", "SLO (of a service) / guarantee (of a policy)", FIELD),
     Word(r"\btrials?\b", "load test (of a planner) / check (of a module)", FIELD),
-    Word(r"\befforts?\b", "search budget", FIELD),
+    Word(r"(?<!-)\befforts?\b", "search budget", FIELD),
     Word(r"\bcompiled[ _]teams?\b", "OpenMP threads", FIELD),
     Word(r"\btriton[ _]doors?\b|\bthe door to\b", "Triton support / the module that imports", "no metaphor"),
     Word(r"\bfollow[- _]ons?\b", "plan-ahead", FIELD),

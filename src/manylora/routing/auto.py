@@ -28,13 +28,12 @@ from manylora.types import Request
 
 __all__ = ["AutoRouter"]
 
-CHOICES = 8
+CHOICES = 4
 """Replicas in an adapter's order that are compared beside those that hold it."""
 
 COPY_PRICE, COPY_PRICE_WITHOUT_SLO = 3.0, 0.5
 """Price of a copy, in the time that one more sequence adds to the steps of all answers at a replica.
 
-Where kernels pad, that is a sequence of the largest rank among the candidates: each of them can come to serve it.
 Without an SLO nothing but this price bounds the imbalance: a third of a replica's requests. With one, the SLO does.
 """
 
@@ -86,10 +85,9 @@ class AutoRouter:
         else:
             prices = self._copy_prices(request.model, replicas, among)
         num_tokens, most_tokens = len(request.prompt), request.sampling.max_tokens
-        most_rank = max([rank or 0, *[replicas[index].max_rank for index in prices]])
 
         def cost_s(index: int) -> float:
-            return self._cost_s(replicas[index], num_tokens, rank or 0, most_tokens, prices[index], most_rank)
+            return self._cost_s(replicas[index], num_tokens, rank or 0, most_tokens, prices[index])
 
         return min(prices, key=cost_s)
 
@@ -111,13 +109,7 @@ class AutoRouter:
         return prices
 
     def _cost_s(
-        self,
-        view: ReplicaView,
-        num_tokens: int,
-        rank: int,
-        most_tokens: int | None,
-        copy_price: float,
-        most_rank: int,
+        self, view: ReplicaView, num_tokens: int, rank: int, most_tokens: int | None, copy_price: float
     ) -> float:
         """Return the cost of a request at a replica, in seconds over all requests there."""
         load, mean_answer = view.load, view.mean_answer_tokens
@@ -136,8 +128,7 @@ class AutoRouter:
             cost_s += num_over * answer * step_s / (load + 1)
         if copy_price:
             steps = view.steps
-            row_rank = most_rank if steps.is_padded else rank
-            sequence_s = steps.request_s + steps.context_s * (num_tokens + answer / 2) + steps.rank_s * row_rank
+            sequence_s = steps.request_s + steps.context_s * (num_tokens + answer / 2) + steps.rank_s * rank
             cost_s += copy_price * (load + IDLE_LOAD) * answer * sequence_s
         return cost_s
 
