@@ -35,7 +35,8 @@ def test_systems_take_turns_with_the_same_requests() -> None:
 
 
 def test_the_core_is_timed_from_the_command_line() -> None:
-    result = CliRunner().invoke(app, ["bench", "core", "--quick", "--policy", "fifo", "--steps", "10"])
+    wide = {"COLUMNS": "200"}
+    result = CliRunner().invoke(app, ["bench", "core", "--quick", "--policy", "fifo", "--steps", "10"], env=wide)
     assert result.exit_code == 0, result.output
     assert "fifo" in result.output and "64 of 64" in result.output
     refused = CliRunner().invoke(app, ["bench", "core", "--policy", "lifo"])

@@ -278,11 +278,16 @@ def test_an_interrupted_call_leaves_the_engine_usable(make: Callable[..., Engine
             time.sleep(SLOW_S)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # A shell starts its background jobs with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(["hello"] * 10, sampling=SamplingParams(ignore_eos=True, max_tokens=240))
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["hello"] * 10, sampling=SamplingParams(ignore_eos=True, max_tokens=240))
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     assert tokens_in_the_end(engine) < 10 * 240 / 2, "requests of a call that is over run on"
     assert engine.generate("hello")[0].text == f"base {LINE}"
 
