@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from manylora.adapters.shape import BaseShape, PageShape
+from manylora.catalog.dims import ModelDims
+from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.engine.core import EngineCore
 from manylora.events import Event
+from manylora.hosting.protocol import EngineInfo
 from manylora.memory import BlockTable
 from manylora.ports import Executor
 from manylora.scheduling import LengthPredictor, Nearness, PolicyContext, Sequence
@@ -17,6 +20,38 @@ from manylora.sim.run.fake import FakeExecutor
 from manylora.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams, Tier
 
 VOCAB_SIZE = 1000
+
+
+def tiny_base(*, max_model_len: int) -> BaseShape:
+    """Return a base with modules, for simulations: its steps cost next to nothing."""
+    return base_shape(
+        ModelDims(
+            name="tiny",
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=4,
+            head_dim=16,
+            intermediate_size=128,
+            vocab_size=500,
+            max_model_len=max_model_len,
+        )
+    )
+
+
+def engine_info(*, vocab_size: int) -> EngineInfo:
+    """Return what a made-up engine tells its client at the start."""
+    return EngineInfo(
+        served_name="base",
+        base_name="base",
+        architecture="llama",
+        max_model_len=100,
+        vocab_size=vocab_size,
+        num_pages=10,
+        block_size=16,
+        page_bytes=1,
+        dtype="float32",
+    )
 
 
 def small_base(*, block_size: int = 4, max_model_len: int = 256, eos: tuple[int, ...] = ()) -> BaseShape:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from harness import engine_info
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from manylora.hosting.protocol import (
     Cancel,
     Command,
     Ending,
-    EngineInfo,
     Message,
     Observations,
     Ready,
@@ -28,17 +28,7 @@ from manylora.hosting.protocol import (
 from manylora.hosting.resumption import ResumePolicy
 from manylora.types import FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
 
-INFO = EngineInfo(
-    served_name="base",
-    base_name="base",
-    architecture="llama",
-    max_model_len=100,
-    vocab_size=100_000,
-    num_pages=10,
-    block_size=16,
-    page_bytes=1,
-    dtype="float32",
-)
+INFO = engine_info(vocab_size=100_000)
 POISON = 13
 """A prompt of this token ends every engine that runs it."""
 REPORT = PromptLogprobs(num_top=0, token_ids=b"", logprobs=b"", ranks=b"")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import pytest
+from harness import engine_info
 
 from manylora.errors import CapacityError
 from manylora.hosting.client import EngineClient
@@ -15,7 +16,6 @@ from manylora.hosting.protocol import (
     AddRequests,
     Command,
     Ending,
-    EngineInfo,
     Fault,
     Message,
     Observations,
@@ -26,17 +26,7 @@ from manylora.hosting.protocol import (
 )
 from manylora.types import Request, SamplingParams
 
-INFO = EngineInfo(
-    served_name="base",
-    base_name="base",
-    architecture="llama",
-    max_model_len=100,
-    vocab_size=1000,
-    num_pages=10,
-    block_size=16,
-    page_bytes=1,
-    dtype="float32",
-)
+INFO = engine_info(vocab_size=1000)
 FULL = Fault.of(CapacityError("full", retry_after_s=3.0, every_s=0.5))
 
 

@@ -6,9 +6,8 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from harness import tiny_base
 
-from manylora.catalog.dims import ModelDims
-from manylora.catalog.models import base_shape
 from manylora.config import SchedulerConfig
 from manylora.costs.model import FixedCost
 from manylora.measure import RequestRecord, Slo
@@ -23,19 +22,7 @@ MAX_WAIT_S = 1.0
 NUM_SEATS = 64
 ADAPTERS = tuple(f"a{index}" for index in range(6))
 COST = FixedCost(step_s=0.03, token_s=0.0003, copy_bytes_per_s=1e9, disk_bytes_per_s=1e9)
-BASE = base_shape(
-    ModelDims(
-        name="tiny",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        intermediate_size=128,
-        vocab_size=500,
-        max_model_len=4096,
-    )
-)
+BASE = tiny_base(max_model_len=4096)
 
 
 @dataclass(frozen=True)

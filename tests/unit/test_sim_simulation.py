@@ -6,9 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from harness import tiny_base
 
-from manylora.catalog.dims import ModelDims
-from manylora.catalog.models import base_shape
 from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
 from manylora.costs.workers import CpuWorkers
@@ -21,19 +20,7 @@ from manylora.sim.setup import Setup, make_config
 from manylora.types import Tier
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
-BASE = base_shape(
-    ModelDims(
-        name="tiny",
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        intermediate_size=128,
-        vocab_size=500,
-        max_model_len=512,
-    )
-)
+BASE = tiny_base(max_model_len=512)
 COST = FixedCost(step_s=0.01, token_s=0.001, copy_bytes_per_s=1e6, disk_bytes_per_s=1e6)
 
 
