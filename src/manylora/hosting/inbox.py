@@ -12,8 +12,11 @@ from manylora.hosting.protocol import Message, decode_message
 
 __all__ = ["Inbox"]
 
-AT_ONCE = 8
-"""Messages that are delivered at once: enough for tokens of several steps to share a write."""
+AT_ONCE_BYTES = 128 * 1024
+"""Bytes of messages that are delivered at once, in a few milliseconds.
+
+Tokens of a stream that are delivered together share a write, so a busy server lives on large pieces.
+"""
 
 
 class Inbox:
@@ -54,11 +57,14 @@ class Inbox:
         if self._socket.closed:
             return
         messages: list[Message] = []
+        room = AT_ONCE_BYTES
         try:
             with contextlib.suppress(zmq.Again):
-                while len(messages) < AT_ONCE:
-                    messages.append(decode_message(self._socket.recv(zmq.NOBLOCK)))
-            if len(messages) == AT_ONCE:
+                while room > 0:
+                    message = self._socket.recv(zmq.NOBLOCK)
+                    room -= len(message)
+                    messages.append(decode_message(message))
+            if room <= 0:
                 asyncio.get_running_loop().call_soon(self._receive)
             if messages:
                 self._deliver(messages)
