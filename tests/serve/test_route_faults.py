@@ -292,6 +292,17 @@ def test_no_backend_gets_more_than_its_bound() -> None:
     run(test)
 
 
+def test_connections_are_used_again() -> None:
+    async def test() -> None:
+        fake = FakeServer()
+        async with servers(fake) as urls, routing(*urls) as (_, client):
+            for stream in (False, True, False, True):
+                assert (await client.complete("base", stream=stream)).is_whole
+            assert len({call.writer for call in fake.completions}) == 1
+
+    run(test)
+
+
 def test_an_idle_connection_that_the_backend_closed_costs_no_request() -> None:
     async def answer_and_close(call: Call) -> None:
         await recite(call)

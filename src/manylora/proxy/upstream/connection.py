@@ -177,12 +177,13 @@ class Connection(asyncio.Protocol):
         """Note the end of the answer; an interim one is followed by the real one."""
         if self._has_head:
             self._is_whole = True
+            self._keeps_alive = self._parser.should_keep_alive()  # the parser forgets it behind this call
         else:
             self._headers.clear()
 
     def _begin_answer(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._has_head = self._is_whole = self._is_until_close = False
+        self._has_head = self._is_whole = self._is_until_close = self._keeps_alive = False
         self._head_bytes = 0
         self._headers.clear()
         self._pieces.clear()
@@ -190,7 +191,7 @@ class Connection(asyncio.Protocol):
     def _end(self) -> None:
         receiver, self._receiver = self._receiver, None
         assert receiver is not None
-        can_go_on = self._is_whole and self._parser.should_keep_alive() and not self._transport.is_closing()
+        can_go_on = self._keeps_alive and not self._transport.is_closing()
         if can_go_on:
             self.resume()
             self._on_idle(self)
