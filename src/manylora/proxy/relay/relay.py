@@ -324,16 +324,16 @@ class Relay:
             passes_authorization=not self._config.api_keys,
             client=peer[0].encode() if peer else None,
         )
-        connection = backend.pool.idle()
+        connection, was_stale = backend.pool.idle(), False
         while True:
             exchange = Exchange(backend)
             client.waits_for(exchange)
-            is_used = connection is not None
             if connection is None:
                 try:
                     connection = await backend.pool.connect()
                 except CannotConnect:
-                    exchange.failed(Failure.CONNECT)
+                    # A backend that is gone with its idle connection may have died on this very request.
+                    exchange.failed(Failure.LOST if was_stale else Failure.CONNECT)
                     return exchange
                 if exchange.is_over:  # the client went, or the backend fell, meanwhile
                     connection.close()
@@ -343,9 +343,9 @@ class Relay:
             await exchange.started()
             if exchange.failure is Failure.CANCELLED:
                 raise _ClientGone
-            if not (is_used and exchange.failure is Failure.LOST and not exchange.status):
+            if exchange.failure is not Failure.STALE:
                 return exchange
-            connection = None  # the backend closed an idle connection at that moment
+            connection, was_stale = None, True
 
     def _judge(self, work: _Work, backend: Backend, exchange: Exchange) -> Outcome:
         """Return whether an answer is for the client; note the others, and count them for the backend's health."""
