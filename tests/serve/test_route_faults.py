@@ -334,6 +334,36 @@ def test_no_backend_gets_more_than_its_bound() -> None:
     run(test)
 
 
+def test_no_backend_gets_more_than_its_bound_while_an_adapter_is_loaded_for_them() -> None:
+    async def test() -> None:
+        can_load, can_answer = asyncio.Event(), asyncio.Event()
+
+        async def hold(call: Call) -> None:
+            await can_answer.wait()
+            await recite(call)
+
+        async def load(call: Call) -> None:
+            await can_load.wait()
+            await empty.change_adapters(call)
+
+        holder, empty = FakeServer({"a": "/a"}, behave=hold), FakeServer(behave=hold, change=load)
+        options = {"max_in_flight": 2, "manage_adapters": True}
+        async with servers(holder, empty) as urls, routing(*urls, **options) as (proxy, client):
+            held = [asyncio.create_task(client.complete("a")) for _ in range(2)]
+            await until(lambda: len(holder.completions) == 2)
+            burst = [asyncio.create_task(client.complete("a")) for _ in range(8)]
+            await until(lambda: sum(task.done() for task in burst) == 6)
+            can_load.set()
+            await until(lambda: len(empty.completions) == 2)
+            can_answer.set()
+            answers = await asyncio.gather(*burst)
+            assert sorted(answer.status for answer in answers) == [200] * 2 + [429] * 6
+            assert [answer.status for answer in await asyncio.gather(*held)] == [200, 200]
+            assert [backend.num_in_flight for backend in proxy.backends] == [0, 0]
+
+    run(test)
+
+
 def test_connections_are_used_again() -> None:
     async def test() -> None:
         fake = FakeServer()
