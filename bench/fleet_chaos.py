@@ -4,7 +4,8 @@
 
 Two `manylora serve` with simulated engines, one of three replicas and one that scales from one to three, and
 `manylora route` in front of both. Clients stream from the router and from the servers: twelve adapters and the base,
-greedy and seeded; one in eight leaves in the middle. Adapters are loaded, replaced in place and unloaded meanwhile.
+greedy and seeded; one in eight leaves in the middle. Adapters are loaded, replaced in place and unloaded meanwhile, on
+the servers and through the router, which places adapters as well.
 Every ``--every`` seconds on average there is a fault:
 
 * an engine is killed; stopped and continued; stopped for good, so that the watchdog ends it;
@@ -17,7 +18,8 @@ Every ``--every`` seconds on average there is a fault:
 Invariants: every request ends, and is *whole* (all its tokens), *refused* (a status and an error that says why), ended
 by an *error* in its stream, *left* by the client, or *cut*: its connection broke because the very process at its other
 end was killed or replaced, or because the answer that the router passed on ended within an event. All tokens that came
-before an end are those of an undisturbed run, of one version of the adapter. At the end, all servers run whole, on no
+before an end are those of an undisturbed run, of one version of the adapter: of an adapter that was changed through the
+router, the version that it had when the request was sent, or a later one. At the end, all servers run whole, on no
 page of KV and no request, with the pins of the book; the router counts no request; and no process is left behind.
 Writes `results/fleet_chaos.json` and `.md`.
 """
@@ -42,12 +44,15 @@ from typing import Any
 import aiohttp
 import psutil
 from fleet_rig import Clock, Command, Disk, Link, disk_at, set_content, write_adapters
+from fleet_routed import RoutedAdapters
 from publishing import arguments, publish, table
 
 from manylora.bench.machine import machine
 
 BASE, CONTENTS = "demo", [f"adapter-{index}" for index in range(12)]
 CHURNED = [f"churn-{index}" for index in range(4)]
+VERSIONS = CONTENTS[2:5]
+"""Contents of the adapters that are changed through the router."""
 SEEDS = (None, 1, 2)
 """Greedy, and two seeds."""
 
@@ -86,6 +91,7 @@ class Chaos:
 
     servers: list[Command]
     router: Command
+    routed: RoutedAdapters
     links: list[Link]
     disk: Disk
     clock: Clock
@@ -163,8 +169,9 @@ async def learn(chaos: Chaos, session: aiohttp.ClientSession) -> None:
 async def client(chaos: Chaos, session: aiohttp.ClientSession, way: Command, rng: Random) -> None:
     """Ask one request after another."""
     while not chaos.is_over:
-        model = rng.choice([BASE, *CONTENTS, *CHURNED])
-        contents = CONTENTS[:2] if model in CHURNED else [model]
+        model = rng.choice([BASE, *CONTENTS, *CHURNED, *(chaos.routed.names if way is chaos.router else ())])
+        is_routed = model in chaos.routed.names
+        contents = chaos.routed.versions_of(model) if is_routed else CONTENTS[:2] if model in CHURNED else [model]
         asked = Asked(way, contents, rng.choice(SEEDS), rng.randint(10, MOST_TOKENS), time.monotonic())
         chaos.asked.append(asked)
         await ask(session, asked, model, leaves_after=rng.randint(1, 60) if rng.random() < 1 / 8 else None)
@@ -253,6 +260,7 @@ async def kill_router(chaos: Chaos) -> bool:
     async with chaos.router.away():
         await chaos.router.kill()
         await chaos.router.start()
+    chaos.routed.forget()
     return True
 
 
@@ -260,6 +268,7 @@ async def replace_router(chaos: Chaos) -> bool:
     async with chaos.router.away():
         code = await chaos.router.replace()
         chaos.check(code == 0, f"the router ended with {code} after SIGTERM")
+    chaos.routed.forget()
     return True
 
 
@@ -321,9 +330,10 @@ async def disturb(chaos: Chaos, every_s: float) -> None:
 
 def outcome_of(chaos: Chaos, asked: Asked) -> str:
     """Return the outcome of a request, and note what must not be."""
-    undisturbed = [chaos.expected[content, asked.seed] for content in asked.contents]
+    undisturbed = [chaos.expected[content, asked.seed] for content in asked.contents if content]
     at = f"{asked.way.name}, {asked.began - chaos.began:.1f} s"
-    chaos.check(any(text.startswith(asked.text) for text in undisturbed), f"{at}: wrong tokens {asked.text!r}")
+    is_right = not asked.text or any(text.startswith(asked.text) for text in undisturbed)
+    chaos.check(is_right, f"{at}: wrong tokens {asked.text!r} of {asked.contents}")
     if asked.has_left:
         return "left"
     if asked.is_whole:
@@ -392,6 +402,14 @@ async def end(chaos: Chaos, session: aiohttp.ClientSession) -> None:
             asked = await ask(session, Asked(way, [content], seed, 20, time.monotonic()), content)
             chaos.check(asked.is_whole, f"{way.name} after all: {asked}")
             outcome_of(chaos, asked)
+    for name, version in zip(chaos.routed.names, VERSIONS, strict=True):
+        for last in (version, None):
+            status = await chaos.routed.change(session, name, last)
+            asked = Asked(chaos.router, [last or ""], None, 20, time.monotonic())
+            await ask(session, asked, name)
+            is_right = asked.is_whole if last else asked.status == 404
+            chaos.check(status == 200 and is_right, f"{name} as {last} after all: {status}, {asked}")
+            outcome_of(chaos, asked)
     for way in (chaos.router, *chaos.servers):
         chaos.check((code := await way.stop()) == 0, f"{way.name} ended with {code} at last")
     seen = set().union(*(one.seen for one in (chaos.router, *chaos.servers)))
@@ -411,8 +429,9 @@ async def run(chaos: Chaos, options: argparse.Namespace) -> None:
         chaos.began = time.monotonic()
         chaos.ends_at = chaos.began + 60.0 * options.minutes
         ways = [chaos.router] * 8 + chaos.servers * 2
+        churns = [churn(chaos, session, Random(0)), chaos.routed.churn(session, Random(1), lambda: chaos.is_over)]
         clients = [client(chaos, session, way, Random(seed)) for seed, way in enumerate(ways)]
-        await asyncio.gather(disturb(chaos, options.every), churn(chaos, session, Random(0)), *clients)
+        await asyncio.gather(disturb(chaos, options.every), *churns, *clients)
         await end(chaos, session)
     for link in links:
         link.close()
@@ -435,8 +454,10 @@ def build(folder: Path, disk: Disk) -> Chaos:
         servers.append(Command(f"server {name}", command, folder, clock.environment))
     links = [Link(server.port) for server in servers]
     backends = [flag for link in links for flag in ("--backend", f"http://127.0.0.1:{link.at}")]
-    route = ["route", *backends, "--reuse-port", "--drain-timeout", "10"]
-    return Chaos(servers, Command("router", route, folder, clock.environment), links, disk, clock, folder, Random(0))
+    route = ["route", *backends, "--reuse-port", "--drain-timeout", "10", "--manage-adapters", "--max-placed", "2"]
+    router = Command("router", route, folder, clock.environment)
+    routed = RoutedAdapters(router, folder / "adapters", VERSIONS)
+    return Chaos(servers, router, routed, links, disk, clock, folder, Random(0))
 
 
 def text_of(chaos: Chaos, figures: dict[str, Any]) -> str:
@@ -453,7 +474,7 @@ def text_of(chaos: Chaos, figures: dict[str, Any]) -> str:
         "",
         *table(["outcome", "requests"], sorted(figures["outcomes"].items())),
         "",
-        *table(["change of an adapter, and its status", "times"], sorted(chaos.admin.items())),
+        *table(["change of an adapter, and its status", "times"], sorted(figures["admin"].items())),
         "",
         *table(["error, the most frequent ones", "requests"], errors.most_common(12)),
         "",
@@ -485,7 +506,7 @@ def main() -> None:
         "faults": chaos.faults,
         "hits": dict(sum((link.hits for link in chaos.links), Counter())),
         "outcomes": Counter(outcome_of(chaos, one) for one in chaos.asked),
-        "admin": chaos.admin,
+        "admin": chaos.admin + chaos.routed.answers,
         "longest_s": max(one.ended - one.began for one in chaos.asked),
         "violations": chaos.violations,
     }

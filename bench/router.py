@@ -1,7 +1,8 @@
 """The cost of a routing decision: 64 replicas, 10,000 adapters, 2,000 requests under way.
 
 A decision is one dispatch. An older request ends before it, and all replicas report ten times while 2,000 requests
-arrive; reports are timed apart. The first decisions fill the fleet and are not counted.
+arrive; reports are timed apart. The first decisions fill the fleet and are not counted. The decision of `manylora
+route` is timed apart, with 64 backends and with 256, every one of which can take each request.
 
     python bench/router.py
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
+from dataclasses import dataclass, field
 
 from publishing import arguments, publish, table
 
 from manylora.costs.step_model import PRIOR
-from manylora.routing import ROUTERS, Dispatcher, ReplicaReport, RouterContext, make_router
+from manylora.proxy.choice import Choice, Ticket
+from manylora.routing import ROUTERS, Dispatcher, ReplicaReport, ReplicaView, RouterContext, make_router
 from manylora.types import Request, SamplingParams
 
 LIMIT_US = 100.0
@@ -66,12 +69,46 @@ def measure(name: str, num: int, *, replicas: int, adapters: int, under_way: int
                 begin = time.thread_time()
                 dispatcher.report(replica, report)
                 reports.append((time.thread_time() - begin) * 1e6)
-    decisions.sort()
+    return {**statistics_of(decisions), "report_us": sum(reports) / len(reports)}
+
+
+@dataclass(eq=False)
+class Backend:
+    """A backend of `manylora route`, as its choice sees it."""
+
+    view: ReplicaView = field(default_factory=ReplicaView)
+
+
+def measure_proxy(num: int, *, backends: int, adapters: int, under_way: int) -> dict[str, float]:
+    """Return microseconds per decision of `manylora route` with its default router."""
+    rng, ranks = random.Random(1), dict[str, int]()
+    choice: Choice[Backend] = Choice(
+        make_router("affinity", RouterContext(rng=rng, ranks=ranks, max_num_seqs=256), {}), ranks
+    )
+    available = [Backend() for _ in range(backends)]
+    for backend in available:
+        choice.join(backend)
+    in_flight: deque[Ticket[Backend]] = deque()
+    decisions: list[float] = []
+    for index, model in enumerate(adapters_asked(rng, under_way + num, adapters)):
+        if len(in_flight) == under_way:
+            in_flight.popleft().end()
+        begin = time.thread_time()
+        ticket = choice.choose(model, rng.randint(20, 300), available)
+        took = time.thread_time() - begin
+        in_flight.append(ticket)
+        if index >= under_way:
+            decisions.append(took * 1e6)
+    return statistics_of(decisions)
+
+
+def statistics_of(decisions: list[float]) -> dict[str, float]:
+    """Return the mean and percentiles of microseconds."""
+    decisions = sorted(decisions)
     return {
         "mean_us": sum(decisions) / len(decisions),
         "p50_us": decisions[len(decisions) // 2],
         "p99_us": decisions[len(decisions) * 99 // 100],
-        "report_us": sum(reports) / len(reports),
     }
 
 
@@ -80,10 +117,12 @@ def main() -> None:
     options = arguments(__doc__, quick="a tenth of the requests").parse_args()
     num = 2_000 if options.quick else 20_000
     found = {name: measure(name, num, replicas=64, adapters=10_000, under_way=2_000) for name in ROUTERS}
-    rows = [
-        [name, *(f"{one[key]:.1f}" for key in ("mean_us", "p50_us", "p99_us", "report_us"))]
-        for name, one in found.items()
-    ]
+    keys = ("mean_us", "p50_us", "p99_us")
+    rows = [[name, *(f"{one[key]:.1f}" for key in (*keys, "report_us"))] for name, one in found.items()]
+    proxies = {
+        str(backends): measure_proxy(num, backends=backends, adapters=10_000, under_way=2_000) for backends in (64, 256)
+    }
+    proxy_rows = [[backends, *(f"{one[key]:.1f}" for key in keys)] for backends, one in proxies.items()]
     lines = [
         "# Cost of a routing decision",
         "",
@@ -93,8 +132,17 @@ def main() -> None:
         *table(["router", "mean", "median", "P99", "a report"], rows),
         "",
         f"Goal: at most {LIMIT_US:.0f} us on average.",
+        "",
+        "`manylora route`, with `affinity`:",
+        "",
+        *table(["backends", "mean", "median", "P99"], proxy_rows),
     ]
-    publish("router", {"limit_us": LIMIT_US, "routers": found}, "\n".join(lines), is_kept=not options.quick)
+    publish(
+        "router",
+        {"limit_us": LIMIT_US, "routers": found, "proxy": proxies},
+        "\n".join(lines),
+        is_kept=not options.quick,
+    )
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ class Call:
         )
         lines = [f"HTTP/1.1 {status} X", f"content-type: {kind}", f"content-length: {len(data)}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        if not self.path.partition("?")[0].endswith("completions"):
+            lines.append("connection: close")  # requests use connections again that had requests: polls warm none
         await self.write("\r\n".join([*lines, "", ""]).encode() + data)
 
     async def begin_stream(self) -> None:
@@ -106,6 +108,7 @@ class FakeServer:
         adapters: Paths by name, loaded at start.
         behave: Answers requests for completions.
         poll: Answers ``/health``; ``None`` for 200.
+        change: Answers requests to load and unload adapters; ``None`` for ``change_adapters``.
     """
 
     adapters: dict[str, str] = field(default_factory=dict)
@@ -113,6 +116,7 @@ class FakeServer:
     owner: str = "vllm"
     behave: Behaviour = recite
     poll: Behaviour | None = None
+    change: Behaviour | None = None
     running: int = 0
     waiting: int = 0
     metrics: str | None = None
@@ -124,6 +128,12 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def changes(self) -> list[tuple[str, str | None]]:
+        """Names and paths of the requests to load adapters, and ``None`` to unload."""
+        calls = [call.json for call in self.calls if call.path.endswith("load_lora_adapter")]
+        return [(call["lora_name"], call.get("lora_path")) for call in calls]
+
+    @property
     def completions(self) -> list[Call]:
         return [call for call in self.calls if call.path.endswith("completions")]
 
@@ -132,11 +142,15 @@ class FakeServer:
         self._server = await asyncio.start_server(self._serve, host, port)
         self.port: int = self._server.sockets[0].getsockname()[1]
 
-    async def stop(self) -> None:
-        """Die: stop to listen, and break every connection."""
+    def crash(self) -> None:
+        """Die at once, also within an answer: stop to listen, and break every connection."""
         self._server.close()
         for task in list(self._tasks):
             task.cancel()
+
+    async def stop(self) -> None:
+        """Die, and wait for it."""
+        self.crash()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -189,20 +203,26 @@ class FakeServer:
             in_use = ",".join(list(self.adapters)[:1])
             text = METRICS.format(running=self.running, waiting=self.waiting, in_use=in_use)
             await call.answer(200, self.metrics if self.metrics is not None else text)
-        elif route.endswith("/load_lora_adapter"):
-            name, path = call.json["lora_name"], call.json["lora_path"]
-            if path.startswith("/missing"):
-                await call.answer(404, {"error": {"message": "no such path", "code": 404}})
-            else:
-                self.adapters[name] = path
-                await call.answer(200, f"Success: LoRA adapter '{name}' added successfully.")
-        elif route.endswith("/unload_lora_adapter"):
-            self.adapters.pop(call.json["lora_name"], None)
-            await call.answer(200, "Success.")
+        elif route.endswith("load_lora_adapter"):
+            await (self.change or self.change_adapters)(call)
         elif route.endswith("completions"):
             await self.behave(call)
         else:
             await call.answer(404, {"error": {"message": "no such route", "code": 404}})
+
+    async def change_adapters(self, call: Call) -> None:
+        """Load or unload an adapter as vLLM does."""
+        name, path = call.json["lora_name"], call.json.get("lora_path")
+        if path is None:
+            is_known = self.adapters.pop(name, None) is not None
+            await call.answer(200 if is_known else 404, "Success." if is_known else "not found")
+        elif path.startswith("/missing"):
+            await call.answer(404, {"error": {"message": "no such path", "code": 404}})
+        elif name in self.adapters and not call.json.get("load_inplace"):
+            await call.answer(400, {"error": {"message": "has already been loaded", "code": 400}})
+        else:
+            self.adapters[name] = path
+            await call.answer(200, f"Success: LoRA adapter '{name}' added successfully.")
 
 
 @dataclass

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 from proxying import Call, Client, FakeServer, recite, routing, run, servers, until
 
 from manylora.proxy.serve import Proxy
+from manylora.proxy.upstream import connection
 
 
 async def die(call: Call) -> None:
@@ -93,6 +95,46 @@ def test_a_request_that_two_backends_die_on_goes_to_no_third() -> None:
             answer = await client.complete("base")
             assert (answer.status, answer.json["error"]["type"]) == (500, "InternalServerError")
             assert sum(len(fake.completions) for fake in fakes) == 2
+
+    run(test)
+
+
+def test_a_request_that_kills_backends_with_warm_connections_goes_to_no_third() -> None:
+    async def kill(call: Call, fake: FakeServer) -> None:
+        fake.crash()
+
+    async def test() -> None:
+        all_there = asyncio.Barrier(4)
+
+        async def meet(call: Call) -> None:
+            await all_there.wait()
+            await recite(call)
+
+        fakes = [FakeServer(behave=meet) for _ in range(4)]
+        options = {"retries": 9, "fall": 100, "max_in_flight": 1}
+        async with servers(*fakes) as urls, routing(*urls, **options) as (_, client):
+            await asyncio.gather(*(client.complete("base") for _ in fakes))  # each has a connection that is used again
+            for fake in fakes:
+                fake.behave = partial(kill, fake=fake)
+            answer = await client.complete("base")
+            assert (answer.status, answer.json["error"]["type"]) == (500, "InternalServerError")
+            assert sorted(len(fake.completions) for fake in fakes) == [1, 1, 2, 2]
+
+    run(test)
+
+
+@pytest.mark.parametrize(("wrong", "stale_s"), [(die, 0.0), (die_in_the_head, 60.0)])
+def test_a_backend_that_worked_on_a_request_is_lost_and_not_its_idle_connection(
+    wrong: Callable[[Call], Awaitable[None]], stale_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        monkeypatch.setattr(connection, "STALE_S", stale_s)
+        fakes = FakeServer(), FakeServer()
+        async with servers(*fakes) as urls, routing(*urls, router="first-fit") as (_, client):
+            assert (await client.complete("base")).status == 200
+            fakes[0].behave = wrong
+            assert (await client.complete("base")).status == 200
+            assert [len(fake.completions) for fake in fakes] == [2, 1]
 
     run(test)
 
@@ -288,6 +330,47 @@ def test_no_backend_gets_more_than_its_bound() -> None:
             assert [answer.status for answer in await asyncio.gather(*held)] == [200] * 4
             assert [len(fake.completions) for fake in fakes] == [2, 2]
             assert (await client.complete("base")).status == 200
+
+    run(test)
+
+
+def test_no_backend_gets_more_than_its_bound_while_an_adapter_is_loaded_for_them() -> None:
+    async def test() -> None:
+        can_load, can_answer = asyncio.Event(), asyncio.Event()
+
+        async def hold(call: Call) -> None:
+            await can_answer.wait()
+            await recite(call)
+
+        async def load(call: Call) -> None:
+            await can_load.wait()
+            await empty.change_adapters(call)
+
+        holder, empty = FakeServer({"a": "/a"}, behave=hold), FakeServer(behave=hold, change=load)
+        options = {"max_in_flight": 2, "manage_adapters": True}
+        async with servers(holder, empty) as urls, routing(*urls, **options) as (proxy, client):
+            held = [asyncio.create_task(client.complete("a")) for _ in range(2)]
+            await until(lambda: len(holder.completions) == 2)
+            burst = [asyncio.create_task(client.complete("a")) for _ in range(8)]
+            await until(lambda: sum(task.done() for task in burst) == 6)
+            can_load.set()
+            await until(lambda: len(empty.completions) == 2)
+            can_answer.set()
+            answers = await asyncio.gather(*burst)
+            assert sorted(answer.status for answer in answers) == [200] * 2 + [429] * 6
+            assert [answer.status for answer in await asyncio.gather(*held)] == [200, 200]
+            assert [backend.num_in_flight for backend in proxy.backends] == [0, 0]
+
+    run(test)
+
+
+def test_connections_are_used_again() -> None:
+    async def test() -> None:
+        fake = FakeServer()
+        async with servers(fake) as urls, routing(*urls) as (_, client):
+            for stream in (False, True, False, True):
+                assert (await client.complete("base", stream=stream)).is_whole
+            assert len({call.writer for call in fake.completions}) == 1
 
     run(test)
 

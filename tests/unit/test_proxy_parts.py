@@ -14,6 +14,7 @@ from manylora.errors import RequestError
 from manylora.proxy.backends.health import Health, HealthPolicy, State
 from manylora.proxy.backends.report import Kind, MetricsReader, read_models
 from manylora.proxy.choice import Choice
+from manylora.proxy.fleet.book import Book
 from manylora.proxy.relay.body import read_asked, with_model
 from manylora.proxy.upstream.address import parse_backend
 from manylora.proxy.upstream.head import answer_headers, request_head
@@ -171,6 +172,18 @@ def test_adapters_keep_their_homes_when_others_fail_leave_and_come() -> None:
     again = homes([new, *members[1:]])
     assert all(again[name] is (new if first[name] is members[0] else first[name]) for name in adapters)
     assert all(member.view.load == 0 for member in [new, *members])
+
+
+def test_a_book_keeps_all_loads_and_the_latest_unloads() -> None:
+    book = Book(max_unloaded=2)
+    for name in "abcd":
+        assert book.note(name, book.next(f"/{name}")) is None
+    assert [book.note(name, book.next(None)) for name in ("b", "c", "b", "d", "a")] == [None, None, None, "c", "b"]
+    assert [(name, change.path) for name, change in book] == [("a", None), ("d", None)]
+    assert book.note("a", book.next("/again")) is None
+    changes = [change for _, change in book]
+    assert [change.path for change in changes] == ["/again", None]
+    assert changes[0].generation > changes[1].generation
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["send", "end", "report", "silence"])), max_size=80))

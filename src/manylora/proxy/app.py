@@ -186,6 +186,7 @@ def _row(backend: Backend, now: float) -> dict[str, Any]:
         "in_flight": backend.num_in_flight,
         "load": backend.view.load,
         "models": len(backend.cards),
+        "adapters_left_out": len(backend.outdated),
         "adapters_in_flight": dict(backend.in_flight_by_adapter.most_common(100)),
         "adapters_on_device": None if metrics.on_device is None else len(metrics.on_device),
         "reported": metrics.load,

@@ -95,7 +95,8 @@ class Choice(Generic[M]):
             num_prompt_tokens: About.
             available: Those that can take the request.
         """
-        among = [place for place, member in enumerate(self._slots) if any(member is one for one in available)]
+        ids = {id(member) for member in available}
+        among = [place for place, member in enumerate(self._slots) if id(member) in ids]
         chosen = available[0]
         if len(among) > 1:
             request = Request(request_id="", prompt=_prompt(-(-num_prompt_tokens // ROUND_TOKENS)), model=model)

@@ -46,6 +46,7 @@ class Backend:
         self.kind = Kind.OTHER
         self.cards: Mapping[str, Card] = {}
         self.raw_cards: Mapping[str, msgspec.Raw] = {}
+        self.outdated: set[str] = set()  # adapters that it lacks, or has in another version; see ``Catalog.hide``
         self.metrics = Metrics()
         self.metrics_at: float | None = None
         self.is_leaving = False

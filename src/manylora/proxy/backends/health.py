@@ -41,7 +41,7 @@ class HealthPolicy:
 
 
 class Health:
-    """The state of one backend.
+    """The state of one backend; ``num_joins`` counts the times that it came in.
 
     Args:
         policy: Its limits.
@@ -51,6 +51,7 @@ class Health:
     def __init__(self, policy: HealthPolicy, *, is_warm: bool) -> None:
         self.state = State.JOINING
         self.reason = ""
+        self.num_joins = 0
         self._policy = policy
         self._is_warm = is_warm
         self._num_failed_polls = self._num_refused = self._num_good_polls = 0
@@ -79,6 +80,7 @@ class Health:
         self._is_warm = False
         self._num_refused = 0
         self.state, self.reason = State.UP, ""
+        self.num_joins += 1
         return True
 
     def poll_failed(self, num_reads: int, reason: str) -> bool:

@@ -1,41 +1,41 @@
 """Adapters of the whole fleet: loaded, replaced and unloaded on every backend as one operation, and placed on demand.
 
-The book holds the adapters that were loaded through this router; a backend that joins or returns gets them before it
-gets requests. On demand, an adapter that one backend lists is loaded on another of the same base, from the same path.
+The book holds the changes that were made through this router. A backend that joins or returns makes those that it
+missed before it gets requests; one that cannot load an adapter joins without it. A backend that failed on a change gets
+no requests for that adapter until it has made the change, which is tried again. On demand, an adapter that one backend
+lists is loaded on another of the same base, from the same path.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-
-import msgspec
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from manylora.errors import CapacityError
 from manylora.proxy.backends.backend import Backend
-from manylora.proxy.backends.report import Kind
 from manylora.proxy.config import ProxyConfig
+from manylora.proxy.fleet.admin_calls import AdminCalls
+from manylora.proxy.fleet.book import Book, Change
 from manylora.proxy.fleet.catalog import Catalog
 from manylora.proxy.fleet.members import Backends
-from manylora.proxy.upstream.fetch import FetchFailed, fetch
-from manylora.proxy.upstream.head import request_head
+from manylora.proxy.fleet.shelf import Shelf
 from manylora.server.errors import HttpError
 
 __all__ = ["FleetAdapters"]
 
-MAX_ANSWER_BYTES = 64 * 1024
-MAX_LOADS_AT_ONCE = 4
-"""Loads at one backend at once, when it gets the book."""
-AGAIN_S = 30.0
-"""Time between two tries to place an adapter on a backend that could not load it, in seconds."""
-MAX_FAILED = 100_000
+MAX_AGAIN = 4
+"""Failed changes that are tried again on one backend at one poll."""
 
 logger = logging.getLogger(__name__)
 
+Answers = dict[Backend, tuple[int, str]]
+"""Status and text by backend."""
+
 
 class FleetAdapters:
-    """Loads and unloads adapters on backends.
+    """Loads and unloads adapters on backends. For the event loop's thread alone.
 
     Args:
         config: Times, the key and limits.
@@ -49,23 +49,32 @@ class FleetAdapters:
         self._backends = backends
         self._catalog = catalog
         self._now = now
-        self._book: dict[str, str] = {}
+        self._calls = AdminCalls(config)
+        self._book = Book()
+        self._shelves: dict[Backend, Shelf] = {}
         self._placing: dict[tuple[Backend, str], asyncio.Task[bool]] = {}
-        self._placed: dict[Backend, dict[str, float]] = {}  # when each was last asked for; the oldest first
-        self._failed_at: dict[tuple[Backend, str], float] = {}
-        self._changing = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        self._changing: str | None = None
+
+    # -- changes of the whole fleet ----------------------------------------------------------------------------------
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """Load an adapter on every backend that is up.
+
+        It enters the book if one backend succeeds; the others that were up get no requests for it until they have it.
 
         Raises:
             HttpError: 400, all have it; otherwise the status of a backend that failed, with a line for each that did.
             CapacityError: No backend is up.
         """
-        async with self._changing:
-            up = self._up()
-            missing = [backend for backend in up if in_place or name not in backend.cards]
-            if not missing:
+
+        def lacks(backend: Backend) -> bool:
+            return in_place or name not in backend.cards or name in backend.outdated
+
+        async with self._change(name):
+            up, known = self._up(), self._book.get(name)
+            is_other = known is not None and known.path not in (None, path) and not in_place
+            if not any(map(lacks, up)) or (is_other and not all(map(lacks, up))):
                 raise HttpError(
                     400,
                     f"The lora adapter '{name}' has already been loaded. "
@@ -73,8 +82,10 @@ class FleetAdapters:
                     param="lora_name",
                     kind="InvalidUserInput",
                 )
-            await self._on_all(missing, lambda backend: self._load_on(backend, name, path, in_place=in_place), name)
-            self._book[name] = path
+            is_same = known is not None and known.path == path and not in_place
+            change = known if known is not None and is_same else self._book.next(path)
+            answers = await self._everywhere(name, change, lacks, in_place=in_place)
+            self._enter(name, change, answers)
 
     async def unload(self, name: str) -> None:
         """Unload an adapter from every backend that has it.
@@ -83,36 +94,153 @@ class FleetAdapters:
             HttpError: 404, none has it; otherwise the status of a backend that failed.
             CapacityError: No backend is up.
         """
-        async with self._changing:
-            holders = [backend for backend in self._up() if name in backend.cards]
-            known = self._book.pop(name, None)
-            if not holders and known is None:
+
+        def holds(backend: Backend) -> bool:
+            return name in backend.cards
+
+        async with self._change(name):
+            known = self._book.get(name)
+            if not any(map(holds, self._up())) and (known is None or known.path is None):
                 raise HttpError(404, f"The lora adapter '{name[:200]}' cannot be found.", param="lora_name")
-            await self._on_all(holders, lambda backend: self._unload_on(backend, name), name)
-            for placed in self._placed.values():
-                placed.pop(name, None)
+            change = self._book.next(None)
+            self._enter(name, change, await self._everywhere(name, change, holds))
+
+    @contextlib.asynccontextmanager
+    async def _change(self, name: str) -> AsyncIterator[None]:
+        """Hold off other changes, and loads and unloads of this adapter on demand."""
+        async with self._lock:
+            self._changing = name
+            try:
+                await self._settled(lambda key: key[1] == name)
+                for shelf in list(self._shelves.values()):
+                    if shelf.leaving == name:
+                        async with shelf.room:
+                            pass
+                yield
+            finally:
+                self._changing = None
+
+    async def _everywhere(
+        self, name: str, change: Change, concerns: Callable[[Backend], bool], *, in_place: bool = False
+    ) -> Answers:
+        """Make a change on every backend that is up and that it concerns, and on those that come up meanwhile.
+
+        When this returns, every such backend has been asked: the caller enters the change into the book before the
+        event loop runs on, and backends that come up later get it from there.
+        """
+        answers: Answers = {}
+        asked: dict[Backend, int] = {}  # and how often it had joined
+        while pending := [
+            one
+            for one in self._backends
+            if one.health.is_up and asked.get(one) != one.health.num_joins and concerns(one)
+        ]:
+            asked |= {one: one.health.num_joins for one in pending}
+            done = await asyncio.gather(*(self._make(one, [(name, change)], in_place=in_place) for one in pending))
+            answers |= {one: answer for one, (answer,) in zip(pending, done, strict=True)}
+        return {backend: answer for backend, answer in answers.items() if not backend.is_leaving}
+
+    def _enter(self, name: str, change: Change, answers: Answers) -> None:
+        """Enter a change into the book, unless all backends failed on it; raise with the failures if there are any."""
+        failed = [(backend, status, text) for backend, (status, text) in answers.items() if status != 200]
+        if not failed or len(failed) < len(answers):
+            dropped = self._book.note(name, change)
+            for backend, _, _ in failed:
+                self._catalog.hide(backend, name)
+            for backend, shelf in self._shelves.items():
+                shelf.placed.pop(name, None)
+                if dropped is not None:
+                    shelf.forget(dropped)
+                    self._catalog.show(backend, dropped)
+        if failed:
+            lines = "; ".join(f"{backend.url}: {status} {text[:200]}" for backend, status, text in failed)
+            status = failed[0][1]
+            raise HttpError(
+                status if 400 <= status < 600 else 502,
+                f"{len(failed)} of {len(answers)} backends failed on adapter '{name[:200]}': {lines}",
+            )
+
+    # -- one backend -------------------------------------------------------------------------------------------------
 
     async def prepare(self, backend: Backend) -> bool:
-        """Load the adapters of the book that a backend lacks; return whether it has them all."""
-        missing = [(name, path) for name, path in self._book.items() if name not in backend.cards]
-        if not missing:
+        """Make the changes of the book that a backend has missed; return whether it may have requests.
+
+        It may have them without an adapter that it cannot load, for which it then gets none. On a backend that has
+        requests already, try failed changes again.
+        """
+        shelf = self._shelf(backend)
+        if backend.health.is_up:
+            self._try_again(backend, shelf)
             return True
-        places = asyncio.Semaphore(MAX_LOADS_AT_ONCE)
+        await self._settled(lambda key: key[0] is backend)
+        shelf.rejoins(backend)
+        if missed := self._missed(backend, shelf):
+            await self._make(backend, missed, in_place=True)
+        return not self._missed(backend, shelf)  # the book may have changed meanwhile
 
-        async def load(name: str, path: str) -> int:
-            async with places:
-                return (await self._load_on(backend, name, path, in_place=False))[0]
+    def left(self, backend: Backend) -> None:
+        """Forget a backend."""
+        self._shelves.pop(backend, None)
 
-        statuses = await asyncio.gather(*(load(name, path) for name, path in missing))
+    def _missed(self, backend: Backend, shelf: Shelf) -> list[tuple[str, Change]]:
+        return [
+            (name, change)
+            for name, change in self._book
+            if not shelf.has(backend, name, change) and not shelf.is_left_out(name)
+        ]
+
+    def _try_again(self, backend: Backend, shelf: Shelf) -> None:
+        num_left = MAX_AGAIN
+        for name in shelf.due(self._now()):
+            change = self._book.get(name)
+            if change is None or shelf.has(backend, name, change):
+                shelf.note_over(name)
+            elif name != self._changing and num_left:
+                num_left -= 1
+                self.place(backend, name)
+
+    async def _make(
+        self, backend: Backend, changes: Sequence[tuple[str, Change]], *, in_place: bool
+    ) -> list[tuple[int, str]]:
+        """Make changes on a backend, read its models, and note the changes that it has made.
+
+        Args:
+            backend: The backend.
+            changes: Names and their changes.
+            in_place: Whether to replace adapters also where the backend is not known to have them.
+        """
+        shelf = self._shelf(backend)
+
+        async def call(name: str, change: Change) -> tuple[int, str]:
+            async with shelf.calls:
+                if change.path is None:
+                    return await self._calls.unload(backend, name)
+                is_there = in_place or name in backend.cards
+                return await self._calls.load(backend, name, change.path, in_place=is_there)
+
+        answers = await asyncio.gather(*(call(name, change) for name, change in changes))
         await self._backends.read_models(backend)
-        return all(status == 200 for status in statuses)
+        for (name, change), (status, text) in zip(changes, answers, strict=True):
+            if status == 200 and (name in backend.cards) == (change.path is not None):
+                shelf.note_made(backend, name, change)
+                self._catalog.show(backend, name)
+                continue
+            shelf.note_failed(name, status, self._now())
+            if self._book.get(name) is change:
+                self._catalog.hide(backend, name)
+            logger.warning(
+                "adapter_failed adapter=%s url=%s status=%d answer=%r", name, backend.url, status, text[:200]
+            )
+        return answers
+
+    # -- on demand ---------------------------------------------------------------------------------------------------
 
     def wants(self, backend: Backend, name: str) -> bool:
         """Whether an adapter can be placed on a backend: it is not there, its path is known, it did not just fail."""
-        failed_at = self._failed_at.get((backend, name))
-        if failed_at is not None and self._now() - failed_at < AGAIN_S:
+        shelf = self._shelf(backend)
+        if (name in backend.cards and name not in backend.outdated) or name in (self._changing, shelf.leaving):
             return False
-        return name not in backend.cards and self._path(name) is not None
+        return shelf.is_due(name, self._now()) and self._path(name) is not None
 
     def place(self, backend: Backend, name: str) -> asyncio.Task[bool]:
         """Load an adapter on a backend; the task returns whether that worked. Calls at once share a task."""
@@ -124,90 +252,82 @@ class FleetAdapters:
 
     def used(self, backend: Backend, name: str) -> None:
         """Learn that a request for an adapter went to a backend."""
-        placed = self._placed.get(backend)
-        if placed is not None and name in placed:
-            del placed[name]
-            placed[name] = self._now()
-
-    def left(self, backend: Backend) -> None:
-        """Forget a backend."""
-        self._placed.pop(backend, None)
-        self._failed_at = {key: at for key, at in self._failed_at.items() if key[0] is not backend}
+        shelf = self._shelves.get(backend)
+        if shelf is not None and name in shelf.placed:
+            del shelf.placed[name]
+            shelf.placed[name] = self._now()
 
     async def _place(self, backend: Backend, name: str) -> bool:
-        path = self._path(name)
-        if path is None:
+        change, shelf = self._book.get(name), self._shelf(backend)
+        if change is not None:
+            ((status, _),) = await self._make(backend, [(name, change)], in_place=True)
+            return status == 200 and shelf.has(backend, name, change)
+        path = self._catalog.source(name)
+        if path is None or not await self._reserve(backend, shelf, name):
             return False
-        placed = self._placed.setdefault(backend, {})
-        most = self._config.max_placed
-        while most is not None and len(placed) >= most:
-            idle = next((one for one in placed if not backend.in_flight_by_adapter[one]), None)
-            if idle is None:
-                return False
-            del placed[idle]
-            await self._unload_on(backend, idle)
-        status, text = await self._load_on(backend, name, path, in_place=False)
-        if status == 200:
-            placed[name] = self._now()
-            await self._backends.read_models(backend)
-        else:
-            if len(self._failed_at) >= MAX_FAILED:
-                self._failed_at.clear()
-            self._failed_at[backend, name] = self._now()
+        async with shelf.calls:
+            status, text = await self._calls.load(backend, name, path, in_place=False)
+        await self._backends.read_models(backend)
+        if status != 200:
+            shelf.note_failed(name, status, self._now())
+            if name not in backend.cards:
+                shelf.placed.pop(name, None)
         logger.info("adapter_placed adapter=%s url=%s status=%d answer=%r", name, backend.url, status, text[:200])
         return status == 200
 
+    async def _reserve(self, backend: Backend, shelf: Shelf, name: str) -> bool:
+        """Count an adapter among those placed on a backend, after others were unloaded; return whether it has room."""
+        most = self._config.max_placed
+        async with shelf.room:
+            while most is not None and len(shelf.placed) >= most:
+                idle = next((one for one in shelf.placed if self._is_idle(backend, one)), None)
+                if idle is None:
+                    return False
+                status, text = await self._take_away(backend, shelf, idle)
+                if status != 200 or idle in backend.cards:
+                    shelf.placed[idle] = shelf.placed.pop(idle)  # it still takes a place; another one is next
+                    shelf.note_failed(name, status, self._now())
+                    logger.warning("adapter_kept adapter=%s url=%s answer=%r", idle, backend.url, text[:200])
+                    return False
+                del shelf.placed[idle]
+            shelf.placed[name] = self._now()
+            return True
+
+    async def _take_away(self, backend: Backend, shelf: Shelf, name: str) -> tuple[int, str]:
+        """Unload an adapter; no request for it goes there meanwhile."""
+        shelf.leaving = name
+        self._catalog.hide(backend, name)
+        try:
+            answer = await self._calls.unload(backend, name)
+            await self._backends.read_models(backend)
+            return answer
+        finally:
+            shelf.leaving = None
+            self._catalog.show(backend, name)
+
+    def _is_idle(self, backend: Backend, name: str) -> bool:
+        is_used = backend.in_flight_by_adapter[name] or (backend, name) in self._placing
+        return not is_used and name != self._changing
+
     def _path(self, name: str) -> str | None:
-        return self._book.get(name) or self._catalog.source(name)
+        change = self._book.get(name)
+        return self._catalog.source(name) if change is None else change.path
+
+    async def _settled(self, concerns: Callable[[tuple[Backend, str]], bool]) -> None:
+        """Wait for loads on demand that are under way."""
+        tasks = [task for key, task in self._placing.items() if concerns(key)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _shelf(self, backend: Backend) -> Shelf:
+        shelf = self._shelves.get(backend)
+        if shelf is None:
+            shelf = Shelf()
+            if not backend.is_leaving:
+                self._shelves[backend] = shelf
+        return shelf
 
     def _up(self) -> list[Backend]:
         up = [backend for backend in self._backends if backend.health.is_up]
         if not up:
             raise CapacityError("No backend is up; please try again.", retry_after_s=self._config.poll_s, status=503)
         return up
-
-    async def _on_all(
-        self, backends: Iterable[Backend], call: Callable[[Backend], Awaitable[tuple[int, str]]], name: str
-    ) -> None:
-        """Call every backend, then read their models; raise with the failures if there are any."""
-        backends = list(backends)
-        answers = await asyncio.gather(*(call(backend) for backend in backends))
-        await asyncio.gather(*(self._backends.read_models(backend) for backend in backends))
-        failed = [(one, status, text) for one, (status, text) in zip(backends, answers, strict=True) if status != 200]
-        if failed:
-            lines = "; ".join(f"{backend.url}: {status} {text[:200]}" for backend, status, text in failed)
-            status = failed[0][1]
-            raise HttpError(
-                status if 400 <= status < 600 else 502,
-                f"{len(failed)} of {len(backends)} backends failed on adapter '{name[:200]}': {lines}",
-            )
-
-    async def _load_on(self, backend: Backend, name: str, path: str, *, in_place: bool) -> tuple[int, str]:
-        body: dict[str, object] = {"lora_name": name, "lora_path": path}
-        if in_place:
-            body["load_inplace"] = True
-        return await self._call(backend, b"load_lora_adapter", body)
-
-    async def _unload_on(self, backend: Backend, name: str) -> tuple[int, str]:
-        return await self._call(backend, b"unload_lora_adapter", {"lora_name": name})
-
-    async def _call(self, backend: Backend, route: bytes, body: dict[str, object]) -> tuple[int, str]:
-        """Return the status and text of a backend's answer; status 502 without one."""
-        prefix = b"/" if backend.kind is Kind.SGLANG else b"/v1/"
-        sent = msgspec.json.encode(body)
-        key = self._config.backend_key
-        head = request_head(
-            backend.address,
-            b"POST",
-            prefix + route,
-            num_body_bytes=len(sent),
-            headers=[(b"content-type", b"application/json")],
-            authorization=None if key is None else b"Bearer " + key.encode(),
-        )
-        try:
-            status, answer = await fetch(
-                backend.pool, head, sent, timeout_s=self._config.place_timeout_s, max_bytes=MAX_ANSWER_BYTES
-            )
-        except FetchFailed as error:
-            return 502, str(error)
-        return status, answer.decode(errors="replace").strip()

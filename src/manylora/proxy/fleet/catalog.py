@@ -52,15 +52,27 @@ class Catalog:
     def update(self, backend: Backend, cards: Mapping[str, Card], raw: Mapping[str, msgspec.Raw]) -> None:
         """Replace a backend's list; an empty one removes the backend."""
         for name in backend.cards.keys() - cards.keys():
-            holders = self._holders[name]
-            del holders[backend]
-            if not holders:
-                del self._holders[name]
+            self._drop(name, backend)
         for name, card in cards.items():
-            self._holders.setdefault(name, {})[backend] = card
+            if name not in backend.outdated:
+                self._holders.setdefault(name, {})[backend] = card
         backend.cards, backend.raw_cards = cards, raw
         self.bases = [name for name, holders in self._holders.items() if _card_of(holders).parent is None]
         self._listing = None
+
+    def hide(self, backend: Backend, adapter: str) -> None:
+        """Take a backend from the holders of an adapter, whatever it lists: it has another version, or none."""
+        backend.outdated.add(adapter)
+        self._drop(adapter, backend)
+        self._listing = None
+
+    def show(self, backend: Backend, adapter: str) -> None:
+        """Count a backend among the holders of an adapter, if it lists it."""
+        backend.outdated.discard(adapter)
+        card = backend.cards.get(adapter)
+        if card is not None:
+            self._holders.setdefault(adapter, {})[backend] = card
+            self._listing = None
 
     def find(self, model: str | None) -> Found | None:
         """Return the model that a request names, also as ``base:adapter``; ``None`` without it is the only base."""
@@ -96,6 +108,12 @@ class Catalog:
             cards = [next(iter(self._holders[name])).raw_cards[name] for name in names]
             self._listing = msgspec.json.encode({"object": "list", "data": cards})
         return self._listing
+
+    def _drop(self, name: str, backend: Backend) -> None:
+        holders = self._holders.get(name, {})
+        holders.pop(backend, None)
+        if not holders:
+            self._holders.pop(name, None)
 
 
 def _card_of(holders: Mapping[Backend, Card]) -> Card:

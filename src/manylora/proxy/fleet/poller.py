@@ -42,7 +42,7 @@ class Poller:
         config: Times and the key.
         catalog: Takes its models.
         choice: Takes corrections of its load.
-        prepare: Called before it gets requests, and returns whether it may: adapters that it must have.
+        prepare: Called at every good poll, and returns whether it may have requests: it has the adapters it must have.
         rng: Draws the time between polls.
         now: Returns the time in seconds.
     """
@@ -89,7 +89,7 @@ class Poller:
                 await self.read_models()
             self._num_polls += 1
             await self._read_metrics()
-            if not backend.health.is_up and not await self._prepare(backend):
+            if not await self._prepare(backend):
                 raise FetchFailed("adapters could not be loaded")
         except FetchFailed as error:
             self._choice.correct(backend, None, 0)

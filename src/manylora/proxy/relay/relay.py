@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,6 +24,7 @@ from manylora.proxy.fleet.catalog import Catalog, Found
 from manylora.proxy.fleet.members import Backends
 from manylora.proxy.metrics import Outcome, ProxyMetrics
 from manylora.proxy.relay.body import Asked, read_asked, with_model
+from manylora.proxy.relay.client import Client, ClientGone
 from manylora.proxy.relay.exchange import Exchange
 from manylora.proxy.upstream.connection import Failure, Headers
 from manylora.proxy.upstream.head import answer_headers, request_head
@@ -46,70 +47,6 @@ MAX_LOST = 2
 logger = logging.getLogger(__name__)
 
 
-class _ClientGone(Exception):
-    """The client has closed its connection; there is nothing to answer."""
-
-
-class _Client:
-    """The client's side of one request: whether it is still there.
-
-    Args:
-        receive: Of the ASGI application.
-    """
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._exchange: Exchange | None = None
-        self._task: asyncio.Task[None] | None = None
-        self.is_gone = False
-
-    async def body(self, max_bytes: int) -> bytes:
-        """Return the body of the request, then begin to watch for the client's end.
-
-        Raises:
-            HttpError: 413, it is too large.
-        """
-        pieces, num_bytes, is_more = [], 0, True
-        while is_more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise _ClientGone
-            piece, is_more = message.get("body", b""), message.get("more_body", False)
-            num_bytes += len(piece)
-            if num_bytes > max_bytes:
-                raise HttpError(413, f"The body is larger than {max_bytes} bytes.", headers={"Connection": "close"})
-            pieces.append(piece)
-        self._task = asyncio.create_task(self._watch())
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def waits_for(self, exchange: Exchange | None) -> None:
-        """Cancel this exchange when the client goes.
-
-        Raises:
-            _ClientGone: It went before.
-        """
-        self._exchange = exchange
-        if self.is_gone:
-            raise _ClientGone
-
-    async def until_gone(self) -> None:
-        """Wait for the end of the connection."""
-        if self._task is not None:
-            await self._task
-
-    def close(self) -> None:
-        """Stop to watch."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.is_gone = True
-        if self._exchange is not None:
-            self._exchange.cancel()
-
-
 @dataclass(slots=True)
 class _Work:
     """A request on its way.
@@ -118,7 +55,8 @@ class _Work:
         asked: Its fields.
         found: The model.
         body: As it came.
-        tried: Backends that it was sent to.
+        tried: Backends that are not asked again: it was sent there, or its adapter could not be loaded there.
+        num_sent: Times that it was sent.
         num_lost: Backends that died on it.
         refusal: The last answer that sent it elsewhere: status, headers, body.
     """
@@ -128,8 +66,31 @@ class _Work:
     found: Found
     body: bytes
     tried: list[Backend]
+    num_sent: int = 0
     num_lost: int = 0
     refusal: tuple[int, Headers, bytes] | None = None
+
+
+class _Seat:
+    """The place of a request at a backend: it counts there from the choice to the end, also while its adapter loads.
+
+    Args:
+        ticket: The choice.
+        adapter: Its name; empty for the base.
+        now: The time in seconds.
+    """
+
+    def __init__(self, ticket: Ticket[Backend], adapter: str, now: float) -> None:
+        self.ticket = ticket
+        self.backend = ticket.member
+        self.is_resident = self.backend.is_resident(adapter, now) if adapter else None
+        self._adapter = adapter
+        self.backend.begin(adapter)
+
+    def leave(self) -> None:
+        """Count the request out."""
+        self.ticket.end()
+        self.backend.end(self._adapter)
 
 
 class Relay:
@@ -168,10 +129,10 @@ class Relay:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        client = _Client(receive)
+        client = Client(receive)
         try:
             await self._answer(scope, client, send)
-        except _ClientGone:
+        except ClientGone:
             self._metrics.refused("client gone")
         except _Refused as refusal:
             await refusal.send(send)
@@ -181,43 +142,41 @@ class Relay:
         finally:
             client.close()
 
-    async def _answer(self, scope: Scope, client: _Client, send: Send) -> None:
+    async def _answer(self, scope: Scope, client: Client, send: Send) -> None:
         self._gate.check_inference(Request(scope))
         body = await client.body(self._config.max_body_bytes)
         asked = read_asked(body)
         found = await self._find(asked.model)
         work = _Work(scope, asked, found, body, [])
         while True:
-            ticket = await self._ticket(work, client)
-            backend, began_at = ticket.member, self._now()
+            seat = await self._seat(work, client)
+            backend, began_at = seat.backend, self._now()
             work.tried.append(backend)
-            is_resident = backend.is_resident(found.adapter, began_at) if found.adapter else None
-            backend.begin(found.adapter)
+            work.num_sent += 1
             exchange: Exchange | None = None
             outcome = Outcome.FAILED
             try:
                 exchange = await self._attempt(work, backend, client)
                 outcome = self._judge(work, backend, exchange)
                 if outcome is Outcome.ANSWERED:
-                    ticket.started()
+                    seat.ticket.started()
                     if found.adapter:
                         self._adapters.used(backend, found.name)
-                        self._metrics.adapter_request(backend, is_resident)
+                        self._metrics.adapter_request(backend, seat.is_resident)
                     self._metrics.first_byte(backend, self._now() - began_at)
                     await self._pass_on(scope, client, send, exchange)
                     outcome = Outcome.ANSWERED if exchange.is_whole else Outcome.BROKEN
                     return
-            except _ClientGone:
+            except ClientGone:
                 outcome = Outcome.CANCELLED
                 raise
             finally:
                 if exchange is not None:
                     exchange.cancel()
-                ticket.end()
-                backend.end(found.adapter)
+                seat.leave()
                 self._metrics.attempt(backend, outcome, self._now() - began_at)
             reason = exchange.failure.value if exchange.failure is not None else str(exchange.status)
-            logger.info("retry url=%s model=%s reason=%s attempts=%d", backend.url, found.name, reason, len(work.tried))
+            logger.info("retry url=%s model=%s reason=%s attempts=%d", backend.url, found.name, reason, work.num_sent)
 
     async def _find(self, model: str | None) -> Found:
         """Return a model; of an unknown one, after the lists of models were read anew.
@@ -240,8 +199,8 @@ class Relay:
 
     # -- choice ------------------------------------------------------------------------------------------------------
 
-    async def _ticket(self, work: _Work, client: _Client) -> Ticket[Backend]:
-        """Choose a backend, and place the adapter there if that is needed.
+    async def _seat(self, work: _Work, client: Client) -> _Seat:
+        """Choose a backend and count the request in, and place the adapter there if that is needed.
 
         Raises:
             ManyloraError: There is none left, and why.
@@ -259,24 +218,28 @@ class Relay:
             everywhere = [*holders, *self._available(others, work)]
         if not everywhere:
             raise self._last_refusal(work)
-        ticket = self._choice.choose(found.adapter, work.asked.num_prompt_tokens, everywhere)
-        if found.base is None or found.name in ticket.member.cards:
-            return ticket
-        placing = self._adapters.place(ticket.member, found.name)
+        seat = self._take(work, everywhere)
+        if found.base is None or seat.backend in holders:
+            return seat
+        placing = self._adapters.place(seat.backend, found.name)
         if not holders:
             is_placed = False
             try:
                 is_placed = await asyncio.shield(placing)
                 client.waits_for(None)
                 if is_placed:
-                    return ticket
+                    return seat
             finally:
                 if not is_placed or client.is_gone:
-                    ticket.end()
-            work.tried.append(ticket.member)
-            return await self._ticket(work, client)
-        ticket.end()  # the load goes on, for later requests
-        return self._choice.choose(found.adapter, work.asked.num_prompt_tokens, holders)
+                    seat.leave()
+            work.tried.append(seat.backend)
+            return await self._seat(work, client)
+        seat.leave()  # the load goes on, for later requests
+        return self._take(work, holders)
+
+    def _take(self, work: _Work, among: Sequence[Backend]) -> _Seat:
+        adapter = work.found.adapter
+        return _Seat(self._choice.choose(adapter, work.asked.num_prompt_tokens, among), adapter, self._now())
 
     def _available(self, among: Iterable[Backend], work: _Work) -> list[Backend]:
         """Return the backends that can take the request, by their slow starts and requests to wait if any can."""
@@ -289,8 +252,8 @@ class Relay:
         if work.refusal is not None:
             return _Refused(*work.refusal)
         up = [one for one in work.found.holders if one.health.is_up]
-        if work.tried:
-            return HttpError(502, f"No backend answered; tried {len(work.tried)}.", kind="BadGatewayError")
+        if work.num_sent:
+            return HttpError(502, f"No backend answered; tried {work.num_sent}.", kind="BadGatewayError")
         if up:
             return CapacityError("All backends of this model are at their limit of requests; please try again.")
         return self._nothing_up()
@@ -307,7 +270,7 @@ class Relay:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, work: _Work, backend: Backend, client: _Client) -> Exchange:
+    async def _attempt(self, work: _Work, backend: Backend, client: Client) -> Exchange:
         """Send the request, and wait for the first bytes of the answer's body, its end, or a failure."""
         name = work.found.name_at(backend)
         body = work.body if work.asked.model in (None, name) else with_model(work.body, name)
@@ -324,16 +287,16 @@ class Relay:
             passes_authorization=not self._config.api_keys,
             client=peer[0].encode() if peer else None,
         )
-        connection = backend.pool.idle()
+        connection, was_stale = backend.pool.idle(), False
         while True:
             exchange = Exchange(backend)
             client.waits_for(exchange)
-            is_used = connection is not None
             if connection is None:
                 try:
                     connection = await backend.pool.connect()
                 except CannotConnect:
-                    exchange.failed(Failure.CONNECT)
+                    # A backend that is gone with its idle connection may have died on this very request.
+                    exchange.failed(Failure.LOST if was_stale else Failure.CONNECT)
                     return exchange
                 if exchange.is_over:  # the client went, or the backend fell, meanwhile
                     connection.close()
@@ -342,10 +305,10 @@ class Relay:
             exchange.begin(connection, head, body)
             await exchange.started()
             if exchange.failure is Failure.CANCELLED:
-                raise _ClientGone
-            if not (is_used and exchange.failure is Failure.LOST and not exchange.status):
+                raise ClientGone
+            if exchange.failure is not Failure.STALE:
                 return exchange
-            connection = None  # the backend closed an idle connection at that moment
+            connection, was_stale = None, True
 
     def _judge(self, work: _Work, backend: Backend, exchange: Exchange) -> Outcome:
         """Return whether an answer is for the client; note the others, and count them for the backend's health."""
@@ -375,7 +338,7 @@ class Relay:
             work.refusal = exchange.status, exchange.headers, b"".join(exchange.held())
         return Outcome.REFUSED
 
-    async def _pass_on(self, scope: Scope, client: _Client, send: Send, exchange: Exchange) -> None:
+    async def _pass_on(self, scope: Scope, client: Client, send: Send, exchange: Exchange) -> None:
         """Send the answer, from its first byte to its end."""
         client.waits_for(exchange)
         headers = answer_headers(exchange.headers)
@@ -392,7 +355,7 @@ class Relay:
         for piece in exchange.held():
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         if exchange.failure is Failure.CANCELLED:
-            raise _ClientGone
+            raise ClientGone
         if exchange.is_whole:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return

@@ -13,10 +13,12 @@ from typing import Protocol, cast
 
 import httptools
 
-__all__ = ["MAX_HEAD_BYTES", "Connection", "Failure", "Headers", "Receiver"]
+__all__ = ["MAX_HEAD_BYTES", "STALE_S", "Connection", "Failure", "Headers", "Receiver"]
 
 MAX_HEAD_BYTES = 64 * 1024
 """Most bytes of the status line and headers of an answer."""
+STALE_S = 1.0
+"""Time within which the end of an idle connection is noticed by a request that is sent on it, in seconds."""
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -28,6 +30,8 @@ class Failure(Enum):
     """No connection: refused, unreachable, no such name, too slow."""
     LOST = "lost"
     """The connection ended before the answer did."""
+    STALE = "stale"
+    """A connection that had served others ended at once, before any byte: the backend may have closed it before."""
     ILLEGAL = "illegal"
     """The answer is not HTTP, or its head is too large."""
     DOWN = "down"
@@ -78,6 +82,7 @@ class Connection(asyncio.Protocol):
         assert self._receiver is None
         self._receiver = receiver
         self.num_exchanges += 1
+        self._began_at = asyncio.get_running_loop().time()
         self._begin_answer()
         self._is_paused = False
         self._transport.writelines((head, body) if body else (head,))
@@ -146,7 +151,7 @@ class Connection(asyncio.Protocol):
             if exc is None and self._has_head and self._is_until_close:
                 self._end()
             else:
-                self._fail(Failure.LOST)
+                self._fail(Failure.STALE if self._is_stale() else Failure.LOST)
 
     # -- httptools ---------------------------------------------------------------------------------------------------
 
@@ -177,12 +182,13 @@ class Connection(asyncio.Protocol):
         """Note the end of the answer; an interim one is followed by the real one."""
         if self._has_head:
             self._is_whole = True
+            self._keeps_alive = self._parser.should_keep_alive()  # the parser forgets it behind this call
         else:
             self._headers.clear()
 
     def _begin_answer(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._has_head = self._is_whole = self._is_until_close = False
+        self._has_head = self._is_whole = self._is_until_close = self._keeps_alive = False
         self._head_bytes = 0
         self._headers.clear()
         self._pieces.clear()
@@ -190,13 +196,17 @@ class Connection(asyncio.Protocol):
     def _end(self) -> None:
         receiver, self._receiver = self._receiver, None
         assert receiver is not None
-        can_go_on = self._is_whole and self._parser.should_keep_alive() and not self._transport.is_closing()
+        can_go_on = self._keeps_alive and not self._transport.is_closing()
         if can_go_on:
             self.resume()
             self._on_idle(self)
         else:
             self._transport.abort()
         receiver.ended()
+
+    def _is_stale(self) -> bool:
+        is_at_once = asyncio.get_running_loop().time() - self._began_at < STALE_S
+        return self.num_exchanges > 1 and not self._head_bytes and is_at_once
 
     def _fail(self, failure: Failure) -> None:
         receiver, self._receiver = self._receiver, None
