@@ -59,6 +59,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def clock() -> WallClock:
+def save_head_adapter(base: Path, path: Path) -> Path:
+    """Save an adapter of the output head, whose weights come last."""
+    torch.manual_seed(2)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(LlamaForCausalLM.from_pretrained(base), lora)
+        model.save_pretrained(path / "head", save_embedding_layers=False)
+    return path / "head"
+
+
     return WallClock()
 
 
