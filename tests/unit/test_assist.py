@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from test_execution_executor import executor_of, finish, folders, load, sequence  # noqa: F401
+from test_execution_executor import executor_of, finish, folders, load, save_head_adapter, sequence  # noqa: F401
 from test_execution_lora import GROUP, IN, NAMES, SIZES, VOCAB, make_base
 from test_execution_lora import load as load_random
 
@@ -33,7 +33,7 @@ from manylora.execution.lora.batch import LORA_KERNELS, LoraBatch, LoraSegment, 
 from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
-from manylora.plan import ARRIVING, IN_HOST, StepPlan, StepResult
+from manylora.plan import ARRIVING, IN_HOST, PromptRows, StepPlan, StepResult
 from manylora.ports import EngineParts
 from manylora.types import AdapterVersion, Tier
 
@@ -329,3 +329,27 @@ def test_pages_taken_over_are_waited_for_beside_an_adapter_on_its_way(
     )
     assert not result.failed and result.cpu_share == 0.0
     torch.testing.assert_close(rows[0], warm.logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_worker_lost_among_log_probabilities_of_prompts_costs_its_own_rows(
+    parts: EngineParts,
+    folders: dict[str, Path],  # noqa: F811
+    source: FaultySource,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("manylora.execution.assist.exchange.split_rows", lambda costs, num_workers: [0, 4, 8])
+    version = parts.reader.read("head", str(save_head_adapter(folders["base"], tmp_path)))
+    chunks = [
+        structs.replace(sequence([5, 6, 7, 8, 9], 0, 4, 8 * n, version.key, n), placement=IN_HOST, is_sampled=False)
+        for n in range(2)
+    ]
+    rows = tuple([PromptRows(seq_id=n, start=0, stop=4, num_top=0) for n in range(2)])
+    plan = StepPlan(step_id=1, sequences=tuple(chunks), prompt_rows=rows)
+    sound = finish(parts.executor.launch(plan, 0.0))
+    assert isinstance(sound, StepResult) and sound.prompt_logprobs.keys() == {0, 1}
+    source.faults = {2 * source.num_served - 1: DIE}  # the last exchange of a step like that one
+    struck = finish(parts.executor.launch(replace(plan, step_id=2), 0.0))
+    assert isinstance(struck, StepResult)
+    ((lost, reason),) = struck.failed.items()
+    assert "worker" in reason and struck.prompt_logprobs == {1 - lost: sound.prompt_logprobs[1 - lost]}

@@ -221,13 +221,13 @@ class ModelRunner:
             finally:
                 self._step.lora = self._step.assist = None
                 lost = assist.finish() if assist is not None else ()
-            if lost:
-                failed |= {piece.sequence.seq_id: _LOST for piece in taken if piece.sequence.adapter in in_host}
             first = 0
             for piece in taken:
-                packed = report.pack(first, first + piece.stop - piece.start, piece.num_top)
-                parts.setdefault(piece.sequence.seq_id, []).append(packed)
-                first += piece.stop - piece.start
+                last = first + piece.stop - piece.start
+                parts.setdefault(piece.sequence.seq_id, []).append(report.pack(first, last, piece.num_top))
+                if any(max(first, part.start) < min(last, part.stop) for part in lost):
+                    failed[piece.sequence.seq_id] = _LOST
+                first = last
         self._recorded.forget()
         failed |= {s.seq_id: error for s, *_ in pieces if (error := _error_of(s, arriving)) is not None}
         return {key: PromptLogprobs.join(part) for key, part in parts.items() if key not in failed}, failed
