@@ -205,7 +205,7 @@ class AdapterCache:
             self.num_active -= 1
             self.cold.pop(key, None)
             if residency.device is TierState.FAILED:
-                self._page_cache.release_adapter(key)
+                self._give_up(key)
                 residency.cleared()
         residency.last_used_at = now
         self._let_go(key, now)
@@ -335,7 +335,9 @@ class AdapterCache:
             if self.cold.pop(key, None) is not None:
                 self._on_arrived(key)
         elif not is_used:  # else its pages are released with the last step that uses them
-            self._page_cache.release_adapter(key)
+            # Sequences that run from the image go on from it, to their end if need be: they lack nothing, and a copy
+            # that failed would take pages from others to fail again. The next request for the adapter starts another.
+            self._give_up(key)
         if not ok:
             self._warming.pop(key, None)
         self._emit(AdapterLoaded(now, key, load.tier, now - load.started_at, result.error))
@@ -350,6 +352,11 @@ class AdapterCache:
         self.num_evictions += 1
         self._executor.drop_adapter(key, Tier.DEVICE)
         self._emit(AdapterEvicted(now, key, Tier.DEVICE, residency.version.num_pages))
+
+    def _give_up(self, key: AdapterKey) -> None:
+        """Release the pages of a failed load, and what the executor knows of it."""
+        self._page_cache.release_adapter(key)
+        self._executor.drop_adapter(key, Tier.DEVICE)
 
     def _free_if_over(self, key: AdapterKey, now: float) -> None:
         residency = self._residencies.get(key)
