@@ -41,6 +41,18 @@ def test_reads_go_one_at_a_time_in_order_until_host_memory_is_full() -> None:
     assert rig.finish("r") == "length", "a demanded one makes room"
 
 
+def test_an_adapter_without_room_is_left_to_its_request_and_the_next_is_read() -> None:
+    rig = unread(1, host_bytes=3 * HOST_BYTES)
+    rig.register("large", 5, is_unread=True)
+    rig.register("small", is_unread=True)
+    for key in ("key-a0", "key-small"):
+        rig.turn()
+        assert reading(rig) == [key]
+        rig.executor.complete_load()
+    rig.turn()
+    assert not rig.executor.loads
+
+
 def test_a_demanded_read_starts_beside_one_in_the_background() -> None:
     rig = unread(3)
     rig.turn()
