@@ -21,6 +21,10 @@ def reading(rig: Rig) -> list[str]:
     return [load.version.key for load, _ in rig.executor.loads if load.tier is Tier.HOST]
 
 
+def in_host(rig: Rig) -> list[str]:
+    return list(rig.core._cache.recent_host())
+
+
 def state(rig: Rig, name: str) -> str:
     return rig.core.adapters.status(name, rig.now).state
 
@@ -51,6 +55,32 @@ def test_an_adapter_without_room_is_left_to_its_request_and_the_next_is_read() -
         rig.executor.complete_load()
     rig.turn()
     assert not rig.executor.loads
+
+
+def test_an_image_that_was_never_used_leaves_before_those_that_were() -> None:
+    rig = unread(4, host_bytes=3 * HOST_BYTES)
+    rig.add(request("uses a0", model="a0"))
+    for _ in range(20):
+        rig.step()
+    assert in_host(rig) == ["key-a0", "key-a1", "key-a2"]  # the most recently used first
+    rig.add(request("uses a1", model="a1"))
+    rig.drain()
+    assert in_host(rig) == ["key-a1", "key-a0", "key-a2"]
+    rig.add(request("uses a3", model="a3"))
+    rig.drain()
+    assert in_host(rig) == ["key-a3", "key-a1", "key-a0"]
+
+
+def test_a_background_read_that_a_request_waits_for_is_its_own() -> None:
+    rig = unread(2)
+    rig.step()
+    rig.executor.complete_load()
+    rig.turn()
+    assert reading(rig) == ["key-a1"]
+    rig.add(request("r", model="a1"))
+    rig.executor.complete_load()
+    rig.turn()
+    assert in_host(rig) == ["key-a1", "key-a0"]
 
 
 def test_a_demanded_read_starts_beside_one_in_the_background() -> None:

@@ -12,7 +12,6 @@ from collections import deque
 
 from manylora.adapters.residency import TierState
 from manylora.engine.adapters.cache import AdapterCache
-from manylora.memory import Depth
 from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = ["BackgroundReads"]
@@ -56,6 +55,6 @@ class BackgroundReads:
                 continue
             version = cache.residency(key).version
             if cache.has_spare_host(version):
-                cache.ensure(version, now, Depth.IDLE)
+                cache.read_ahead(version, now)
                 self._reading, self._began_at = key, now
                 return
