@@ -1,8 +1,9 @@
-"""Assisted requests that are interrupted, with everything in the hands of hypothesis: tokens are those of PEFT.
+"""Cold requests that are interrupted, with everything in the hands of hypothesis: tokens are those of PEFT.
 
 A request is cancelled, its adapter unloaded or replaced, its pages taken for an older one: between two chunks of its
-prompt, between two tokens, or while workers compute an exchange of its step. Layers arrive in between, or not at all.
-The engine's real core and executor, on the path of a GPU whose stream is a thread.
+prompt, between two tokens, while workers compute an exchange of its step, or while its step waits for a layer. Layers
+arrive in between, or only when they are waited for. With ``auto`` one adapter may be assisted and another arrive in the
+same step. The engine's real core and executor, on the path of a GPU whose stream is a thread.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -32,11 +34,15 @@ from transformers import LlamaForCausalLM
 from manylora.adapters.shape import BaseShape
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.core import EngineCore
 from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.build import build_parts
-from manylora.types import FinishReason, Output, Request, SamplingParams, Tier
+from manylora.execution.storage.arrival import ArrivingAdapter
+from manylora.execution.storage.device_load import DeviceLoad
+from manylora.plan import ARRIVING, IN_HOST, Placement
+from manylora.types import ColdStart, FinishReason, Output, Request, SamplingParams, Tier
 
 __all__ = ["folders"]
 
@@ -51,6 +57,10 @@ PROMPTS = {
     "late": ("two", list(range(10, 32))),
 }
 """Requests: the adapter whose weights they get, and the prompt. ``late`` asks for the name that was replaced."""
+
+MODES = ("assist", "layers", "auto")
+WAYS = (ColdStart.ASSIST, ColdStart.LAYERS)
+"""Choices of ``auto``, in turn, as far as they are possible."""
 
 Action = Callable[[EngineCore, float], None]
 
@@ -94,6 +104,8 @@ class Run:
     commands: deque[Action] = field(default_factory=deque)
     outputs: dict[str, list[Output]] = field(default_factory=dict)
     num_exchanges: int = 0
+    num_waits: int = 0
+    placements: set[frozenset[Placement]] = field(default_factory=set)  # those of each step
 
     def drive(self, between: Callable[[int], None]) -> None:
         """Serve until nothing is left; ``between`` is called, with a number, whenever no step is in flight."""
@@ -109,13 +121,14 @@ class Run:
                 num_between += 1
             core.launch(now)
             core.check_integrity()
+            self.placements |= {frozenset(part.placement for part in plan.sequences) for plan in core._steps.plans()}
             if not core._steps and core.has_pending_work:
                 self.stage.permits.release(10)  # only loads are left to wait for: an adapter has fewer pages
             if core.has_pending_work and not self.commands:
                 self.clock.wait_until(math.inf)
 
     def act_within_the_exchange(self, action: Action) -> None:
-        """Let the core's thread do something, and wait for it; on a worker's thread."""
+        """Let the core's thread do something, and wait for it; on the thread of a worker or of the step."""
         is_done = threading.Event()
 
         def command(core: EngineCore, now: float) -> None:
@@ -153,15 +166,41 @@ class Rig:
         self.executor = executor_of(self.parts)
         self.executor._copies.link = StagedLink(self.executor._copies.pages, self.stage)
         self._folders = folders
+        self.num_waits = 0
 
-    def begin(self, num_pages: int, *, is_ahead: bool) -> Run:
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        """Let a step's wait for a layer be interrupted like an exchange; then the pages come that it waits for."""
+        wait, arriving = ArrivingAdapter.wait, DeviceLoad.arriving
+
+        def let_one_through() -> None:
+            self.stage.permits.release()
+            self.stage.handled.acquire()
+
+        def wait_for(adapter: ArrivingAdapter, group: str) -> None:
+            arrival, num_pages = adapter._arrival, adapter._num_pages(group)
+            if arrival.num_arrived < num_pages:
+                self.num_waits += 1
+                self.stage.during(self.num_waits - 1)
+            while arrival.num_arrived < num_pages and arrival.error is None:
+                let_one_through()
+            wait(adapter, group)
+
+        def arriving_once_begun(load: DeviceLoad) -> ArrivingAdapter:
+            while not load._views.done():  # behind the copy of another adapter
+                let_one_through()
+            return arriving(load)
+
+        patch.setattr(ArrivingAdapter, "wait", wait_for)
+        patch.setattr(DeviceLoad, "arriving", arriving_once_begun)
+
+    def begin(self, mode: str, num_pages: int, *, is_ahead: bool) -> Run:
         core = EngineCore(
             base=self.parts.base,
             num_pages=num_pages,
             executor=self.executor,
             scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=4),
             memory=MemoryConfig(block_size=BLOCK),
-            adapters=AdapterConfig(cold_start="assist", eviction="none", look_ahead=0),
+            adapters=AdapterConfig(cold_start=mode, eviction="none", look_ahead=0),
             served_name=BASE_NAME,
             reads_host=True,
             waits_by_layer=True,
@@ -177,13 +216,15 @@ class Rig:
             self.executor.drop_adapter(key, Tier.DEVICE)
         self.stage.clear()
         self.stage.during = lambda number: None
-        self.stage.source.num_served = 0
+        self.stage.source.num_served = self.num_waits = 0
 
 
 @pytest.fixture(scope="module")
 def rig(folders: dict[str, Path]) -> Iterator[Rig]:
     rig = Rig(folders)
-    yield rig
+    with pytest.MonkeyPatch.context() as patch:
+        rig.patch(patch)
+        yield rig
     rig.stage.let_all_through()
     rig.parts.close()
 
@@ -207,6 +248,17 @@ def preempt(core: EngineCore, now: float) -> None:
         core._running._preempt(running[-1], now)
 
 
+def choose_in_turn(ways: Sequence[ColdStart], patch: pytest.MonkeyPatch) -> None:
+    """Let ``auto`` choose these ways one after another, and begin at once: timings are those of a toy."""
+    turns = cycle(ways)
+
+    def choose(expected: object, allowed: Sequence[ColdStart], num_sharing: int) -> ColdStart:
+        return next((way for way in islice(turns, len(ways)) if way in allowed), ColdStart.WAIT)
+
+    patch.setattr("manylora.engine.adapters.cold_starts.choose", choose)
+    patch.setattr(ColdStarts, "begins_at", lambda self, sequence: 0.0)
+
+
 ACTIONS = ("cancel first", "cancel second", "cancel other", "unload", "replace", "preempt")
 
 
@@ -217,6 +269,7 @@ def serve(
     plan: Sequence[tuple[bool, int, str]],
     through: Sequence[int] = (),
     *,
+    mode: str,
     num_pages: int = 56,
     is_ahead: bool = False,
 ) -> Run:
@@ -226,12 +279,14 @@ def serve(
         rig: The executor.
         answers: The reference.
         order: The requests, as they arrive.
-        plan: Interruptions: whether within an exchange, its number or that of the moment between steps, and which.
-        through: Pages that may arrive within each exchange.
+        plan: Interruptions: whether within an exchange or a wait, its number or that of the moment between steps, and
+            which.
+        through: Pages that may arrive within each exchange and wait.
+        mode: The cold start.
         num_pages: Pages of the core: with few of them, growing sequences take those of younger ones.
         is_ahead: Whether a step is planned while one runs.
     """
-    run = rig.begin(num_pages, is_ahead=is_ahead)
+    run = rig.begin(mode, num_pages, is_ahead=is_ahead)
     cancelled: set[str] = set()
     late: list[str] = []
 
@@ -260,7 +315,7 @@ def serve(
     try:
         run.drive(lambda number: interrupt(False, number, lambda action: action(run.core, rig.clock.now())))
     finally:
-        run.num_exchanges = rig.stage.source.num_served
+        run.num_exchanges, run.num_waits = rig.stage.source.num_served, rig.num_waits
         rig.end()
     for request_id in [*order, *late]:
         last, tokens = run.outputs[request_id][-1], run.tokens(request_id)
@@ -276,13 +331,16 @@ def serve(
 
 @pytest.mark.parametrize("is_within", [False, True])
 @pytest.mark.parametrize("what", ACTIONS)
-def test_each_interruption_in_the_middle_of_an_assisted_prompt(
-    what: str, is_within: bool, rig: Rig, answers: dict[str, list[int]]
+@pytest.mark.parametrize("mode", MODES)
+def test_each_interruption_in_the_middle_of_a_cold_prompt(
+    mode: str, what: str, is_within: bool, rig: Rig, answers: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first chunk, or within the first exchange; no layer arrives before the last step."""
+    """After the first chunk, or within it; no layer arrives unless a step waits for it."""
     order = ["other", "second", "warm", "first"] if what == "cancel other" else ["first", "second", "warm", "other"]
-    run = serve(rig, answers, order, [(is_within, 1, what)])
-    assert run.num_exchanges > 8
+    choose_in_turn(WAYS, monkeypatch)
+    run = serve(rig, answers, order, [(is_within, 1, what)], mode=mode)
+    least = 8 if mode == "assist" else 0  # auto may assist one that ends soon
+    assert (run.num_exchanges > least, run.num_waits > 2) == (mode != "layers", mode != "assist")
     if what.startswith("cancel"):
         request_id = what.split()[1]
         assert run.outputs[request_id][-1].finish is FinishReason.CANCELLED and not run.tokens(request_id)
@@ -292,7 +350,17 @@ def test_each_interruption_in_the_middle_of_an_assisted_prompt(
         assert run.tokens("late") == answers["late"]
 
 
+def test_a_step_may_hold_assisted_and_arriving_adapters(
+    rig: Rig, answers: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_in_turn(WAYS, monkeypatch)
+    run = serve(rig, answers, ["first", "other", "warm"], [], mode="auto")
+    assert any({IN_HOST, ARRIVING} <= placements for placements in run.placements)
+
+
 @given(
+    mode=st.sampled_from(MODES),
+    ways=st.lists(st.sampled_from([*WAYS, ColdStart.WAIT]), min_size=1, max_size=6),
     num_pages=st.integers(20, 56),
     is_ahead=st.booleans(),
     order=st.permutations(["warm", "first", "second", "other"]),
@@ -301,6 +369,8 @@ def test_each_interruption_in_the_middle_of_an_assisted_prompt(
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_interrupted_requests_leave_the_tokens_of_all_others_as_they_are(
+    mode: str,
+    ways: list[ColdStart],
     num_pages: int,
     is_ahead: bool,
     order: Sequence[str],
@@ -309,4 +379,6 @@ def test_interrupted_requests_leave_the_tokens_of_all_others_as_they_are(
     rig: Rig,
     answers: dict[str, list[int]],
 ) -> None:
-    serve(rig, answers, order, plan, through, num_pages=num_pages, is_ahead=is_ahead)
+    with pytest.MonkeyPatch.context() as patch:
+        choose_in_turn(ways, patch)
+        serve(rig, answers, order, plan, through, mode=mode, num_pages=num_pages, is_ahead=is_ahead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from test_execution_executor import executor_of, finish, folders, load, sequence  # noqa: F401
+from test_execution_executor import executor_of, finish, folders, load, save_head_adapter, sequence  # noqa: F401
 from test_execution_lora import GROUP, IN, NAMES, SIZES, VOCAB, make_base
 from test_execution_lora import load as load_random
 
@@ -23,16 +23,17 @@ from faulty_serve import DIE, STICK, FaultySource
 from manylora.adapters.shape import BaseShape
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
-from manylora.execution.assist.exchange import Assistant, LostRows
+from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
 from manylora.execution.assist.shares import RowCost, split_rows
 from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.assist.words import serve
 from manylora.execution.assist.workers import Serve
 from manylora.execution.build import build_parts
 from manylora.execution.lora.batch import LORA_KERNELS, LoraBatch, LoraSegment, add_embedding
+from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.resident import ResidentAdapter
-from manylora.plan import IN_HOST, StepPlan, StepResult
+from manylora.execution.storage.resident import ResidentAdapter, make_resident
+from manylora.plan import ARRIVING, IN_HOST, PromptRows, StepPlan, StepResult
 from manylora.ports import EngineParts
 from manylora.types import AdapterVersion, Tier
 
@@ -259,3 +260,96 @@ def test_assisted_rows_have_the_logits_of_pages_and_fail_alone(
     ahead = structs.replace(plan[0], start=12, num_tokens=1, awaits_token=True, placement=IN_HOST)
     assert run(parts, ahead, plan[2]).result.tokens.keys() == {2}
     torch.testing.assert_close(run(parts, *placed).logits, warm.logits, atol=1e-5, rtol=1e-5)
+
+
+class LateCopies:
+    """A GPU's copies of one adapter, announced: its pages are there for a stream that has waited for their events."""
+
+    def __init__(self, parts: EngineParts, version: AdapterVersion, pages: list[int]) -> None:
+        self._pool = executor_of(parts)._copies.pages
+        self.host = executor_of(parts)._host.get(version.key)
+        assert self.host is not None and version.num_pages > 1
+        self._pages, self.num_there = pages, 0
+        self._pool.flat[pages] = float("nan")
+        arrival = Arrival(version.num_pages)
+        for num_pages in range(version.num_pages + 1):
+            arrival.advance(num_pages, LateEvent(self, num_pages))
+        self.let_through(1)  # the time that a page takes is known
+        layout = self.host.layout
+        self.adapter = ArrivingAdapter(make_resident(layout, pages, self._pool), layout.groups, arrival)
+
+    def let_through(self, num_pages: int) -> None:
+        new = slice(self.num_there, max(self.num_there, num_pages))
+        assert self.host is not None
+        self._pool.write(self._pages[new], self.host.image[new])
+        self.num_there = new.stop
+
+    def if_begun(self) -> ArrivingAdapter:
+        return self.adapter
+
+
+@dataclass(frozen=True)
+class LateEvent:
+    copies: LateCopies
+    num_pages: int
+
+    def query(self) -> bool:
+        return self.copies.num_there >= self.num_pages
+
+
+def test_pages_taken_over_are_waited_for_beside_an_adapter_on_its_way(
+    parts: EngineParts,
+    folders: dict[str, Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device takes over pages whose copies are in the stream, and another adapter of the step is arriving."""
+    stream = SimpleNamespace(wait_event=lambda event: event.copies.let_through(event.num_pages))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(AssistedStep, "lag_s", lambda self: 1e9)
+    first, second = versions_of(parts, folders)
+    plan = [
+        sequence(list(range(5, 17)), 0, 12, 0, first.key, 0),
+        sequence([8, 9], 0, 2, 8, second.key, 1),
+        sequence([8, 9], 0, 2, 16, None, 2),
+    ]
+    warm = run(parts, *plan)
+    for version in (first, second):
+        parts.executor.drop_adapter(version.key, Tier.DEVICE)
+    taken = LateCopies(parts, first, list(range(40, 40 + first.num_pages)))
+    awaited = LateCopies(parts, second, list(range(50, 50 + second.num_pages)))
+    placed = [structs.replace(plan[0], placement=IN_HOST), structs.replace(plan[1], placement=ARRIVING), plan[2]]
+    runner, rows = executor_of(parts)._runner, []
+    runner.logits_hook = lambda plan, logits: rows.append(logits)
+    assert taken.host is not None
+    result = runner.run(
+        StepPlan(step_id=2, sequences=tuple(placed)),
+        {first.key: taken.host.in_place()},
+        {second.key: awaited.adapter},
+        {first.key: taken},
+    )
+    assert not result.failed and result.cpu_share == 0.0
+    torch.testing.assert_close(rows[0], warm.logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_worker_lost_among_log_probabilities_of_prompts_costs_its_own_rows(
+    parts: EngineParts,
+    folders: dict[str, Path],  # noqa: F811
+    source: FaultySource,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("manylora.execution.assist.exchange.split_rows", lambda costs, num_workers: [0, 4, 8])
+    version = parts.reader.read("head", str(save_head_adapter(folders["base"], tmp_path)))
+    chunks = [
+        structs.replace(sequence([5, 6, 7, 8, 9], 0, 4, 8 * n, version.key, n), placement=IN_HOST, is_sampled=False)
+        for n in range(2)
+    ]
+    rows = tuple([PromptRows(seq_id=n, start=0, stop=4, num_top=0) for n in range(2)])
+    plan = StepPlan(step_id=1, sequences=tuple(chunks), prompt_rows=rows)
+    sound = finish(parts.executor.launch(plan, 0.0))
+    assert isinstance(sound, StepResult) and sound.prompt_logprobs.keys() == {0, 1}
+    source.faults = {2 * source.num_served - 1: DIE}  # the last exchange of a step like that one
+    struck = finish(parts.executor.launch(replace(plan, step_id=2), 0.0))
+    assert isinstance(struck, StepResult)
+    ((lost, reason),) = struck.failed.items()
+    assert "worker" in reason and struck.prompt_logprobs == {1 - lost: sound.prompt_logprobs[1 - lost]}

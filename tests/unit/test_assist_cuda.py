@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import queue
+import sys
 import threading
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,19 @@ def test_a_refused_operation_is_an_error(driver: ThreadDriver) -> None:
     stream = CudaStream(torch.device("cpu"), driver)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
         stream.write_value(np.zeros(NUM_WORDS, np.uint32), 0, 2)
+
+
+def test_bindings_that_lack_a_call_leave_the_next_kind_or_none(
+    driver: ThreadDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    words = np.zeros(NUM_WORDS, np.uint32)
+    monkeypatch.setattr(cuda, "_probe", lambda stream, device: stream.write_value(words, 0, 1))
+    monkeypatch.delattr(ThreadDriver, "cuStreamWriteValue32")
+    assert type(cuda.open_stream(torch.device("cpu"))) is HostFunctionStream
+    monkeypatch.delattr(ThreadDriver, "CUhostFn")
+    assert cuda.open_stream(torch.device("cpu")) is None
 
 
 @pytest.mark.gpu

@@ -21,6 +21,10 @@ def reading(rig: Rig) -> list[str]:
     return [load.version.key for load, _ in rig.executor.loads if load.tier is Tier.HOST]
 
 
+def in_host(rig: Rig) -> list[str]:
+    return list(rig.core._cache.recent_host())
+
+
 def state(rig: Rig, name: str) -> str:
     return rig.core.adapters.status(name, rig.now).state
 
@@ -39,6 +43,44 @@ def test_reads_go_one_at_a_time_in_order_until_host_memory_is_full() -> None:
     rig.add(request("r", model="a4"))
     rig.drain()
     assert rig.finish("r") == "length", "a demanded one makes room"
+
+
+def test_an_adapter_without_room_is_left_to_its_request_and_the_next_is_read() -> None:
+    rig = unread(1, host_bytes=3 * HOST_BYTES)
+    rig.register("large", 5, is_unread=True)
+    rig.register("small", is_unread=True)
+    for key in ("key-a0", "key-small"):
+        rig.turn()
+        assert reading(rig) == [key]
+        rig.executor.complete_load()
+    rig.turn()
+    assert not rig.executor.loads
+
+
+def test_an_image_that_was_never_used_leaves_before_those_that_were() -> None:
+    rig = unread(4, host_bytes=3 * HOST_BYTES)
+    rig.add(request("uses a0", model="a0"))
+    for _ in range(20):
+        rig.step()
+    assert in_host(rig) == ["key-a0", "key-a1", "key-a2"]  # the most recently used first
+    rig.add(request("uses a1", model="a1"))
+    rig.drain()
+    assert in_host(rig) == ["key-a1", "key-a0", "key-a2"]
+    rig.add(request("uses a3", model="a3"))
+    rig.drain()
+    assert in_host(rig) == ["key-a3", "key-a1", "key-a0"]
+
+
+def test_a_background_read_that_a_request_waits_for_is_its_own() -> None:
+    rig = unread(2)
+    rig.step()
+    rig.executor.complete_load()
+    rig.turn()
+    assert reading(rig) == ["key-a1"]
+    rig.add(request("r", model="a1"))
+    rig.executor.complete_load()
+    rig.turn()
+    assert in_host(rig) == ["key-a1", "key-a0"]
 
 
 def test_a_demanded_read_starts_beside_one_in_the_background() -> None:

@@ -272,9 +272,11 @@ def test_sequences_of_an_adapter_share_its_placement():
     rig.turn()
     assert placements(rig) == [IN_HOST]
     rig.executor.complete_step()
+    rig.register("y")
     rig.add(request("b", model="x"))
     rig.turn()
     assert placements(rig) == [IN_HOST, IN_HOST]
+    assert list(rig.core._cache.recent_host()) == ["key-x", "key-y"], "each use of an image counts"
     rig.drain()
 
 

@@ -25,6 +25,8 @@ from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.lora.batch import LORA_KERNELS
+from manylora.execution.storage.arrival import Arrival
+from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.link import Link
 from manylora.plan import IN_HOST, AdapterLoad, PlannedSequence, StepPlan, StepResult
 from manylora.ports import EngineParts, Work
@@ -55,6 +57,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
             get_peft_model(model, lora).save_pretrained(path / name)
     return {name: path / name for name in ("base", "one", "two")}
+
+
+def save_head_adapter(base: Path, path: Path) -> Path:
+    """Save an adapter of the output head, whose weights come last."""
+    torch.manual_seed(2)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(LlamaForCausalLM.from_pretrained(base), lora)
+        model.save_pretrained(path / "head", save_embedding_layers=False)
+    return path / "head"
 
 
 @pytest.fixture
@@ -208,6 +221,34 @@ def test_a_step_keeps_the_host_image_that_it_reads(parts: EngineParts, folders: 
     for step in steps:
         finish(step)
     torch.testing.assert_close(rows, [expected, expected], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_an_image_that_cannot_be_had_ends_its_own_sequences(
+    is_gone: bool, parts: EngineParts, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its read has failed, or it was lost and its files are gone."""
+    path = shutil.copytree(folders["one"], tmp_path / "one")
+    version = parts.reader.read("one", str(path))
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    parts.executor.drop_adapter(version.key, Tier.DEVICE)
+    executor = executor_of(parts)
+    adapter = executor._host.drop(version.key)
+    assert adapter is not None
+    if is_gone:
+        shutil.rmtree(path)
+    else:
+        executor._host._adapters[version.key] = adapter = HostAdapter(
+            adapter.layout, torch.zeros_like(adapter.image), Arrival(version.num_pages)
+        )
+        adapter.arrival.fail("its reader died")
+    cold = structs.replace(sequence([5, 6, 7], 0, 3, 0, version.key), placement=IN_HOST)
+    other = sequence([8, 9], 0, 2, 8, None, 1)
+    result = finish(executor.launch(StepPlan(step_id=1, sequences=(cold, other)), 0.0))
+    assert isinstance(result, StepResult)
+    assert result.failed.keys() == {0} and result.tokens.keys() == {1}
+    assert ("no directory" if is_gone else "its reader died") in result.failed[0]
+    assert run(parts, other).isfinite().all()
 
 
 def test_an_idle_engine_keeps_no_image_that_was_dropped(parts: EngineParts, folders: dict[str, Path]) -> None:

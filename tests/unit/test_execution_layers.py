@@ -23,6 +23,7 @@ from test_execution_executor import (
     pages_for,
     parts,
     run,
+    save_head_adapter,
     sequence,
 )
 
@@ -30,7 +31,7 @@ from manylora.execution.lora.batch import LORA_KERNELS
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.plan import ARRIVING, AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
+from manylora.plan import ARRIVING, AdapterLoad, LoadResult, PlannedSequence, PromptRows, StepPlan, StepResult
 from manylora.ports import EngineParts
 from manylora.types import AdapterVersion, SamplingParams, Tier
 
@@ -98,7 +99,13 @@ def batch(version: AdapterVersion | None, other: AdapterVersion) -> list[Planned
 class Launched:
     """A step in flight, and its logits."""
 
-    def __init__(self, parts: EngineParts, plan: Sequence[PlannedSequence], step_id: int = 1) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        plan: Sequence[PlannedSequence],
+        step_id: int = 1,
+        prompt_rows: tuple[PromptRows, ...] = (),
+    ) -> None:
         executor = executor_of(parts)
         self.rows: dict[int, torch.Tensor] = {}
 
@@ -107,7 +114,8 @@ class Launched:
             self.rows = dict(zip(sampled, logits, strict=True))
 
         executor.logits_hook = note
-        self.work = executor.launch(StepPlan(step_id=step_id, sequences=tuple(plan)), 0.0)
+        step = StepPlan(step_id=step_id, sequences=tuple(plan), prompt_rows=prompt_rows)
+        self.work = executor.launch(step, 0.0)
 
     def result(self) -> StepResult:
         found = finish(self.work)
@@ -375,3 +383,41 @@ def test_a_sampled_row_that_failed_reaches_no_sampler(
     step = Launched(parts, plan)
     link.break_with("the link broke")
     assert set(step.result().failed) == {0} and sorted(seen) == [1, 2]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_log_probabilities_of_a_chunk_wait_for_the_head(
+    breaks: bool, parts: EngineParts, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row of the chunk is sampled, so its step does not wait for them. A page comes when it is waited for."""
+    version = parts.reader.read("head", str(save_head_adapter(folders["base"], tmp_path)))
+    chunk = structs.replace(sequence([5, 6, 7, 8, 9], 0, 4, 0, version.key), is_sampled=False)
+    plan = [chunk, sequence([8, 9], 0, 2, 8, None, 1)]
+    rows = (PromptRows(seq_id=0, start=0, stop=4, num_top=2), PromptRows(seq_id=1, start=0, stop=1, num_top=2))
+    assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
+    expected = Launched(parts, plan, 1, rows).result().prompt_logprobs
+    parts.executor.drop_adapter(version.key, Tier.DEVICE)
+
+    copies = executor_of(parts)._copies
+    copies.link = link = GatedLink(copies.pages)
+    copies.pages.flat[40:] = float("nan")
+    asked, wait = [0], Arrival.wait
+
+    def let_through(arrival: Arrival, num_pages: int) -> object:
+        if breaks and num_pages == version.num_pages:
+            link.break_with("the link broke")
+        for _ in range(max(asked), num_pages):
+            link.permits.release()
+        asked.append(num_pages)
+        return wait(arrival, num_pages)
+
+    monkeypatch.setattr(Arrival, "wait", let_through)
+    try:
+        loaded = start(version, Tier.DEVICE, parts)
+        result = Launched(parts, [structs.replace(chunk, placement=ARRIVING), plan[1]], 2, rows).result()
+    finally:
+        link.close()
+    assert (loaded().error is not None) == breaks
+    assert result.tokens.keys() == {1}
+    assert result.failed == ({0: "the link broke"} if breaks else {})
+    assert result.prompt_logprobs == ({1: expected[1]} if breaks else expected)

@@ -184,15 +184,22 @@ class TorchExecutor:
         """
         began_at = time.perf_counter()
         # Between the plan and the step an adapter may have arrived: its sequences run, so its pages are theirs.
-        in_host = {key: self._in_place(image) for key, image in images.items() if key not in self._resident}
+        in_host: dict[AdapterKey, ResidentAdapter] = {}
+        gone: dict[AdapterKey | None, str] = {}
+        for key, image in images.items():
+            if key not in self._resident:
+                try:
+                    in_host[key] = self._in_place(image)
+                except Exception as error:  # whatever a file can do to a reader costs its own sequences alone
+                    logger.warning("image_gone adapter=%s error=%s", key, error)
+                    gone[key] = reason_of(error)
         plan = fill_in(plan, self._tokens, self._failed)
         arriving: dict[AdapterKey, ArrivingAdapter] = {}
-        gone: dict[AdapterKey | None, str] = {}
         coming: dict[AdapterKey, DeviceLoad] = {}
         for key, load in loads.items():
             if key in in_host:
                 coming[key] = load
-            elif key not in self._resident:
+            elif key not in self._resident and key not in gone:
                 try:
                     arriving[key] = load.arriving()
                 except Gone as error:
@@ -224,6 +231,8 @@ class TorchExecutor:
     def _in_place(self, image: HostAdapter | AdapterVersion) -> ResidentAdapter:
         adapter = image if isinstance(image, HostAdapter) else self._reader.read_again(image, is_urgent=True)
         adapter.arrival.wait(len(adapter.image))
+        if adapter.arrival.error is not None:
+            raise Gone(adapter.arrival.error)
         return adapter.in_place()
 
     def _read(self, load: AdapterLoad) -> None:

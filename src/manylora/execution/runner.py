@@ -168,7 +168,7 @@ class ModelRunner:
         reported: dict[int, PromptLogprobs] = {}
         if is_recorded:
             pieces = [piece for piece in pieces_of(sequences, plan.prompt_rows) if piece.sequence.seq_id not in failed]
-            reported, unreported = self._report(pieces, logits.shape[-1], elsewhere, in_host)
+            reported, unreported = self._report(pieces, logits.shape[-1], elsewhere, in_host, arriving)
             failed |= unreported
         if failed:
             tokens = {key: token for key, token in tokens.items() if key not in failed}
@@ -199,14 +199,21 @@ class ModelRunner:
         vocab_size: int,
         elsewhere: Mapping[AdapterKey, ResidentAdapter],
         in_host: Mapping[AdapterKey, ResidentAdapter],
+        arriving: Mapping[AdapterKey, ArrivingAdapter],
     ) -> tuple[dict[int, PromptLogprobs], dict[int, str]]:
-        """Return the log-probabilities of prompts in the step that ran, and the reason of each that has none."""
+        """Return the log-probabilities of prompts in the step that ran, and the reason of each that has none.
+
+        The step waited for the weights of the head only if it sampled a row with an adapter, so this may wait as well.
+        """
         parts: dict[int, list[PromptLogprobs]] = {}
         failed: dict[int, str] = {}
         for taken in cut_into_slices(pieces, vocab_size):
             segments, assisted = self._slice_segments(taken, elsewhere, in_host)
             assist = self._begin_assist(assisted)
-            self._step.lora, self._step.assist = LoraBatch(segments, self._space) if segments else None, assist
+            lora: StepLora | None = LoraBatch(segments, self._space) if segments else None
+            if lora is not None and arriving:
+                lora = ArrivingBatch(lora, tuple(arriving.values()))
+            self._step.lora, self._step.assist = lora, assist
             try:
                 rows, targets = rows_and_targets(taken)
                 logits = self._recorded.logits(self._ops.upload(rows)).float()
@@ -214,14 +221,15 @@ class ModelRunner:
             finally:
                 self._step.lora = self._step.assist = None
                 lost = assist.finish() if assist is not None else ()
-            if lost:
-                failed |= {piece.sequence.seq_id: _LOST for piece in taken if piece.sequence.adapter in in_host}
             first = 0
             for piece in taken:
-                packed = report.pack(first, first + piece.stop - piece.start, piece.num_top)
-                parts.setdefault(piece.sequence.seq_id, []).append(packed)
-                first += piece.stop - piece.start
+                last = first + piece.stop - piece.start
+                parts.setdefault(piece.sequence.seq_id, []).append(report.pack(first, last, piece.num_top))
+                if any(max(first, part.start) < min(last, part.stop) for part in lost):
+                    failed[piece.sequence.seq_id] = _LOST
+                first = last
         self._recorded.forget()
+        failed |= {s.seq_id: error for s, *_ in pieces if (error := _error_of(s, arriving)) is not None}
         return {key: PromptLogprobs.join(part) for key, part in parts.items() if key not in failed}, failed
 
     def _slice_segments(

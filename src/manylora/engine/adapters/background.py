@@ -12,7 +12,6 @@ from collections import deque
 
 from manylora.adapters.residency import TierState
 from manylora.engine.adapters.cache import AdapterCache
-from manylora.memory import Depth
 from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = ["BackgroundReads"]
@@ -51,15 +50,11 @@ class BackgroundReads:
         if is_busy and now < self._rests_until:
             return
         while self._unread:
-            key = self._unread[0]
+            key = self._unread.popleft()
             if not cache.knows(key) or cache.residency(key).host is not TierState.ABSENT:
-                self._unread.popleft()
                 continue
             version = cache.residency(key).version
-            if not cache.has_spare_host(version):
-                self._unread.clear()
+            if cache.has_spare_host(version):
+                cache.read_ahead(version, now)
+                self._reading, self._began_at = key, now
                 return
-            self._unread.popleft()
-            cache.ensure(version, now, Depth.IDLE)
-            self._reading, self._began_at = key, now
-            return

@@ -23,7 +23,7 @@ from manylora.costs.cold_start import Route
 from manylora.engine.adapters.loads import Load, LoadsInFlight
 from manylora.events import AdapterEvicted, AdapterLoaded, AdapterLoadStarted, EventSink
 from manylora.memory import Depth, IdleItem, PageCache, ReloadCosts
-from manylora.plan import ARRIVING, ON_DEVICE, AdapterLoad, LoadResult, Placement
+from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, AdapterLoad, LoadResult, Placement
 from manylora.ports import Executor
 from manylora.types import AdapterKey, AdapterVersion, Tier
 
@@ -64,6 +64,7 @@ class AdapterCache:
         self._loads = LoadsInFlight(costs)
         self._host: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
         self._warming: dict[AdapterKey, None] = {}
+        self._read_ahead: dict[AdapterKey, bool] = {}  # reads in flight for no request
         self._failed: dict[AdapterKey, None] = {}
         self.cold: dict[AdapterKey, Placement] = {}
         self.num_active = 0  # versions that a running sequence uses
@@ -191,6 +192,8 @@ class AdapterCache:
         if placement is not ON_DEVICE:
             assert self.cold.get(key, placement) is placement
             self.cold[key] = placement
+            if placement is IN_HOST:
+                self._host.move_to_end(key)
         self.num_active += residency.num_running == 0
         residency.num_running += 1
         residency.last_used_at = now
@@ -205,7 +208,7 @@ class AdapterCache:
             self.num_active -= 1
             self.cold.pop(key, None)
             if residency.device is TierState.FAILED:
-                self._page_cache.release_adapter(key)
+                self._give_up(key)
                 residency.cleared()
         residency.last_used_at = now
         self._let_go(key, now)
@@ -273,6 +276,11 @@ class AdapterCache:
             self._warming[version.key] = None
         return residency
 
+    def read_ahead(self, version: AdapterVersion, now: float) -> None:
+        """Start a read for no request: until a request needs the image, it is the first to leave the host tier."""
+        if self.ensure(version, now, Depth.IDLE).is_loading:
+            self._read_ahead[version.key] = True
+
     def poll(self, now: float) -> list[tuple[AdapterKey, str]]:
         """Process completed loads; return the versions that do not reach the device for it, with the reason."""
         if not self._loads:
@@ -319,9 +327,12 @@ class AdapterCache:
         if load.tier is Tier.HOST:
             self.num_disk_loads += ok
             residency.error = result.error
+            is_ahead = self._read_ahead.pop(key, False)
             if ok:
                 self._failed.pop(key, None)
                 self._host[key] = load.version.host_bytes
+                if is_ahead and not residency.is_referenced:
+                    self._host.move_to_end(key, last=False)
                 self.host_bytes += load.version.host_bytes
                 self._trim_host(now)
             else:
@@ -335,7 +346,9 @@ class AdapterCache:
             if self.cold.pop(key, None) is not None:
                 self._on_arrived(key)
         elif not is_used:  # else its pages are released with the last step that uses them
-            self._page_cache.release_adapter(key)
+            # Sequences that run from the image go on from it, to their end if need be: they lack nothing, and a copy
+            # that failed would take pages from others to fail again. The next request for the adapter starts another.
+            self._give_up(key)
         if not ok:
             self._warming.pop(key, None)
         self._emit(AdapterLoaded(now, key, load.tier, now - load.started_at, result.error))
@@ -350,6 +363,11 @@ class AdapterCache:
         self.num_evictions += 1
         self._executor.drop_adapter(key, Tier.DEVICE)
         self._emit(AdapterEvicted(now, key, Tier.DEVICE, residency.version.num_pages))
+
+    def _give_up(self, key: AdapterKey) -> None:
+        """Release the pages of a failed load, and what the executor knows of it."""
+        self._page_cache.release_adapter(key)
+        self._executor.drop_adapter(key, Tier.DEVICE)
 
     def _free_if_over(self, key: AdapterKey, now: float) -> None:
         residency = self._residencies.get(key)

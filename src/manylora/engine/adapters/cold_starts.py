@@ -4,6 +4,7 @@
 
     first look at a cold request --> choose()  --> ColdStartChosen     prediction for each mode
     its adapter moved up a tier  --> choose() again
+    its adapter runs another way --> choose() again
     its first token              --> learn()   --> ColdStartEnded      the prediction corrects the model
 
 The model is pure (``costs/cold_start.py``). This module asks it the question: it knows the loads on the links, the
@@ -129,7 +130,11 @@ class ColdStarts:
         if len(self._possible) == 1:
             return ColdStart.WAIT
         choice = self._choices.get(sequence.seq_id)
-        if choice is None or choice.tier is not residency.tier:
+        if (
+            choice is None
+            or choice.tier is not residency.tier
+            or choice.mode not in self._allowed(residency)  # another sequence has begun on the adapter, another way
+        ):
             was_held_up = choice is not None and choice.is_held_up
             choice = self._choose(sequence, residency, running, now, was_held_up=was_held_up)
         return choice.mode

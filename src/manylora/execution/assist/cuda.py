@@ -123,7 +123,7 @@ def open_stream(device: torch.device) -> CudaStream | None:
         try:
             stream = kind(device, driver)
             _probe(stream, device)
-        except RuntimeError as error:
+        except Exception as error:  # other bindings lack a name, or take other arguments: waiting needs none of them
             logger.info("assist_stream_refused kind=%s reason=%s", kind.__name__, error)
         else:
             return stream

@@ -147,7 +147,8 @@ class LoraBatch:
 class ArrivingBatch:
     """A batch with adapters on their way to the device: each group waits for its weights, behind the base product.
 
-    One step's; the batch inside may be kept for the steps after it, which need not wait.
+    One step's; the batch inside may be kept for the steps after it, which need not wait. It may wait for adapters of
+    its own: those that a ``TakeOver`` reads from their pages.
     """
 
     def __init__(self, batch: StepLora, arriving: Sequence[ArrivingAdapter]) -> None:
@@ -157,9 +158,11 @@ class ArrivingBatch:
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it."""
         parts = self._batch.parts(group, is_sampled=is_sampled)
-        return None if parts is None else replace(parts, wait=partial(self._wait, group))
+        return None if parts is None else replace(parts, wait=partial(self._wait, group, parts.wait))
 
-    def _wait(self, group: str) -> None:
+    def _wait(self, group: str, before: Callable[[], None] | None) -> None:
+        if before is not None:
+            before()
         for adapter in self._arriving:
             adapter.wait(group)
 

@@ -72,6 +72,11 @@ class FakeExecutor:
         return self._steps[0][0] if self._steps else None
 
     @property
+    def on_device(self) -> Collection[AdapterKey]:
+        """Adapters on the device, on their way there, or whose load failed and was not dropped."""
+        return self._arrivals.keys()
+
+    @property
     def num_steps(self) -> int:
         """Steps in flight."""
         return len(self._steps)
@@ -106,12 +111,14 @@ class FakeExecutor:
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter."""
-        in_use = {part.adapter for plan, _ in self._steps for part in plan.sequences}
-        assert key not in in_use or tier is Tier.HOST, f"{key} is dropped while it runs"
         if tier is Tier.HOST:
             self.host.discard(key)
-        else:
-            del self._adapter_pages[key]
+            return
+        parts = [part for plan, _ in self._steps for part in plan.sequences if part.placement.tier is tier]
+        assert all(part.adapter != key for part in parts), f"{key} is dropped while it runs"
+        arrival = self._arrivals.pop(key)
+        assert arrival.error is not None or key in self._adapter_pages, f"{key} is dropped on its way"
+        self._adapter_pages.pop(key, None)
 
     def complete_step(self, lost: Collection[AdapterKey] = ()) -> None:
         """Complete the oldest step in flight; the weights of ``lost`` that it waits for do not arrive."""
