@@ -125,6 +125,39 @@ def test_a_copy_may_be_reported_before_its_read_and_the_read_may_fail_then():
     assert rig.finish("a") == "length"
 
 
+@pytest.mark.parametrize("then", ["arrives", "fails", "is cancelled"])
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_requests_that_a_step_gave_up_wait_for_the_whole_adapter(plan_ahead, then):
+    """Others go on meanwhile; neither they nor requests to come begin on the layers of that load."""
+    rig = rig_of(on_disk=True, plan_ahead=plan_ahead)
+    rig.add(request("other", max_tokens=20), request("a", model="x", prompt_logprobs=0))
+    rig.turn()
+    assert placements(rig) == [ON_DEVICE, ARRIVING]
+    rig.turn()
+    assert rig.executor.num_steps == 1 + plan_ahead
+    rig.executor.complete_step(late=["key-x"])
+    rig.turn()
+    rig.core.check_integrity()
+    rig.add(request("b", model="x"))
+    for _ in range(3):
+        rig.executor.complete_step(late=["key-x"])
+        rig.turn()
+        rig.core.check_integrity()
+        assert placements(rig) == [ON_DEVICE]
+    assert rig.core._cold_starts._corrections.factor(ColdStart.LAYERS) >= 1.0
+    if then == "is cancelled":
+        assert rig.core.cancel("a", rig.now)
+    rig.executor.complete_load(0, error="its server is gone" if then == "fails" else None)
+    rig.executor.complete_load(0)
+    rig.drain()
+    rig.core.check_integrity()
+    assert rig.finish("other") == "length"
+    assert rig.finish("a") == {"arrives": "length", "fails": "error", "is cancelled": "cancelled"}[then]
+    assert rig.finish("b") == ("error" if then == "fails" else "length")
+    reports = [output.prompt_logprobs for output in rig.outputs["a"] if output.prompt_logprobs]
+    assert [len(report.ranks) // 4 for report in reports] == ([4] if then == "arrives" else [])
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 from manylora.clock import Clock
 from manylora.engine.steps.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
-from manylora.execution.storage.arrival import ArrivingAdapter
+from manylora.execution.storage.arrival import ArrivingAdapter, Patience
 from manylora.execution.storage.device_load import CopyContext, DeviceLoad, Gone
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.link import Link
@@ -39,6 +39,10 @@ __all__ = ["FutureWork", "TorchExecutor"]
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT", StepResult, LoadResult)
+
+PATIENCE_S = 1.0
+"""Longest wait of a step for the layers of its adapters, in seconds: the whole batch waits with it, and a read that
+hangs takes minutes to be given up."""
 
 
 class FutureWork(Generic[ResultT]):
@@ -63,7 +67,8 @@ class TorchExecutor:
     """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``.
 
     ``reads_host`` says whether the kernels can read an adapter's weights from the host tier. ``prepare`` makes a
-    kernel's data for an adapter in its pages.
+    kernel's data for an adapter in its pages. ``patience_s`` is the time that a step waits for the layers of adapters,
+    before it goes on without their sequences.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class TorchExecutor:
         clock: Clock,
         reads_host: bool = False,
         prepare: Callable[[ResidentAdapter], None] = lambda adapter: None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._runner = runner
         self._host = host
@@ -85,9 +91,10 @@ class TorchExecutor:
         self._resident = resident
         self._clock = clock
         self.reads_host = reads_host
+        self._patience_s = patience_s
         self._tokens: dict[int, SampledToken] = {}  # of the last step; touched on the step's thread alone
         self._copied: dict[AdapterKey, AdapterVersion] = {}  # those that steps may read from the host
-        self._failed: dict[int, str] = {}  # likewise
+        self._without_token: frozenset[int] = frozenset()  # likewise: the sequences that failed, or were given up
         self._arriving: dict[AdapterKey, DeviceLoad] = {}  # in flight, or failed
         self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # of a read in flight that has not begun its image
         self._lock = threading.Lock()  # of the followers
@@ -185,26 +192,32 @@ class TorchExecutor:
         began_at = time.perf_counter()
         # Between the plan and the step an adapter may have arrived: its sequences run, so its pages are theirs.
         in_host = {key: self._in_place(image) for key, image in images.items() if key not in self._resident}
-        plan = fill_in(plan, self._tokens, self._failed)
+        plan = fill_in(plan, self._tokens, self._without_token)
         arriving: dict[AdapterKey, ArrivingAdapter] = {}
         gone: dict[AdapterKey | None, str] = {}
+        late: set[AdapterKey | None] = set()
+        patience = Patience(self._patience_s)
         coming: dict[AdapterKey, DeviceLoad] = {}
         for key, load in loads.items():
             if key in in_host:
                 coming[key] = load
             elif key not in self._resident:
                 try:
-                    arriving[key] = load.arriving()
+                    arriving[key] = load.arriving(patience)
                 except Gone as error:
                     gone[key] = str(error)
-        failed = {part.seq_id: gone[part.adapter] for part in plan.sequences if part.adapter in gone} if gone else {}
-        if failed:
-            kept = tuple([part for part in plan.sequences if part.seq_id not in failed])
-            plan = replace(plan, sequences=kept)
+                except TimeoutError:
+                    late.add(key)
+        without = plan.sequences if gone or late else ()
+        failed = {part.seq_id: gone[part.adapter] for part in without if part.adapter in gone}
+        given_up = frozenset([part.seq_id for part in without if part.adapter in late])
+        if failed or given_up:
+            kept = [part for part in plan.sequences if part.seq_id not in failed and part.seq_id not in given_up]
+            plan = replace(plan, sequences=tuple(kept))
         result = self._runner.run(plan, in_host, arriving, coming)
-        if failed:
-            result = replace(result, failed=failed | result.failed)
-        self._tokens, self._failed = result.tokens, result.failed
+        if failed or given_up:
+            result = replace(result, failed=failed | result.failed, late=given_up | result.late)
+        self._tokens, self._without_token = result.tokens, result.late.union(result.failed)
         return replace(result, device_s=time.perf_counter() - began_at)
 
     def _behind_steps(self, result: Future[LoadResult]) -> Future[LoadResult]:

@@ -113,13 +113,21 @@ class FakeExecutor:
         else:
             del self._adapter_pages[key]
 
-    def complete_step(self, lost: Collection[AdapterKey] = ()) -> None:
-        """Complete the oldest step in flight; the weights of ``lost`` that it waits for do not arrive."""
+    def complete_step(self, lost: Collection[AdapterKey] = (), late: Collection[AdapterKey] = ()) -> None:
+        """Complete the oldest step in flight; the weights of ``lost`` that it waits for do not arrive.
+
+        Those of ``late`` have not arrived yet, and it goes on without their sequences.
+        """
         plan, step = self._steps.popleft()
-        plan = fill_in(plan, self._last.tokens, self._last.failed)
+        plan = fill_in(plan, self._last.tokens, self._last.late.union(self._last.failed))
         tokens: dict[int, SampledToken] = {}
         failed: dict[int, str] = {}
+        given_up: set[int] = set()
         for part in plan.sequences:
+            if part.placement is ARRIVING and part.adapter in late and not self._has_ended(part.adapter):
+                given_up.add(part.seq_id)
+                self._write(part, is_spoilt=True)
+                continue
             arrival = self._arrive(part, part.adapter in lost)
             if arrival is not None and arrival.error is not None:
                 failed[part.seq_id] = arrival.error
@@ -134,8 +142,11 @@ class FakeExecutor:
                 assert part.start + part.num_tokens == len(part.tokens)
                 tokens[part.seq_id] = synthetic_token(part, self._vocab_size)
         reported = synthetic_prompt_logprobs(plan, self._vocab_size)
-        reported = {seq_id: rows for seq_id, rows in reported.items() if seq_id not in failed}
-        self._last = step.result = StepResult(tokens=tokens, failed=failed, prompt_logprobs=reported)
+        without = given_up.union(failed)
+        reported = {seq_id: rows for seq_id, rows in reported.items() if seq_id not in without}
+        self._last = step.result = StepResult(
+            tokens=tokens, failed=failed, late=frozenset(given_up), prompt_logprobs=reported
+        )
 
     def complete_load(self, index: int = 0, error: str | None = None) -> None:
         """Complete a load in flight, or fail it with ``error``.
@@ -178,6 +189,11 @@ class FakeExecutor:
         if arrival.error is None:
             self._deliver(arrival)
         return arrival
+
+    def _has_ended(self, key: AdapterKey) -> bool:
+        """Whether the weights have arrived, or will not."""
+        arrival = self._arrivals[key]
+        return arrival.has_arrived or arrival.error is not None
 
     def _deliver(self, arrival: _Arrival) -> None:
         if not arrival.has_arrived:
