@@ -180,7 +180,9 @@ class LoadResult:
     Args:
         error: Reason of a failure (file missing, changed, damaged).
         device_s: Measured duration without its wait for the link, in seconds, if any.
+        layer_digests: Digests of the adapter's layers, if it was read for the first time.
     """
 
     error: str | None = None
     device_s: float | None = None
+    layer_digests: bytes = b""

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from harness import Rig, make_rig, request
+from harness import Rig, make_rig, request, version
 
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, ModelConfig
@@ -109,6 +109,23 @@ def test_a_request_without_pages_for_its_adapter_waits():
     assert len(rig.executor.plan.sequences) == 1 and not rig.executor.loads
     rig.drain()
     assert rig.finish("a") == "length"
+
+
+def test_a_read_that_yields_no_layers_is_known_as_such_until_it_has_found_their_digests():
+    rig = rig_of("wait", on_disk=True)
+    made = dataclasses.replace(version("new"), is_whole=True)
+    rig.core.adapters.register("z", made, rig.now, tier=Tier.DISK)
+    for digests in (b"", b"digests"):
+        rig.core.adapters.warm("z", rig.now)
+        load, work = rig.executor.loads[0]
+        assert (load.version.layer_digests, load.version.is_whole) == (digests, not digests)
+        assert rig.core._cache.route(made.key, rig.now).is_whole == (not digests)
+        rig.executor.complete_load()
+        work.result = dataclasses.replace(work.result, layer_digests=b"digests")
+        rig.turn()
+        rig.executor.complete_load(error="the link is down")
+        rig.turn()
+        rig.register("y", key=f"key-{digests!r}", replace=True)  # which sends z to disk
 
 
 def test_a_copy_may_be_reported_before_its_read_and_the_read_may_fail_then():

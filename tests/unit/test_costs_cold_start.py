@@ -72,6 +72,9 @@ def test_a_copy_waits_for_the_read_and_follows_it_by_layers_when_chained():
     assert route(copy_begins_s=-1.0).device_s(10) == 0.0
     assert route(copy_begins_s=0.030).device_s(10) == pytest.approx(0.040)  # behind other loads
     assert route(read_s=0.1, copy_s=0.02, is_chained=True).device_s(10) == pytest.approx(0.102)
+    whole = route(read_s=0.100, copy_s=0.020, is_whole=True)  # no layer before the read's end
+    assert (whole.first_layer_s(10), whole.last_layer_s(10)) == pytest.approx((0.102, 0.120))
+    assert whole.stall_s(0.010, 10) == pytest.approx(0.120 - 0.009)
 
 
 @given(

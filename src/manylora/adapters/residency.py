@@ -13,7 +13,7 @@ the cache to spare it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from manylora.types import AdapterVersion, Tier
@@ -36,7 +36,7 @@ class Residency:
     """State of one version.
 
     Args:
-        version: The version.
+        version: The version; with the digests of its layers, once it was read.
         host: State of its host copy.
         device: State of its device copy.
         num_running: Running sequences that use it.
@@ -101,6 +101,10 @@ class Residency:
         self._set(tier, TierState.RESIDENT if ok else TierState.FAILED if is_used else TierState.ABSENT)
         if tier is Tier.DEVICE:
             self.is_late = False
+
+    def learnt(self, layer_digests: bytes) -> None:
+        """Record the digests of its layers, which its first read has found: from now on, layers are used as they come."""
+        self.version = replace(self.version, layer_digests=layer_digests, is_whole=False)
 
     def was_late(self) -> None:
         """Record that a step has ceased to wait for its layers: none begins on them before the load is over."""

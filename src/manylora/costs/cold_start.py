@@ -74,6 +74,7 @@ class Route:
         copy_begins_s: Begin of its copy as far as the link is concerned.
         copy_s: Duration of the copy.
         is_chained: Whether the copy in flight follows the read layer by layer.
+        is_whole: Whether the read yields no layer before its end.
     """
 
     read_begins_s: float
@@ -81,6 +82,7 @@ class Route:
     copy_begins_s: float
     copy_s: float
     is_chained: bool = False
+    is_whole: bool = False
 
     @property
     def host_s(self) -> float:
@@ -108,7 +110,8 @@ class Route:
     def _first_is_read_s(self, num_layers: int) -> float:
         if not self.read_s:
             return self.copy_begins_s
-        return max(self.copy_begins_s, self.read_begins_s + self.read_s / num_layers)
+        read_s = self.read_s if self.is_whole else self.read_s / num_layers
+        return max(self.copy_begins_s, self.read_begins_s + read_s)
 
     def stall_s(self, step_s: float, num_layers: int) -> float:
         """Return the time that a step of ``step_s`` would wait for layers, if it began now.

@@ -239,8 +239,11 @@ class TorchExecutor:
         adapter.arrival.wait(len(adapter.image))
         return adapter.in_place()
 
-    def _read(self, load: AdapterLoad) -> None:
-        """Bring an adapter to the host tier, and let the loads that wait for its image follow it."""
+    def _read(self, load: AdapterLoad) -> bytes:
+        """Bring an adapter to the host tier, and let the loads that wait for its image follow it.
+
+        Returns the digests of its layers if it was read for the first time.
+        """
         key = load.version.key
 
         def begun(adapter: HostAdapter) -> None:
@@ -248,7 +251,7 @@ class TorchExecutor:
                 follower.follow(adapter)
 
         try:
-            self._reader.read_again(load.version, begun, is_urgent=load.is_urgent)
+            return self._reader.read_again(load.version, begun, is_urgent=load.is_urgent).first_digests
         except Exception as error:
             for follower in self._take_followers(key):
                 follower.fail(reason_of(error))
@@ -265,12 +268,12 @@ class TorchExecutor:
             del self._arriving[load.key]
 
 
-def _carry_out(load_to_tier: Callable[[AdapterLoad], object], load: AdapterLoad) -> LoadResult:
-    """Run a load; every failure is a result, since one broken adapter must not end the engine."""
+def _carry_out(read: Callable[[AdapterLoad], bytes], load: AdapterLoad) -> LoadResult:
+    """Run a read; every failure is a result, since one broken adapter must not end the engine."""
     began_at = time.perf_counter()
     try:
-        load_to_tier(load)
+        layer_digests = read(load)
     except Exception as error:
         logger.warning("load_failed adapter=%s tier=%s error=%s", load.version.key, load.tier.value, error)
         return LoadResult(error=str(error) or type(error).__name__)
-    return LoadResult(device_s=time.perf_counter() - began_at)
+    return LoadResult(device_s=time.perf_counter() - began_at, layer_digests=layer_digests)

@@ -254,6 +254,7 @@ class AdapterCache:
         residency = self._residencies[key]
         if residency.device is not TierState.ABSENT:
             return residency
+        version = residency.version  # which may know more of its content
         if residency.host is TierState.ABSENT:
             if depth is Depth.IDLE and not self._has_host_room(version):
                 return residency
@@ -320,6 +321,8 @@ class AdapterCache:
             self.num_disk_loads += ok
             residency.error = result.error
             if ok:
+                if result.layer_digests:
+                    residency.learnt(result.layer_digests)
                 self._failed.pop(key, None)
                 self._host[key] = load.version.host_bytes
                 self.host_bytes += load.version.host_bytes

@@ -93,6 +93,7 @@ class LoadsInFlight:
             copy_begins_s=copy_begins_s,
             copy_s=copy_s,
             is_chained=not is_in_host and residency.device is TierState.LOADING,
+            is_whole=residency.version.is_whole,
         )
 
     def _find(self, key: AdapterKey, tier: Tier) -> Load | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from queue import LifoQueue
 from typing import TypeAlias
 
@@ -19,7 +18,7 @@ from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.inline_reader import InlineReader
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
-from manylora.types import AdapterKey, AdapterVersion
+from manylora.types import AdapterVersion
 
 __all__ = ["FileReader", "HostReader", "open_processes", "reason_of"]
 
@@ -49,7 +48,6 @@ class HostReader:
     def __init__(self, settings: ReaderSettings, store: HostTier, readers: Sequence[FileReader] = ()) -> None:
         self._store = store
         self._readers = list(readers) or [ReaderProcess() for _ in range(NUM_READERS)]
-        self._first_digests: dict[AdapterKey, bytes] = {}  # of versions with a provisional key, once they were read
         # Last in, first out: the second reader starts only when two adapters are read at once.
         self._free: LifoQueue[FileReader] = LifoQueue()
         for reader in reversed(self._readers):
@@ -88,8 +86,6 @@ class HostReader:
             AdapterError: Its directory is gone or broken, or holds other weights now.
         """
         adapter: HostAdapter | None = None
-        if version.key in self._first_digests:
-            version = replace(version, layer_digests=self._first_digests[version.key])
 
         def begin(packed: PackedAdapter) -> None:
             nonlocal adapter
@@ -109,8 +105,7 @@ class HostReader:
                 self._store.fail(version.key, adapter, reason_of(error))
             raise
         assert adapter is not None
-        if digests:
-            self._first_digests[version.key] = digests
+        adapter.first_digests = digests
         return adapter
 
     def close(self) -> None:
