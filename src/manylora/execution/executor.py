@@ -4,9 +4,9 @@
 
     step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the step before it ends
     copy     one thread    host image -> device pages, as far as the image is filled; a step may wait for each layer
-    read     two threads   files -> packed host image, by reader processes, layer by layer
+    read     some threads  files -> packed host image, by reader processes, layer by layer
 
-Each thread runs its work in order of submission, then wakes the clock. The loop gets the result through ``Work.poll``.
+Each thread runs its work in order of submission (reads: urgent ones first), then wakes the clock. The loop gets the result through ``Work.poll``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Generic, TypeVar
 
+from manylora.adapters.urls import is_url
 from manylora.clock import Clock
 from manylora.engine.steps.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
@@ -29,7 +31,8 @@ from manylora.execution.storage.device_load import CopyContext, DeviceLoad, Gone
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.reader import HostReader, reason_of
+from manylora.execution.storage.read_queue import ReadQueue
+from manylora.execution.storage.reader import NUM_READERS, NUM_REMOTE, HostReader, reason_of
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
@@ -99,7 +102,7 @@ class TorchExecutor:
         self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # of a read in flight that has not begun its image
         self._lock = threading.Lock()  # of the followers
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
-        self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
+        self._reads = ReadQueue(NUM_READERS, NUM_REMOTE)
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._copies = CopyContext(pages, link, self._copy_thread, prepare)
 
@@ -135,7 +138,7 @@ class TorchExecutor:
         if load.tier is Tier.HOST:
             with self._lock:
                 self._followers.setdefault(key, [])
-            return self._watch(self._reads.submit(_carry_out, self._read, load))
+            return self._watch(self._submit_read(load, is_urgent=load.is_urgent))
         assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
         if self.reads_host:
             self._copied[key] = load.version
@@ -150,7 +153,7 @@ class TorchExecutor:
         elif not is_read:
             # An eviction at the same time as a second registration can lose the host copy; the files still have it.
             logger.warning("host_copy_gone adapter=%s", key)
-            self._reads.submit(_carry_out, self._read, load)
+            self._submit_read(load, is_urgent=True)
         return self._watch(self._behind_steps(arriving.result))
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
@@ -167,11 +170,12 @@ class TorchExecutor:
     def close(self) -> None:
         """Finish the step in flight, cancel waiting work and end the threads; no step waits for an adapter any more."""
         self._copies.link.close()
-        self._reads.shutdown(wait=False, cancel_futures=True)
+        self._reads.shutdown(wait=False)
         self._reader.close()
         for load in list(self._arriving.values()):
             load.abandon("the engine is closing")
-        for threads in (self._reads, self._copy_thread, self._steps):
+        self._reads.shutdown(wait=True)
+        for threads in (self._copy_thread, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()  # a read that had not reached its process yet may have started one
 
@@ -238,6 +242,11 @@ class TorchExecutor:
         adapter = image if isinstance(image, HostAdapter) else self._reader.read_again(image, is_urgent=True)
         adapter.arrival.wait(len(adapter.image))
         return adapter.in_place()
+
+    def _submit_read(self, load: AdapterLoad, *, is_urgent: bool) -> Future[LoadResult]:
+        return self._reads.submit(
+            partial(_carry_out, self._read, load), is_urgent=is_urgent, is_remote=is_url(load.version.source)
+        )
 
     def _read(self, load: AdapterLoad) -> bytes:
         """Bring an adapter to the host tier, and let the loads that wait for its image follow it.
