@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from harness import Rig, make_rig, request, version
 
+from manylora.adapters.residency import Residency, TierState
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, ModelConfig
 from manylora.engine.adapters.cold_starts import ColdStarts
+from manylora.engine.adapters.loads import LATE, LoadsInFlight
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.errors import ConfigError
@@ -19,6 +21,7 @@ from manylora.hosting.snapshot import merge_snapshots
 from manylora.memory import ReloadCosts
 from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, PlannedSequence, StepPlan
 from manylora.server.metrics.scrape import snapshot_metrics
+from manylora.sim.run.fake import FakeWork
 from manylora.types import AdapterKey, ColdStart, SamplingParams, Tier
 
 
@@ -109,6 +112,20 @@ def test_a_request_without_pages_for_its_adapter_waits():
     assert len(rig.executor.plan.sequences) == 1 and not rig.executor.loads
     rig.drain()
     assert rig.finish("a") == "length"
+
+
+def test_a_copy_that_waits_for_its_read_leaves_the_link_to_others():
+    costs = ReloadCosts()
+    slow, other = version("slow"), version("other")
+    loads = LoadsInFlight(costs)
+    own_s = costs.copy.seconds(slow.host_bytes)
+    loads.started(slow, Tier.HOST, FakeWork(), 0.0)
+    loads.started(slow, Tier.DEVICE, FakeWork(), 0.0)
+    waiting = Residency(other, host=TierState.RESIDENT)
+    assert loads.route(waiting, 100.0).copy_begins_s == pytest.approx(own_s)
+    loads.ended(next(iter(loads)), 100.0, ok=True)
+    late_s = 10 * own_s  # from here on the link holds it up
+    assert loads.route(waiting, 100.0 + late_s).copy_begins_s == pytest.approx((LATE - 1) * late_s)
 
 
 def test_a_read_that_yields_no_layers_is_known_as_such_until_it_has_found_their_digests():
