@@ -324,3 +324,13 @@ def test_the_costs_of_assisting_are_learnt_from_steps(rate, handoff_s):
         costs.forget()
     retried = costs.delay_s(64 * 512, layers * layer_s, layers)
     assert retried == pytest.approx(layers * (BESIDE_ROW_RANK_S * 64 * 512 - layer_s + 2 * handoff_s), rel=0.02)
+
+
+def test_noise_of_steps_that_the_device_mostly_took_over_teaches_little():
+    """Else a millisecond of a step, at a hundredth of its layers, counted as three for each layer."""
+    costs, step_s, layers = AssistCosts(is_beside=True), 0.032, LAYERS_OF_7B
+    for cpu_share in (0.01, 0.1, 0.5):
+        for noise_s in 50 * (0.001, -0.001):
+            costs.observe(64, step_s, layers, step_s + 2 * layers * cpu_share * 10e-6 + noise_s, cpu_share)
+    assert costs._row_rank_s == pytest.approx(BESIDE_ROW_RANK_S)
+    assert costs.delay_s(64, step_s, layers) == pytest.approx(2 * layers * 10e-6, rel=0.5)

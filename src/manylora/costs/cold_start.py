@@ -57,6 +57,10 @@ LEAST_CHUNK = 16
 LEARN = 0.2
 """Weight of an observation against all earlier ones."""
 
+LEAST_SHARE = 0.25
+"""Share of the layers that the CPU must have computed in a step for it to teach: a millisecond of noise in a step of 32
+layers counts as 31 us for each at a share of 1, and would as 3 ms at a hundredth."""
+
 FORGET = 0.02
 """Part of a correction that is forgotten with each observation of another mode, so that a mode is tried again."""
 
@@ -202,21 +206,24 @@ class AssistCosts:
     def observe(self, row_rank: int, step_s: float, num_layers: int, took_s: float, cpu_share: float = 1.0) -> None:
         """Learn that such a step took ``took_s``, and ``step_s`` without the rows.
 
-        ``cpu_share``, above 0, is the share of the layers in which the CPU computed them, and not the device.
+        ``cpu_share`` is the share of the layers in which the CPU computed them, and not the device. The noise of the
+        whole step is divided by it, so it is also the weight of the observation, and a small share teaches nothing.
 
         A step that should have hidden the CPU's part teaches the handoff. Any other teaches the rate; so does a delay
         that no handoff explains.
         """
+        if cpu_share < LEAST_SHARE:
+            return
         layer_s, excess_s = step_s / num_layers, (took_s - step_s) / (num_layers * cpu_share)
-        handoff_s = self._handoff_s
+        handoff_s, learn = self._handoff_s, LEARN * cpu_share
         if is_hidden := self._row_rank_s * row_rank <= layer_s:
             # Noise counts in both directions, and the estimate alone is bounded by zero: else noise would raise it.
             handoff_s = min(max(-MOST_HANDOFF_S, excess_s / 2), MOST_HANDOFF_S)
-            self._handoff_s = max(0.0, self._handoff_s + LEARN * (handoff_s - self._handoff_s))
+            self._handoff_s = max(0.0, self._handoff_s + learn * (handoff_s - self._handoff_s))
         excess_s -= 2 * handoff_s
         if not is_hidden or excess_s > 0.0:
             rate_s = max(0.0, layer_s + excess_s) / row_rank
-            self._row_rank_s += LEARN * (rate_s - self._row_rank_s)
+            self._row_rank_s += learn * (rate_s - self._row_rank_s)
 
     def forget(self) -> None:
         """Learn that a request started in another mode: the rate fades to its guess, so that assisting is retried."""
