@@ -198,7 +198,7 @@ def _build(
         clock=clock,
         # Tables hold places in the pool alone: without an assistant, they cannot name an image.
         reads_host=assistant is not None or (device.type == "cpu" and directory is None),
-        prepare=_preparation(kernel, device.type),
+        prepare=assistant.prepare if assistant is not None else _preparation(kernel, device.type),
     )
 
     def close() -> None:

@@ -25,7 +25,7 @@ import torch
 
 from manylora.adapters.shape import BaseShape, ModuleKind
 from manylora.costs.take_over import remaining_s
-from manylora.execution.assist.shares import adapter_cost, split_rows
+from manylora.execution.assist.shares import adapter_cost, measure_classes, split_rows
 from manylora.execution.assist.stream import DeviceStream
 from manylora.execution.assist.words import serve
 from manylora.execution.assist.workers import PATIENCE_S, Serve, Supervisor, Task, Worker
@@ -35,6 +35,7 @@ from manylora.execution.kernels.cpu.products import make_product_tables, product
 from manylora.execution.lora.batch import LoraSegment
 from manylora.execution.lora.grouped import MAX_READ_ROWS
 from manylora.execution.lora.parts import Part
+from manylora.execution.storage.resident import ResidentAdapter
 
 __all__ = ["Assistant", "AssistedStep", "LostRows", "count_workers"]
 
@@ -286,6 +287,10 @@ class Assistant:
     def num_workers(self) -> int:
         """Threads."""
         return len(self._workers)
+
+    def prepare(self, adapter: ResidentAdapter) -> None:
+        """Measure what an adapter's rows cost a worker, if its shape is new; blocks, on a thread that no step awaits."""
+        measure_classes(group for name, group in adapter.groups.items() if not self._groups[name].is_embedding)
 
     def begin(self, segments: tuple[LoraSegment, ...]) -> AssistedStep:
         """Wake workers for a step with these segments, whose adapters are host images; ``finish`` ends it."""
