@@ -183,8 +183,8 @@ class AdapterConfig:
         flag="--host-memory",
         unit="bytes",
         above=0,
-        help="Host memory for adapters; those beyond it are read from disk again when requested. By default the engine's "
-        "part of a quarter of the memory that is available once the model is loaded; in simulations 4GiB.",
+        help="Host memory for adapters; those beyond it are read from disk again when requested. By default the "
+        "engine's part of a quarter of the memory that is available once the model is loaded; in simulations 4GiB.",
     )
     background_reads: bool = _adapters(
         True,

@@ -278,8 +278,9 @@ def test_a_step_goes_on_without_the_sequences_of_an_adapter_that_is_late(
     loaded = start(one, Tier.DEVICE, parts)
     if has_begun:
         executor._arriving[one.key]._views.result()
-    step = Launched(parts, batch(one, two))
-    ahead = [structs.replace(part, start=len(part.tokens), num_tokens=1, awaits_token=True) for part in batch(one, two)]
+    plan = batch(one, two)
+    step = Launched(parts, plan)
+    ahead = [structs.replace(part, start=len(part.tokens), num_tokens=1, awaits_token=True) for part in plan]
     after = executor.launch(StepPlan(step_id=2, sequences=tuple(ahead)), 0.0)
     result = step.result()
     assert result.late == {0} and not result.failed and set(result.tokens) == {1, 2}
@@ -288,7 +289,8 @@ def test_a_step_goes_on_without_the_sequences_of_an_adapter_that_is_late(
     release.set()
     link.close()
     assert loaded().error is None
-    again = Launched(parts, batch(one, two), 3)
+    plan[0] = structs.replace(plan[0], pages=[*plan[0].pages])  # as of a sequence that was sent back
+    again = Launched(parts, plan, 3)
     assert not again.result().late
     for seq_id, row in expected.items():
         torch.testing.assert_close(again.rows[seq_id], row, atol=1e-5, rtol=1e-5)

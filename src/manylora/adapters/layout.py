@@ -311,7 +311,8 @@ def make_version(
         key: Its identity.
         source: The directory it came from, or its name without one.
         disk_bytes: Size of its weight file; the size of its weights when ``None``.
-        layer_digests: As in ``AdapterVersion``; the next as well.
+        layer_digests: As in ``AdapterVersion``.
+        is_whole: As in ``AdapterVersion``.
     """
     modules = [part for group in layout.groups.values() for part in group.modules]
     return AdapterVersion(

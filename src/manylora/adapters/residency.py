@@ -103,7 +103,7 @@ class Residency:
             self.is_late = False
 
     def learnt(self, layer_digests: bytes) -> None:
-        """Record the digests of its layers, which its first read has found: from now on, layers are used as they come."""
+        """Record the digests of its layers, which its first read has found: reads to come yield layer by layer."""
         self.version = replace(self.version, layer_digests=layer_digests, is_whole=False)
 
     def was_late(self) -> None:

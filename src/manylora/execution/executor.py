@@ -6,7 +6,8 @@
     copy     one thread    host image -> device pages, as far as the image is filled; a step may wait for each layer
     read     some threads  files -> packed host image, by reader processes, layer by layer
 
-Each thread runs its work in order of submission (reads: urgent ones first), then wakes the clock. The loop gets the result through ``Work.poll``.
+Each thread runs its work in order of submission, urgent reads first, then wakes the clock. The loop gets the result
+through ``Work.poll``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -97,7 +98,8 @@ class TorchExecutor:
         self._patience_s = patience_s
         self._tokens: dict[int, SampledToken] = {}  # of the last step; touched on the step's thread alone
         self._copied: dict[AdapterKey, AdapterVersion] = {}  # those that steps may read from the host
-        self._without_token: frozenset[int] = frozenset()  # likewise: the sequences that failed, or were given up
+        self._failed: dict[int, str] = {}  # likewise
+        self._given_up: dict[int, Sequence[int]] = {}  # likewise; with the pages of each
         self._arriving: dict[AdapterKey, DeviceLoad] = {}  # in flight, or failed
         self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # of a read in flight that has not begun its image
         self._lock = threading.Lock()  # of the followers
@@ -196,7 +198,7 @@ class TorchExecutor:
         began_at = time.perf_counter()
         # Between the plan and the step an adapter may have arrived: its sequences run, so its pages are theirs.
         in_host = {key: self._in_place(image) for key, image in images.items() if key not in self._resident}
-        plan = fill_in(plan, self._tokens, self._without_token)
+        whole = plan = fill_in(plan, self._tokens, self._failed, self._given_up)
         arriving: dict[AdapterKey, ArrivingAdapter] = {}
         gone: dict[AdapterKey | None, str] = {}
         late: set[AdapterKey | None] = set()
@@ -221,7 +223,9 @@ class TorchExecutor:
         result = self._runner.run(plan, in_host, arriving, coming)
         if failed or given_up:
             result = replace(result, failed=failed | result.failed, late=given_up | result.late)
-        self._tokens, self._without_token = result.tokens, result.late.union(result.failed)
+        self._tokens, self._failed = result.tokens, result.failed
+        late_parts = [part for part in whole.sequences if part.seq_id in result.late] if result.late else []
+        self._given_up = {part.seq_id: part.pages for part in late_parts}
         return replace(result, device_s=time.perf_counter() - began_at)
 
     def _behind_steps(self, result: Future[LoadResult]) -> Future[LoadResult]:

@@ -132,8 +132,9 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it will not run before the steps in flight are over, or not at all: about to end or to be sent back,
-        ended, or at its cap.
+        """Whether it will not run again, for any result of the steps in flight: ended, at its cap, or about to end.
+
+        Or it is about to be sent back, and waits until those steps are over.
         """
         return (
             self.ending is not None
@@ -144,7 +145,7 @@ class Sequence:
 
     @property
     def has_sound_kv(self) -> bool:
-        """Whether the KV of completed steps is certain to be right: not if its adapter may fail yet, did, or was late."""
+        """Whether the KV of completed steps is certain to be right: not if its adapter may fail yet, or did."""
         return self.placement is not ARRIVING and self.failure is None and not self.is_given_up
 
     @property

@@ -282,7 +282,7 @@ class Assistant:
         return len(self._workers)
 
     def prepare(self, adapter: ResidentAdapter) -> None:
-        """Measure what an adapter's rows cost a worker, if its shape is new; blocks, on a thread that no step awaits."""
+        """Measure the cost of an adapter's rows if its shape is new; blocks, on a thread that no step awaits."""
         measure_classes(group for name, group in adapter.groups.items() if not self._groups[name].is_embedding)
 
     def begin(self, segments: tuple[LoraSegment, ...]) -> AssistedStep:

@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["ReadQueue"]
 
@@ -19,14 +19,14 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(order=True, slots=True)
-class _Read(Generic[ResultT]):
+class _Read:
     """A read that waits; ordered by rank, then by number."""
 
     rank: int
     number: int
     is_remote: bool = field(compare=False)
-    work: Callable[[], ResultT] = field(compare=False)
-    result: Future[ResultT] = field(compare=False)
+    work: Callable[[], Any] = field(compare=False)
+    result: Future[Any] = field(compare=False)
 
 
 class ReadQueue:
