@@ -25,8 +25,8 @@ SLICE_S = 2e-3
 """Least time of a slice at a stated bandwidth, about: longer than what waking up from a sleep takes."""
 
 MOST_SLICES = 8
-"""Slices of one copy at a stated bandwidth, about: each takes 0.1 ms of processor time and of the interpreter lock, which
-steps on a CPU need; a copy of four steps in slices of 2 ms took twice the time of its bytes."""
+"""Slices of one copy at a stated bandwidth, about: each takes 0.1 ms of processor time, and the interpreter lock, which
+steps need. In slices of 2 ms, a copy of four steps took twice the processor time."""
 
 
 class Link:
