@@ -104,6 +104,7 @@ def prompt_row(
     times = {"resident ms": wall_seconds(lambda: engine.runner.run(warm), engine.device, sizes.rounds) * 1e3}
     for name, kind in (("assisted ms", stream), ("synchronous ms", SynchronousStream(stream, engine.device))):
         assistant = Assistant(kind, engine.base)
+        assistant.prepare(image)
         engine.runner._assistant = assistant
         step_s = wall_seconds(lambda: engine.runner.run(cold, {version.key: image}), engine.device, sizes.rounds)
         times[name] = step_s * 1e3

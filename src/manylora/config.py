@@ -183,8 +183,8 @@ class AdapterConfig:
         flag="--host-memory",
         unit="bytes",
         above=0,
-        help="Host memory for adapters; those beyond it are read from disk again when requested. By default a quarter "
-        "of the memory that is available once the model is loaded; in simulations 4GiB.",
+        help="Host memory for adapters; those beyond it are read from disk again when requested. By default the "
+        "engine's part of a quarter of the memory that is available once the model is loaded; in simulations 4GiB.",
     )
     background_reads: bool = _adapters(
         True,
@@ -258,6 +258,12 @@ class EngineConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    num_engines: int = option(
+        1,
+        unit="engines",
+        at_least=1,
+        help="Engines on this machine, which share its cores and its memory; a server with replicas sets it.",
+    )
     seed: int = _model(0, help="Seed of requests without one.")
     request_log: str | None = _scheduling(
         None,
@@ -284,6 +290,9 @@ class EngineConfig:
         metavar="FILE",
         help="Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
     )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

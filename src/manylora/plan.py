@@ -141,7 +141,9 @@ class StepResult:
         failed: Reason by ``seq_id`` of the sequences whose adapter's weights could not be brought up or applied in the
             step, or whose logits were not finite. They have no token, and their KV is not valid; the other sequences of
             the step are not affected.
-        prompt_logprobs: A row for each of the plan's ``prompt_rows``, by ``seq_id``; none for failed sequences.
+        late: Sequences that the step has given up, since the weights of their adapter were late and all others waited
+            for them. They have no token, and their KV is not valid, but the load goes on: they may run once it is over.
+        prompt_logprobs: A row for each of the plan's ``prompt_rows``, by ``seq_id``; none for failed and late ones.
         cpu_share: Share of the layers, over the assisted sequences, that the CPU computed; the device took over the
             others.
     """
@@ -149,6 +151,7 @@ class StepResult:
     tokens: dict[int, SampledToken] = field(default_factory=dict)
     device_s: float | None = None
     failed: dict[int, str] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     cpu_share: float = 1.0
 
@@ -177,7 +180,9 @@ class LoadResult:
     Args:
         error: Reason of a failure (file missing, changed, damaged).
         device_s: Measured duration without its wait for the link, in seconds, if any.
+        layer_digests: Digests of the adapter's layers, if it was read for the first time.
     """
 
     error: str | None = None
     device_s: float | None = None
+    layer_digests: bytes = b""

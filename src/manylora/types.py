@@ -364,6 +364,8 @@ class AdapterVersion:
         layer_digests: Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty
             where they are not known. ``key`` is the hash over them.
         stamp: Identity of the files that it was registered from (``adapters.stamp``); empty without one.
+        is_whole: Whether no layer of its image may be used before the whole file was read: its content is not known yet
+            and is not vouched for by a server, or the file has no header.
     """
 
     key: AdapterKey
@@ -379,3 +381,4 @@ class AdapterVersion:
     dtype: str | None = None
     layer_digests: bytes = b""
     stamp: str = field(default="", compare=False)
+    is_whole: bool = False

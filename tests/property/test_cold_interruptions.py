@@ -245,7 +245,7 @@ def preempt(core: EngineCore, now: float) -> None:
     """Take the youngest sequence's pages, as an older one does that must grow."""
     running = core._running.sequences()
     if running and not core._steps:
-        core._running._preempt(running[-1], now)
+        core._running.preempt(running[-1], now)
 
 
 def choose_in_turn(ways: Sequence[ColdStart], patch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ class EngineMachine(RuleBasedStateMachine):
             arriving = {part.adapter for part in plan.sequences if part.placement is ARRIVING}
             lost = arriving if loses == 0 else set()
             self.broken |= lost
-            self.rig.executor.complete_step(lost)
+            self.rig.executor.complete_step(lost, late=arriving if loses == 1 else ())
 
     @precondition(lambda self: self.rig.executor.loads)
     @rule(data=st.data(), fails=st.integers(0, 9))

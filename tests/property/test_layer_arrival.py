@@ -64,6 +64,7 @@ def engine(folders: dict[str, Path]) -> Iterator[tuple[EngineParts, list[Adapter
         memory=MemoryConfig(block_size=BLOCK, num_pages=64),
     )
     parts = build_parts(config, WallClock())
+    executor_of(parts)._patience_s = math.inf
     versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]
     for number, version in enumerate(versions):
         finish(parts.executor.load_adapter(load_of(version, number), 0.0))

@@ -23,6 +23,7 @@ from faulty_serve import DIE, STICK, FaultySource
 from manylora.adapters.shape import BaseShape
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.execution.assist import shares
 from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
 from manylora.execution.assist.shares import RowCost, split_rows
 from manylora.execution.assist.stream import ThreadStream
@@ -125,6 +126,24 @@ def test_exchanges_equal_the_reference(row_counts: list[int], num_workers: int) 
     try:
         for _ in range(3):
             assert rig.check(row_counts) == []
+    finally:
+        rig.assistant.close()
+
+
+def test_cores_are_measured_when_an_adapter_is_prepared_and_never_within_a_step(monkeypatch) -> None:
+    measured: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(shares, "_measured", {})
+    monkeypatch.setattr(shares, "_measure", lambda *of: measured.append(of) or RowCost(1e-4, 1e-6))
+    rig = Rig()
+    try:
+        rig.check([12, 1, 3, 2])
+        assert not measured
+        groups = [adapter.groups[GROUP] for adapter in rig.adapters if GROUP in adapter.groups]
+        assert 0.0 < shares.adapter_cost(groups).row_s < 1e-3
+        for adapter in rig.adapters * 2:
+            rig.assistant.prepare(adapter)
+        assert len(measured) == len(set(measured)) > 0
+        assert shares.adapter_cost(groups).row_s == pytest.approx(len(groups) * 1e-6)
     finally:
         rig.assistant.close()
 

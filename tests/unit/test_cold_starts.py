@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-from harness import Rig, make_rig, request
+from harness import Rig, make_rig, request, version
 
+from manylora.adapters.residency import Residency, TierState
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, ModelConfig
 from manylora.engine.adapters.cold_starts import ColdStarts
+from manylora.engine.adapters.loads import LATE, LoadsInFlight
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import ColdStartStatus, EngineStats
 from manylora.errors import ConfigError
@@ -19,6 +21,7 @@ from manylora.hosting.snapshot import merge_snapshots
 from manylora.memory import ReloadCosts
 from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, PlannedSequence, StepPlan
 from manylora.server.metrics.scrape import snapshot_metrics
+from manylora.sim.run.fake import FakeWork
 from manylora.types import AdapterKey, ColdStart, SamplingParams, Tier
 
 
@@ -111,6 +114,37 @@ def test_a_request_without_pages_for_its_adapter_waits():
     assert rig.finish("a") == "length"
 
 
+def test_a_copy_that_waits_for_its_read_leaves_the_link_to_others():
+    costs = ReloadCosts()
+    slow, other = version("slow"), version("other")
+    loads = LoadsInFlight(costs)
+    own_s = costs.copy.seconds(slow.host_bytes)
+    loads.started(slow, Tier.HOST, FakeWork(), 0.0)
+    loads.started(slow, Tier.DEVICE, FakeWork(), 0.0)
+    waiting = Residency(other, host=TierState.RESIDENT)
+    assert loads.route(waiting, 100.0).copy_begins_s == pytest.approx(own_s)
+    loads.ended(next(iter(loads)), 100.0, ok=True)
+    late_s = 10 * own_s  # from here on the link holds it up
+    assert loads.route(waiting, 100.0 + late_s).copy_begins_s == pytest.approx((LATE - 1) * late_s)
+
+
+def test_a_read_that_yields_no_layers_is_known_as_such_until_it_has_found_their_digests():
+    rig = rig_of("wait", on_disk=True)
+    made = dataclasses.replace(version("new"), is_whole=True)
+    rig.core.adapters.register("z", made, rig.now, tier=Tier.DISK)
+    for digests in (b"", b"digests"):
+        rig.core.adapters.warm("z", rig.now)
+        load, work = rig.executor.loads[0]
+        assert (load.version.layer_digests, load.version.is_whole) == (digests, not digests)
+        assert rig.core._cache.route(made.key, rig.now).is_whole == (not digests)
+        rig.executor.complete_load()
+        work.result = dataclasses.replace(work.result, layer_digests=b"digests")
+        rig.turn()
+        rig.executor.complete_load(error="the link is down")
+        rig.turn()
+        rig.register("y", key=f"key-{digests!r}", replace=True)  # which sends z to disk
+
+
 def test_a_copy_may_be_reported_before_its_read_and_the_read_may_fail_then():
     rig = rig_of(on_disk=True)
     rig.add(request("a", model="x", max_tokens=6))
@@ -123,6 +157,39 @@ def test_a_copy_may_be_reported_before_its_read_and_the_read_may_fail_then():
     rig.executor.complete_load(0, error="no memory for the image")
     rig.drain()
     assert rig.finish("a") == "length"
+
+
+@pytest.mark.parametrize("then", ["arrives", "fails", "is cancelled"])
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_requests_that_a_step_gave_up_wait_for_the_whole_adapter(plan_ahead, then):
+    """Others go on meanwhile; neither they nor requests to come begin on the layers of that load."""
+    rig = rig_of(on_disk=True, plan_ahead=plan_ahead)
+    rig.add(request("other", max_tokens=20), request("a", model="x", prompt_logprobs=0))
+    rig.turn()
+    assert placements(rig) == [ON_DEVICE, ARRIVING]
+    rig.turn()
+    assert rig.executor.num_steps == 1 + plan_ahead
+    rig.executor.complete_step(late=["key-x"])
+    rig.turn()
+    rig.core.check_integrity()
+    rig.add(request("b", model="x"))
+    for _ in range(3):
+        rig.executor.complete_step(late=["key-x"])
+        rig.turn()
+        rig.core.check_integrity()
+        assert placements(rig) == [ON_DEVICE]
+    assert rig.core._cold_starts._corrections.factor(ColdStart.LAYERS) >= 1.0
+    if then == "is cancelled":
+        assert rig.core.cancel("a", rig.now)
+    rig.executor.complete_load(0, error="its server is gone" if then == "fails" else None)
+    rig.executor.complete_load(0)
+    rig.drain()
+    rig.core.check_integrity()
+    assert rig.finish("other") == "length"
+    assert rig.finish("a") == {"arrives": "length", "fails": "error", "is cancelled": "cancelled"}[then]
+    assert rig.finish("b") == ("error" if then == "fails" else "length")
+    reports = [output.prompt_logprobs for output in rig.outputs["a"] if output.prompt_logprobs]
+    assert [len(report.ranks) // 4 for report in reports] == ([4] if then == "arrives" else [])
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

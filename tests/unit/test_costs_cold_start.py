@@ -72,6 +72,9 @@ def test_a_copy_waits_for_the_read_and_follows_it_by_layers_when_chained():
     assert route(copy_begins_s=-1.0).device_s(10) == 0.0
     assert route(copy_begins_s=0.030).device_s(10) == pytest.approx(0.040)  # behind other loads
     assert route(read_s=0.1, copy_s=0.02, is_chained=True).device_s(10) == pytest.approx(0.102)
+    whole = route(read_s=0.100, copy_s=0.020, is_whole=True)  # no layer before the read's end
+    assert (whole.first_layer_s(10), whole.last_layer_s(10)) == pytest.approx((0.102, 0.120))
+    assert whole.stall_s(0.010, 10) == pytest.approx(0.120 - 0.009)
 
 
 @given(
@@ -321,3 +324,33 @@ def test_the_costs_of_assisting_are_learnt_from_steps(rate, handoff_s):
         costs.forget()
     retried = costs.delay_s(64 * 512, layers * layer_s, layers)
     assert retried == pytest.approx(layers * (BESIDE_ROW_RANK_S * 64 * 512 - layer_s + 2 * handoff_s), rel=0.02)
+
+
+def test_noise_of_steps_that_the_device_mostly_took_over_teaches_little():
+    """Else a millisecond of a step, at a hundredth of its layers, counted as three for each layer."""
+    costs, step_s, layers = AssistCosts(is_beside=True), 0.032, LAYERS_OF_7B
+    for cpu_share in (0.01, 0.1, 0.5):
+        for noise_s in 50 * (0.001, -0.001):
+            costs.observe(64, step_s, layers, step_s + 2 * layers * cpu_share * 10e-6 + noise_s, cpu_share)
+    assert costs._row_rank_s == pytest.approx(BESIDE_ROW_RANK_S)
+    assert costs.delay_s(64, step_s, layers) == pytest.approx(2 * layers * 10e-6, rel=0.5)
+
+
+def test_in_place_the_excess_of_steps_is_learnt_and_weighed():
+    """On a CPU, rows in host memory cost nothing, but steps beside a copy take longer, whatever their rows."""
+    asked = question(route=route(copy_s=0.050), num_others=8)
+    costs, step_s = AssistCosts(is_beside=False), 0.025
+    for number in range(60):
+        costs.observe(64, step_s, LAYERS_OF_7B, step_s + 0.001 * (-1) ** number)
+    assert costs.delay_s(64, step_s, LAYERS_OF_7B) == pytest.approx(0.0, abs=2e-4)
+    assert choose(expect(asked, costs, Corrections()), tuple(ColdStart)[:2], 1) is ASSIST
+    for _ in range(60):
+        costs.observe(64, step_s, LAYERS_OF_7B, step_s + 0.008)
+    assert costs.delay_s(64 * 64, step_s, LAYERS_OF_7B) == pytest.approx(0.008, rel=0.01)
+    found = expect(asked, costs, Corrections())
+    assert found[ASSIST].chunk_tokens is None, "no shorter chunk would cost less"
+    assert found[ASSIST].others_s > found[WAIT].first_token_s - found[ASSIST].first_token_s
+    assert choose(found, tuple(ColdStart)[:2], 1) is WAIT
+    for _ in range(200):
+        costs.forget()
+    assert choose(expect(asked, costs, Corrections()), tuple(ColdStart)[:2], 1) is ASSIST, "it is tried again"

@@ -38,6 +38,7 @@ def test_engines_take_devices_in_turn_and_share_them(monkeypatch: pytest.MonkeyP
     assert [spec.config.model.device for spec in found] == ["cuda:0", "cuda:1", "cuda:0"]
     assert [spec.config.memory.gpu_memory_utilization for spec in found] == [0.4, 0.8, 0.4]
     assert [spec.num_threads for spec in found] == [5, 5, 5]
+    assert [spec.config.num_engines for spec in found] == [3, 3, 3]
     assert [spec.config.step_log for spec in found] == [
         "logs/steps.jsonl",
         "logs/steps.1.jsonl",

@@ -265,6 +265,15 @@ def test_an_idle_engine_keeps_no_image_that_was_dropped(parts: EngineParts, fold
     assert view() is None
 
 
+def test_a_slow_copy_goes_in_few_slices(parts: EngineParts) -> None:
+    """Each takes processor time and the interpreter lock from the steps beside it."""
+    pages = executor_of(parts)._copies.pages
+    link, filled = Link(pages, 1), list[int]()
+    link.close()  # it does not sleep any more
+    link.copy(range(20, 60), torch.zeros_like(pages.flat[20:60]), filled.append)
+    assert filled == [5, 10, 15, 20, 25, 30, 35, 40]
+
+
 def test_a_paced_link_keeps_to_its_bandwidth_until_it_is_closed(parts: EngineParts, folders: dict[str, Path]) -> None:
     version = parts.reader.read("one", str(folders["one"]))
     executor, plain = executor_of(parts), sequence([1, 2], 0, 2, 0, version.key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -67,6 +68,7 @@ class GatedLink(Link):
 @pytest.fixture
 def link(parts: EngineParts) -> Iterator[GatedLink]:
     """The executor's link, gated; pages hold NaN before, so that no step may read one too early."""
+    executor_of(parts)._patience_s = math.inf
     copies = executor_of(parts)._copies
     copies.link = link = GatedLink(copies.pages)
     copies.pages.flat[40:] = float("nan")
@@ -267,6 +269,41 @@ def test_a_lost_image_is_read_on_the_way(
     torch.testing.assert_close(step.rows[0], expected[0], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_step_goes_on_without_the_sequences_of_an_adapter_that_is_late(
+    has_begun: bool, parts: EngineParts, versions: Versions, expected: dict[int, torch.Tensor], link: GatedLink
+) -> None:
+    """Its layout is not known yet (a slow registry), or a page of it does not come; the load goes on."""
+    one, two = versions
+    executor = executor_of(parts)
+    executor._patience_s = 0.0
+    release = threading.Event()
+    if not has_begun:
+        read_again = executor._reader.read_again
+        executor._reader.read_again = lambda *args, **options: release.wait() and read_again(*args, **options)
+        parts.executor.drop_adapter(one.key, Tier.HOST)
+        start(one, Tier.HOST, parts)
+    loaded = start(one, Tier.DEVICE, parts)
+    if has_begun:
+        executor._arriving[one.key]._views.result()
+    plan = batch(one, two)
+    step = Launched(parts, plan)
+    ahead = [structs.replace(part, start=len(part.tokens), num_tokens=1, awaits_token=True) for part in plan]
+    after = executor.launch(StepPlan(step_id=2, sequences=tuple(ahead)), 0.0)
+    result = step.result()
+    assert result.late == {0} and not result.failed and set(result.tokens) == {1, 2}
+    found = finish(after)
+    assert isinstance(found, StepResult) and set(found.tokens) == {1, 2} and not found.failed
+    release.set()
+    link.close()
+    assert loaded().error is None
+    plan[0] = structs.replace(plan[0], pages=[*plan[0].pages])  # as of a sequence that was sent back
+    again = Launched(parts, plan, 3)
+    assert not again.result().late
+    for seq_id, row in expected.items():
+        torch.testing.assert_close(again.rows[seq_id], row, atol=1e-5, rtol=1e-5)
+
+
 def check_only_the_first_failed(
     step: Launched, expected: dict[int, torch.Tensor], reason: str, parts: EngineParts, version: AdapterVersion
 ) -> None:
@@ -344,6 +381,7 @@ def test_a_reader_that_dies_releases_the_step(
 def test_closing_releases_a_step_that_waits(has_begun: bool, parts: EngineParts, versions: Versions) -> None:
     one, two = versions
     executor = executor_of(parts)
+    executor._patience_s = math.inf
     process = executor._reader._readers[0]._process
     assert process is not None
     if has_begun:

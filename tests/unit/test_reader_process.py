@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Pipe
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -26,7 +27,9 @@ from manylora.adapters.read import read_adapter
 from manylora.errors import AdapterError, AdapterNotFound
 from manylora.execution.storage import reader_messages, reader_service
 from manylora.execution.storage.host_tier import HostTier
-from manylora.execution.storage.reader import HostReader
+from manylora.execution.storage.inline_reader import InlineReader
+from manylora.execution.storage.read_queue import ReadQueue
+from manylora.execution.storage.reader import NUM_READERS, NUM_REMOTE, HostReader
 from manylora.execution.storage.reader_messages import Again, Packed, ReaderSettings, Refused
 from manylora.execution.storage.reader_process import ReaderProcess
 from manylora.types import AdapterVersion
@@ -94,6 +97,46 @@ def test_only_urgent_reads_have_the_priority_of_steps(monkeypatch: pytest.Monkey
     assert found == [usual, min(19, usual + reader_service.NICENESS), usual]
 
 
+def test_slow_registries_leave_a_reader_to_adapters_on_disk() -> None:
+    """Both halves: the queue of the executor's reads, and the readers, which the API's reads share."""
+    release, log = threading.Event(), []
+
+    class Reader(InlineReader):
+        def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
+            name, path = adapters[0]
+            if path.startswith("https://"):
+                log.append(f"{name} begins")
+                assert release.wait(60)
+            log.append(name)
+            return []
+
+    readers = HostReader(SETTINGS, HostTier(is_pinned=False), [Reader() for _ in range(NUM_READERS)])
+    queue = ReadQueue(NUM_READERS, NUM_REMOTE)
+
+    def submit(name: str, path: str, *, is_urgent: bool = False) -> Future[object]:
+        work = partial(readers.check, [(name, path)])
+        return queue.submit(work, is_urgent=is_urgent, is_remote=path.startswith("https://"))
+
+    with ThreadPoolExecutor(1) as api:
+        slow = [submit(f"slow {number}", "https://a/b") for number in range(NUM_REMOTE + 1)]
+        asked = api.submit(readers.check, [("asked of the API", "https://a/b")])
+        submit("on disk", "/a/b").result(60)
+        assert f"slow {NUM_REMOTE} begins" not in log and not any(one.done() for one in (*slow, asked))
+        # All threads are taken: the urgent read is the first of those that wait.
+        gate = threading.Event()
+        waiting = [queue.submit(partial(gate.wait, 60), is_urgent=False, is_remote=False)]
+        waiting += [submit("usual", "/a/b"), submit("urgent", "/a/b", is_urgent=True)]
+        gate.set()
+        for one in waiting:
+            one.result(60)
+        assert log.index("urgent") < log.index("usual")
+        release.set()
+        for one in (*slow, asked):
+            one.result(60)
+    queue.shutdown(wait=True)
+    readers.close()
+
+
 @pytest.fixture
 def reader() -> Iterator[HostReader]:
     reader = HostReader(SETTINGS, HostTier(is_pinned=False))
@@ -128,7 +171,7 @@ def test_a_process_that_dies_over_an_adapter_refuses_it_alone(reader: HostReader
     process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:
         registration = thread.submit(reader.read, "yours", str(folder))
-        while reader._free.qsize() == 2:
+        while len(reader._free) == len(reader._readers):
             time.sleep(0.001)
         process.kill()
         with pytest.raises(AdapterError, match="died while it read this one") as caught:
@@ -199,7 +242,8 @@ def test_files_that_change_before_their_first_read_are_not_taken(reader: HostRea
         reader.read_again(version)
     (version,) = reader.check([("a", str(folder))])
     assert not isinstance(version, AdapterError)
-    reader.read_again(version)
+    assert version.is_whole
+    version = replace(version, layer_digests=reader.read_again(version).first_digests, is_whole=False)
     os.utime(folder / "adapter_model.safetensors")
     reader._store.drop(version.key)
     reader.read_again(version)  # its content is known now, and is the same

@@ -83,7 +83,7 @@ class HeaderReader:
             return self._read_whole(name, path)
         source = folder.open(weights, self._max_bytes)
         try:
-            identity, num_bytes = source.identity, source.size
+            identity, num_bytes, is_pinned = source.identity, source.size, source.is_pinned
             header = read_header_bytes(name, source)
         finally:
             source.close()
@@ -91,7 +91,8 @@ class HeaderReader:
         content = self._known(stamp)
         shape = self._shape(name, config, header, num_bytes, None if content is None else content.dtype)
         if content is None:
-            return replace(shape, key=provisional_key(stamp), source=folder.place, stamp=stamp)
+            key = provisional_key(stamp)
+            return replace(shape, key=key, source=folder.place, stamp=stamp, is_whole=not is_pinned)
         return replace(shape, key=content.key, source=folder.place, layer_digests=content.layer_digests, stamp=stamp)
 
     def _read_whole(self, name: str, path: str | Path) -> AdapterVersion:

@@ -75,6 +75,7 @@ def read_adapter(
         source=folder.place,
         disk_bytes=file.num_bytes,
         layer_digests=b"".join(digests),
+        is_whole=file.is_whole,
     )
     return PackedAdapter(version, layout, image)
 

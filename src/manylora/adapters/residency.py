@@ -13,7 +13,7 @@ the cache to spare it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from manylora.types import AdapterVersion, Tier
@@ -36,7 +36,7 @@ class Residency:
     """State of one version.
 
     Args:
-        version: The version.
+        version: The version; with the digests of its layers, once it was read.
         host: State of its host copy.
         device: State of its device copy.
         num_running: Running sequences that use it.
@@ -44,6 +44,7 @@ class Residency:
         is_retired: No name points to it any more; it is dropped when its last request has ended.
         last_used_at: When a sequence last started or stopped using it, in seconds.
         num_loads: Loads begun, to either tier.
+        is_late: A step has waited in vain for the layers of the load to the device that is in flight.
         error: The reason why its last read failed, until one succeeds.
     """
 
@@ -55,6 +56,7 @@ class Residency:
     is_retired: bool = False
     last_used_at: float | None = None
     num_loads: int = 0
+    is_late: bool = False
     error: str | None = None
 
     @property
@@ -97,6 +99,16 @@ class Residency:
         assert self._get(tier) is TierState.LOADING
         assert not is_used or (tier is Tier.DEVICE and self.num_running)
         self._set(tier, TierState.RESIDENT if ok else TierState.FAILED if is_used else TierState.ABSENT)
+        if tier is Tier.DEVICE:
+            self.is_late = False
+
+    def learnt(self, layer_digests: bytes) -> None:
+        """Record the digests of its layers, which its first read has found: reads to come yield layer by layer."""
+        self.version = replace(self.version, layer_digests=layer_digests, is_whole=False)
+
+    def was_late(self) -> None:
+        """Record that a step has ceased to wait for its layers: none begins on them before the load is over."""
+        self.is_late = self.device is TierState.LOADING
 
     def cleared(self) -> None:
         """Record that the pages of a failed load were released."""

@@ -50,7 +50,9 @@ class WeightFile:
         self._source: OpenFile | None = None
         try:
             admit(opened.identity)
-            if isinstance(opened, LocalFile) and file.endswith(".bin"):
+            self.is_whole = isinstance(opened, LocalFile) and file.endswith(".bin")
+            """Whether it was read whole, for lack of a header."""
+            if isinstance(opened, LocalFile) and self.is_whole:
                 self.tensors = read_bin(name, opened.file, max_bytes)
                 opened.close()
             else:

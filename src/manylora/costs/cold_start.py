@@ -57,6 +57,10 @@ LEAST_CHUNK = 16
 LEARN = 0.2
 """Weight of an observation against all earlier ones."""
 
+LEAST_SHARE = 0.25
+"""Share of the layers that the CPU must have computed in a step for it to teach: a millisecond of noise in a step of 32
+layers counts as 31 us for each at a share of 1, and would as 3 ms at a hundredth."""
+
 FORGET = 0.02
 """Part of a correction that is forgotten with each observation of another mode, so that a mode is tried again."""
 
@@ -74,6 +78,7 @@ class Route:
         copy_begins_s: Begin of its copy as far as the link is concerned.
         copy_s: Duration of the copy.
         is_chained: Whether the copy in flight follows the read layer by layer.
+        is_whole: Whether the read yields no layer before its end.
     """
 
     read_begins_s: float
@@ -81,6 +86,7 @@ class Route:
     copy_begins_s: float
     copy_s: float
     is_chained: bool = False
+    is_whole: bool = False
 
     @property
     def host_s(self) -> float:
@@ -108,7 +114,8 @@ class Route:
     def _first_is_read_s(self, num_layers: int) -> float:
         if not self.read_s:
             return self.copy_begins_s
-        return max(self.copy_begins_s, self.read_begins_s + self.read_s / num_layers)
+        read_s = self.read_s if self.is_whole else self.read_s / num_layers
+        return max(self.copy_begins_s, self.read_begins_s + read_s)
 
     def stall_s(self, step_s: float, num_layers: int) -> float:
         """Return the time that a step of ``step_s`` would wait for layers, if it began now.
@@ -173,18 +180,20 @@ class AssistCosts:
 
     Args:
         is_beside: Whether the CPU computes beside a device. If not, the base runs on the same cores and the same
-            kernels, which read the image in place of pages: that costs nothing, and nothing is learnt.
+            kernels, which read the image in place of pages. Rows then cost nothing by themselves, but the copy that is
+            in flight meanwhile, and the change from image to pages, take time from the step, whatever its rows.
     """
 
     def __init__(self, *, is_beside: bool) -> None:
         self.is_beside = is_beside
+        self._in_place_s = 0.0  # the mean, which noise makes negative too
         self._row_rank_s = BESIDE_ROW_RANK_S
         self._handoff_s = BESIDE_HANDOFF_S
 
     def delay_s(self, row_rank: int, step_s: float, num_layers: int) -> float:
         """Return the delay of a step of ``step_s`` by rows with that sum of ranks over tokens."""
         if not self.is_beside:
-            return 0.0
+            return max(0.0, self._in_place_s)
         exposed_s = max(0.0, self._row_rank_s * row_rank - step_s / num_layers)
         return num_layers * (exposed_s + 2 * self._handoff_s)
 
@@ -199,25 +208,33 @@ class AssistCosts:
     def observe(self, row_rank: int, step_s: float, num_layers: int, took_s: float, cpu_share: float = 1.0) -> None:
         """Learn that such a step took ``took_s``, and ``step_s`` without the rows.
 
-        ``cpu_share``, above 0, is the share of the layers in which the CPU computed them, and not the device.
+        ``cpu_share`` is the share of the layers in which the CPU computed them, and not the device. The noise of the
+        whole step is divided by it, so it is also the weight of the observation, and a small share teaches nothing.
 
         A step that should have hidden the CPU's part teaches the handoff. Any other teaches the rate; so does a delay
         that no handoff explains.
         """
+        if not self.is_beside:
+            excess_s = min(max(took_s - step_s, -step_s), step_s)
+            self._in_place_s += LEARN * (excess_s - self._in_place_s)
+            return
+        if cpu_share < LEAST_SHARE:
+            return
         layer_s, excess_s = step_s / num_layers, (took_s - step_s) / (num_layers * cpu_share)
-        handoff_s = self._handoff_s
+        handoff_s, learn = self._handoff_s, LEARN * cpu_share
         if is_hidden := self._row_rank_s * row_rank <= layer_s:
             # Noise counts in both directions, and the estimate alone is bounded by zero: else noise would raise it.
             handoff_s = min(max(-MOST_HANDOFF_S, excess_s / 2), MOST_HANDOFF_S)
-            self._handoff_s = max(0.0, self._handoff_s + LEARN * (handoff_s - self._handoff_s))
+            self._handoff_s = max(0.0, self._handoff_s + learn * (handoff_s - self._handoff_s))
         excess_s -= 2 * handoff_s
         if not is_hidden or excess_s > 0.0:
             rate_s = max(0.0, layer_s + excess_s) / row_rank
-            self._row_rank_s += LEARN * (rate_s - self._row_rank_s)
+            self._row_rank_s += learn * (rate_s - self._row_rank_s)
 
     def forget(self) -> None:
         """Learn that a request started in another mode: the rate fades to its guess, so that assisting is retried."""
         self._row_rank_s += FORGET * (BESIDE_ROW_RANK_S - self._row_rank_s)
+        self._in_place_s -= FORGET * self._in_place_s
 
 
 class Corrections:
@@ -307,7 +324,7 @@ def _wait(question: Question) -> Expected:
 def _assist(question: Question, assist: AssistCosts) -> Expected:
     """Return the prediction for whole chunks, or for such that delay the others less, whichever is worth more."""
     whole = _assist_chunks(question, assist, question.chunk_tokens)
-    num_hidden = assist.hidden_tokens(question)
+    num_hidden = assist.hidden_tokens(question) if assist.is_beside else math.inf
     if not whole.others_s or not LEAST_CHUNK <= num_hidden < question.chunk_tokens:
         return whole
     cut = _assist_chunks(question, assist, int(num_hidden))

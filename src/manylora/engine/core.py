@@ -36,6 +36,7 @@ from manylora.engine.prompt_logprobs import PromptReports
 from manylora.engine.queue_wait import QueueWait
 from manylora.engine.snapshot import take_snapshot
 from manylora.engine.status import Counters, EngineStats
+from manylora.engine.steps.given_up import GivenUp
 from manylora.engine.steps.in_flight import Step, StepsInFlight
 from manylora.engine.steps.running import RunningSet
 from manylora.errors import CapacityError, RequestError
@@ -176,6 +177,9 @@ class EngineCore:
         self._steps = StepsInFlight(self._costs, plans_ahead=bool(scheduler.plan_ahead))
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
         self._reports = PromptReports()
+        self._given_up = GivenUp(
+            running=self._running, cache=self._cache, cold_starts=self._cold_starts, reports=self._reports
+        )
         self._queue_wait = QueueWait(
             scheduler=scheduler,
             predictor=predictor,
@@ -320,14 +324,17 @@ class EngineCore:
     def _process(self, step: Step, result: StepResult, now: float) -> None:
         """Append each sequence's token of a step, then end the finished sequences.
 
-        A sequence that failed in the step, or in the one before it, has no token.
+        A sequence that failed or was given up in the step, or in the one before it, has no token.
         """
         prefix_caching, tokens, answer = self._memory.prefix_caching, result.tokens, self._answers.token
         for sequence in step.sequences if result.failed else ():
             if (reason := result.failed.get(sequence.seq_id)) is not None:
                 sequence.failed(reason)
+        if result.late:
+            self._given_up.add(step.sequences, result.late, now)
         served: list[Sequence] = []
         is_warm = not step.is_cold
+        is_sound = is_warm and not result.failed and not self._given_up
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if not part.is_sampled:
                 sequence.took_chunk()
@@ -337,7 +344,7 @@ class EngineCore:
                 served.append(sequence)
             if not prefix_caching or sequence.status is SequenceStatus.FINISHED:
                 continue
-            if (is_warm and not result.failed) or sequence.has_sound_kv:
+            if is_sound or sequence.has_sound_kv:
                 sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, self.page_cache.prefix)
         self._counters.generated_tokens += len(served)
         if self._cold_starts.is_awaiting:
@@ -351,8 +358,10 @@ class EngineCore:
                 self._running.stop(sequence, now)  # it ended while this step ran
             elif sequence.ending is not None:
                 self._answers.finish(sequence, sequence.ending, now)
-            elif part.is_sampled:
-                answer(sequence, tokens[part.seq_id], now)
+            elif (token := tokens.get(part.seq_id)) is not None:
+                answer(sequence, token, now)
+        if self._given_up:
+            self._given_up.send_back(now)
         self._counters.steps += 1
         took_s = now - step.began_at
         self._queue_wait.stepped(step.began_at, now)

@@ -41,6 +41,12 @@ class PromptReports:
         """Learn that a sequence ended."""
         self._rows.pop(sequence.seq_id, None)
 
+    def again(self, sequence: Sequence) -> None:
+        """Learn that a step which was to report a part of a prompt has given its sequence up."""
+        if sequence.seq_id in self._rows:
+            self._rows[sequence.seq_id] = []
+            sequence.unscored()
+
     def plan(self, parts: Seq[tuple[Sequence, int]]) -> tuple[PromptRows, ...]:
         """Return the positions that a step reports; to be called before its sequences are launched."""
         planned = [sequence.scored(num) for sequence, num in parts if sequence.seq_id in self._rows]

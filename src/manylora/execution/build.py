@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
 from manylora.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
 from manylora.errors import ConfigError
-from manylora.execution.assist.start import OpenAssistant, open_assistant
+from manylora.execution.assist import start as assistants
+from manylora.execution.assist.start import OpenAssistant
 from manylora.execution.attention.step import (
     AttentionKernel,
     TorchAttentionKernel,
@@ -75,7 +77,7 @@ def build_parts(
     make_sampler: Callable[[BaseShape], TokenSampler] | None = None,
     load: Callable[[ModelConfig], LoadedModel] = load_model,
     weights: BaseWeights | None = None,
-    open_assistant: OpenAssistant = open_assistant,
+    open_assistant: OpenAssistant | None = None,
     readers: Sequence[FileReader] = (),
     is_checked: bool = False,
 ) -> EngineParts:
@@ -87,7 +89,8 @@ def build_parts(
         make_sampler: Builds the sampler from the base's shape; by default a sampler without grammars.
         load: Loads the model; another function for a model without a folder.
         weights: Base weights that another process froze; loaded when ``None``.
-        open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them.
+        open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them; by
+            default ``assist.start.open_assistant``.
         readers: Read adapters; processes by default.
         is_checked: Whether the runner was checked on this model already, by the process that this one is a fork of.
 
@@ -97,7 +100,8 @@ def build_parts(
     bound_caches()
     readers = readers or open_processes()
     try:
-        return _build(config, clock, readers, make_sampler, load, weights, open_assistant, is_checked)
+        start_assistant = open_assistant or partial(assistants.open_assistant, num_engines=config.num_engines)
+        return _build(config, clock, readers, make_sampler, load, weights, start_assistant, is_checked)
     except BaseException:
         for reader in readers:
             reader.close()
@@ -111,7 +115,7 @@ def _build(
     make_sampler: Callable[[BaseShape], TokenSampler] | None,
     load: Callable[[ModelConfig], LoadedModel],
     weights: BaseWeights | None,
-    open_assistant: OpenAssistant,
+    start_assistant: OpenAssistant,
     is_checked: bool,
 ) -> EngineParts:
     """Build the parts, with readers that may be starting; the stages of the picture, in order."""
@@ -163,7 +167,7 @@ def _build(
             )
     sampler = make_sampler(base) if make_sampler is not None else Sampler(base.vocab_size, base.eos_token_ids, device)
     resident: dict[AdapterKey, ResidentAdapter] = {}
-    assistant = open_assistant(device, base)
+    assistant = start_assistant(device, base)
     runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs, assistant)
     stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
     if not is_checked:
@@ -198,7 +202,7 @@ def _build(
         clock=clock,
         # Tables hold places in the pool alone: without an assistant, they cannot name an image.
         reads_host=assistant is not None or (device.type == "cpu" and directory is None),
-        prepare=_preparation(kernel, device.type),
+        prepare=assistant.prepare if assistant is not None else _preparation(kernel, device.type),
     )
 
     def close() -> None:
@@ -225,7 +229,7 @@ def _build(
         machine=describe_machine(device),
         is_accelerated=device.type != "cpu",
         reads_host=executor.reads_host,
-        host_bytes=_host_bytes(),
+        host_bytes=_host_bytes(config.num_engines),
         waits_by_layer=True,
         shared=share_weights(weights),
         prepare=sampler.prepare,
@@ -246,10 +250,10 @@ def _preparation(kernel: str, device_type: str) -> Callable[[ResidentAdapter], N
     return prepare_grouped if kernel == "grouped" and device_type == "cpu" else lambda adapter: None
 
 
-def _host_bytes() -> int:
-    """Return the bytes of the host tier by default, beside the model that is loaded."""
+def _host_bytes(num_engines: int) -> int:
+    """Return the bytes of one engine's host tier by default, beside the model that is loaded."""
     available = available_bytes()
-    return DEFAULT_HOST_BYTES if available is None else max(1, int(available * HOST_SHARE))
+    return DEFAULT_HOST_BYTES if available is None else max(1, int(available * HOST_SHARE / num_engines))
 
 
 def _adapter_dtype(wanted: str, page_dtype: str, kernel: str) -> str:

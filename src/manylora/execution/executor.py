@@ -4,9 +4,10 @@
 
     step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the step before it ends
     copy     one thread    host image -> device pages, as far as the image is filled; a step may wait for each layer
-    read     two threads   files -> packed host image, by reader processes, layer by layer
+    read     some threads  files -> packed host image, by reader processes, layer by layer
 
-Each thread runs its work in order of submission, then wakes the clock. The loop gets the result through ``Work.poll``.
+Each thread runs its work in order of submission, urgent reads first, then wakes the clock. The loop gets the result
+through ``Work.poll``.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Generic, TypeVar
 
+from manylora.adapters.urls import is_url
 from manylora.clock import Clock
 from manylora.engine.steps.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
-from manylora.execution.storage.arrival import ArrivingAdapter
+from manylora.execution.storage.arrival import ArrivingAdapter, Patience
 from manylora.execution.storage.device_load import CopyContext, DeviceLoad, Gone
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.reader import HostReader, reason_of
+from manylora.execution.storage.read_queue import ReadQueue
+from manylora.execution.storage.reader import NUM_READERS, NUM_REMOTE, HostReader, reason_of
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
@@ -39,6 +43,10 @@ __all__ = ["FutureWork", "TorchExecutor"]
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT", StepResult, LoadResult)
+
+PATIENCE_S = 1.0
+"""Longest wait of a step for the layers of its adapters, in seconds: the whole batch waits with it, and a read that
+hangs takes minutes to be given up."""
 
 
 class FutureWork(Generic[ResultT]):
@@ -63,7 +71,8 @@ class TorchExecutor:
     """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``.
 
     ``reads_host`` says whether the kernels can read an adapter's weights from the host tier. ``prepare`` makes a
-    kernel's data for an adapter in its pages.
+    kernel's data for an adapter in its pages. ``patience_s`` is the time that a step waits for the layers of adapters,
+    before it goes on without their sequences.
     """
 
     def __init__(
@@ -78,6 +87,7 @@ class TorchExecutor:
         clock: Clock,
         reads_host: bool = False,
         prepare: Callable[[ResidentAdapter], None] = lambda adapter: None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._runner = runner
         self._host = host
@@ -85,14 +95,16 @@ class TorchExecutor:
         self._resident = resident
         self._clock = clock
         self.reads_host = reads_host
+        self._patience_s = patience_s
         self._tokens: dict[int, SampledToken] = {}  # of the last step; touched on the step's thread alone
         self._copied: dict[AdapterKey, AdapterVersion] = {}  # those that steps may read from the host
         self._failed: dict[int, str] = {}  # likewise
+        self._given_up: dict[int, Sequence[int]] = {}  # likewise; with the pages of each
         self._arriving: dict[AdapterKey, DeviceLoad] = {}  # in flight, or failed
         self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # of a read in flight that has not begun its image
         self._lock = threading.Lock()  # of the followers
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
-        self._reads = ThreadPoolExecutor(2, thread_name_prefix="manylora-read")
+        self._reads = ReadQueue(NUM_READERS, NUM_REMOTE)
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._copies = CopyContext(pages, link, self._copy_thread, prepare)
 
@@ -128,7 +140,7 @@ class TorchExecutor:
         if load.tier is Tier.HOST:
             with self._lock:
                 self._followers.setdefault(key, [])
-            return self._watch(self._reads.submit(_carry_out, self._read, load))
+            return self._watch(self._submit_read(load, is_urgent=load.is_urgent))
         assert load.tier is Tier.DEVICE, f"an adapter cannot be loaded to {load.tier}"
         if self.reads_host:
             self._copied[key] = load.version
@@ -143,7 +155,7 @@ class TorchExecutor:
         elif not is_read:
             # An eviction at the same time as a second registration can lose the host copy; the files still have it.
             logger.warning("host_copy_gone adapter=%s", key)
-            self._reads.submit(_carry_out, self._read, load)
+            self._submit_read(load, is_urgent=True)
         return self._watch(self._behind_steps(arriving.result))
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
@@ -160,11 +172,12 @@ class TorchExecutor:
     def close(self) -> None:
         """Finish the step in flight, cancel waiting work and end the threads; no step waits for an adapter any more."""
         self._copies.link.close()
-        self._reads.shutdown(wait=False, cancel_futures=True)
+        self._reads.shutdown(wait=False)
         self._reader.close()
         for load in list(self._arriving.values()):
             load.abandon("the engine is closing")
-        for threads in (self._reads, self._copy_thread, self._steps):
+        self._reads.shutdown(wait=True)
+        for threads in (self._copy_thread, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()  # a read that had not reached its process yet may have started one
 
@@ -193,25 +206,33 @@ class TorchExecutor:
                 except Exception as error:  # whatever a file can do to a reader costs its own sequences alone
                     logger.warning("image_gone adapter=%s error=%s", key, error)
                     gone[key] = reason_of(error)
-        plan = fill_in(plan, self._tokens, self._failed)
+        whole = plan = fill_in(plan, self._tokens, self._failed, self._given_up)
         arriving: dict[AdapterKey, ArrivingAdapter] = {}
+        late: set[AdapterKey | None] = set()
+        patience = Patience(self._patience_s)
         coming: dict[AdapterKey, DeviceLoad] = {}
         for key, load in loads.items():
             if key in in_host:
                 coming[key] = load
             elif key not in self._resident and key not in gone:
                 try:
-                    arriving[key] = load.arriving()
+                    arriving[key] = load.arriving(patience)
                 except Gone as error:
                     gone[key] = str(error)
-        failed = {part.seq_id: gone[part.adapter] for part in plan.sequences if part.adapter in gone} if gone else {}
-        if failed:
-            kept = tuple([part for part in plan.sequences if part.seq_id not in failed])
-            plan = replace(plan, sequences=kept)
+                except TimeoutError:
+                    late.add(key)
+        without = plan.sequences if gone or late else ()
+        failed = {part.seq_id: gone[part.adapter] for part in without if part.adapter in gone}
+        given_up = frozenset([part.seq_id for part in without if part.adapter in late])
+        if failed or given_up:
+            kept = [part for part in plan.sequences if part.seq_id not in failed and part.seq_id not in given_up]
+            plan = replace(plan, sequences=tuple(kept))
         result = self._runner.run(plan, in_host, arriving, coming)
-        if failed:
-            result = replace(result, failed=failed | result.failed)
+        if failed or given_up:
+            result = replace(result, failed=failed | result.failed, late=given_up | result.late)
         self._tokens, self._failed = result.tokens, result.failed
+        late_parts = [part for part in whole.sequences if part.seq_id in result.late] if result.late else []
+        self._given_up = {part.seq_id: part.pages for part in late_parts}
         return replace(result, device_s=time.perf_counter() - began_at)
 
     def _behind_steps(self, result: Future[LoadResult]) -> Future[LoadResult]:
@@ -235,8 +256,16 @@ class TorchExecutor:
             raise Gone(adapter.arrival.error)
         return adapter.in_place()
 
-    def _read(self, load: AdapterLoad) -> None:
-        """Bring an adapter to the host tier, and let the loads that wait for its image follow it."""
+    def _submit_read(self, load: AdapterLoad, *, is_urgent: bool) -> Future[LoadResult]:
+        return self._reads.submit(
+            partial(_carry_out, self._read, load), is_urgent=is_urgent, is_remote=is_url(load.version.source)
+        )
+
+    def _read(self, load: AdapterLoad) -> bytes:
+        """Bring an adapter to the host tier, and let the loads that wait for its image follow it.
+
+        Returns the digests of its layers if it was read for the first time.
+        """
         key = load.version.key
 
         def begun(adapter: HostAdapter) -> None:
@@ -244,7 +273,7 @@ class TorchExecutor:
                 follower.follow(adapter)
 
         try:
-            self._reader.read_again(load.version, begun, is_urgent=load.is_urgent)
+            return self._reader.read_again(load.version, begun, is_urgent=load.is_urgent).first_digests
         except Exception as error:
             for follower in self._take_followers(key):
                 follower.fail(reason_of(error))
@@ -261,12 +290,12 @@ class TorchExecutor:
             del self._arriving[load.key]
 
 
-def _carry_out(load_to_tier: Callable[[AdapterLoad], object], load: AdapterLoad) -> LoadResult:
-    """Run a load; every failure is a result, since one broken adapter must not end the engine."""
+def _carry_out(read: Callable[[AdapterLoad], bytes], load: AdapterLoad) -> LoadResult:
+    """Run a read; every failure is a result, since one broken adapter must not end the engine."""
     began_at = time.perf_counter()
     try:
-        load_to_tier(load)
+        layer_digests = read(load)
     except Exception as error:
         logger.warning("load_failed adapter=%s tier=%s error=%s", load.version.key, load.tier.value, error)
         return LoadResult(error=str(error) or type(error).__name__)
-    return LoadResult(device_s=time.perf_counter() - began_at)
+    return LoadResult(device_s=time.perf_counter() - began_at, layer_digests=layer_digests)

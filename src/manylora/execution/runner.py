@@ -43,6 +43,7 @@ _NONE: Mapping[AdapterKey, ResidentAdapter] = {}
 _NONE_ARRIVING: Mapping[AdapterKey, ArrivingAdapter] = {}
 _NONE_COMING: Mapping[AdapterKey, Coming] = {}
 
+_LATE = "the adapter did not arrive in time for the log-probabilities of the prompt"
 _LOST = "a worker on the CPU failed while it computed the adapter's part of a step"
 
 
@@ -122,7 +123,7 @@ class ModelRunner:
             plan: The step.
             in_host: The adapters that it reads from host memory.
             arriving: The adapters that it has to wait for, group by group. The sequences of one that does not arrive
-                have failed; the others are not affected.
+                have failed, and those of one that is late are given up; the others are not affected.
             coming: The loads of adapters that it reads from host memory: the device takes over the groups that arrive
                 in time from the assistant.
         """
@@ -143,6 +144,7 @@ class ModelRunner:
             lora = take_over = TakeOver(segments, assist, loads, self._make_batch)
         is_recorded = bool(plan.prompt_rows)
         failed: dict[int, str] = {}
+        late: frozenset[int] = frozenset()
         try:
             logits: torch.Tensor | None = None
             if arriving:
@@ -150,15 +152,17 @@ class ModelRunner:
                 waiting = ArrivingBatch(lora, tuple(arriving.values()))
                 logits = self._forward(sequences, waiting, take_over or assist, is_recorded=is_recorded)
                 failed = {s.seq_id: error for s in sequences if (error := _error_of(s, arriving)) is not None}
+                missed = [key for key, one in arriving.items() if one.is_late]
+                late = frozenset([s.seq_id for s in sequences if s.adapter in missed and s.seq_id not in failed])
             elif self._graphs is not None and assist is None:
                 logits = self._graphs.run(sequences, segments)
             if logits is None:
                 logits = self._forward(sequences, lora, take_over or assist, is_recorded=is_recorded)
-            if failed:
-                kept = tuple(s for s in plan.sequences if s.seq_id not in failed)
+            if without := late.union(failed):
+                kept = tuple(s for s in plan.sequences if s.seq_id not in without)
                 plan = replace(plan, sequences=kept, released=())
-                logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in failed]]
-                sampled = [s for s in sampled if s.seq_id not in failed]
+                logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in without]]
+                sampled = [s for s in sampled if s.seq_id not in without]
             tokens, broken = self._sample(plan, logits, sampled)
             failed |= broken
         finally:
@@ -167,13 +171,14 @@ class ModelRunner:
             failed |= dict.fromkeys(_find_lost(sequences, lost), _LOST)
         reported: dict[int, PromptLogprobs] = {}
         if is_recorded:
-            pieces = [piece for piece in pieces_of(sequences, plan.prompt_rows) if piece.sequence.seq_id not in failed]
+            without = late.union(failed)
+            pieces = [piece for piece in pieces_of(sequences, plan.prompt_rows) if piece.sequence.seq_id not in without]
             reported, unreported = self._report(pieces, logits.shape[-1], elsewhere, in_host, arriving)
             failed |= unreported
         if failed:
             tokens = {key: token for key, token in tokens.items() if key not in failed}
         cpu_share = take_over.cpu_share if take_over is not None else 1.0
-        return StepResult(tokens=tokens, failed=failed, prompt_logprobs=reported, cpu_share=cpu_share)
+        return StepResult(tokens=tokens, failed=failed, late=late, prompt_logprobs=reported, cpu_share=cpu_share)
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor, sampled: Sequence[PlannedSequence]
@@ -230,6 +235,8 @@ class ModelRunner:
                 first = last
         self._recorded.forget()
         failed |= {s.seq_id: error for s, *_ in pieces if (error := _error_of(s, arriving)) is not None}
+        late = [key for key, one in arriving.items() if one.is_late]
+        failed |= dict.fromkeys([s.seq_id for s, *_ in pieces if s.adapter in late], _LATE)
         return {key: PromptLogprobs.join(part) for key, part in parts.items() if key not in failed}, failed
 
     def _slice_segments(

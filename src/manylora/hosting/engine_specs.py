@@ -19,8 +19,8 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
     """Return the engines of a fleet.
 
     Engines on one device share it, even those that scaling has not started: each takes its part of
-    ``gpu_memory_utilization``, and of the CPU's cores. On a Ray cluster each has the resources that it asks for. The
-    step log of engine 1 has ``.1`` before its suffix; the request log is one file.
+    ``gpu_memory_utilization``, of the CPU's cores, and of the host memory for adapters. On a Ray cluster each has the
+    resources that it asks for. The step log of engine 1 has ``.1`` before its suffix; the request log is one file.
     """
     if fleet.ray is not None:
         return _on_ray(engine, fleet, served_name, builder)
@@ -37,6 +37,7 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
             engine,
             model=replace(engine.model, device=device),
             memory=replace(memory, gpu_memory_utilization=memory.gpu_memory_utilization / on_device[device]),
+            num_engines=fleet.num_places,
             step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
         )
         specs.append(EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads))

@@ -391,7 +391,7 @@ class EngineService:
                     raise one
                 if known is not None and known.key != one.key:
                     # Under its first key a file that changed since is refused where it is read, as without a restart.
-                    one = replace(one, key=known.key, layer_digests=b"")
+                    one = replace(one, key=known.key, layer_digests=b"", is_whole=True)
                 core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
                 registered[name] = AdapterIdentity(one.rank, one.key, one.stamp)
             except ManyloraError as error:

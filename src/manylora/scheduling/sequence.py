@@ -81,6 +81,7 @@ class Sequence:
     first_token_at: float | None = field(default=None, init=False)
     ending: FinishReason | None = field(default=None, init=False)  # it ends with the steps in flight, for this reason
     failure: str | None = field(default=None, init=False)
+    is_given_up: bool = field(default=False, init=False)  # by a step: it is sent back with the steps in flight
     was_looked_at: bool = field(default=False, init=False)
     awaited_load: int = field(default=0, init=False)  # number of the last load of its adapter that it waited for
     found_resident: bool = field(init=False)
@@ -131,17 +132,21 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it will not run again, for any result of the steps in flight: ended, about to end, or at its cap."""
+        """Whether it will not run again, for any result of the steps in flight: ended, at its cap, or about to end.
+
+        Or it is about to be sent back, and waits until those steps are over.
+        """
         return (
             self.ending is not None
+            or self.is_given_up
             or self.status is SequenceStatus.FINISHED
             or len(self.tokens) + self.num_pending - self.num_prompt_tokens >= self.max_tokens
         )
 
     @property
     def has_sound_kv(self) -> bool:
-        """Whether the KV of completed steps is certain to be right: not if the adapter's load may fail yet, or did."""
-        return self.placement is not ARRIVING and self.failure is None
+        """Whether the KV of completed steps is certain to be right: not if its adapter may fail yet, or did."""
+        return self.placement is not ARRIVING and self.failure is None and not self.is_given_up
 
     @property
     def num_tokens_to_hold(self) -> int:
@@ -250,13 +255,22 @@ class Sequence:
         return True
 
     def took_nothing(self) -> None:
-        """A step was to yield its next token, and did not: it has failed."""
-        assert self.failure is not None
+        """A step was to yield its next token, and did not: it has failed, or was given up."""
+        assert self.failure is not None or self.is_given_up
         self.num_in_flight -= 1
         self.num_pending -= 1
 
+    def given_up(self) -> None:
+        """A step did not wait for its adapter any longer: it is sent back with the steps in flight."""
+        self.is_given_up = True
+
+    def unscored(self) -> None:
+        """None of its prompt's log-probabilities are there: they are computed again."""
+        self.num_scored = 0
+
     def sent_back(self) -> None:
         """It waits again without its pages; its tokens are kept, and their KV is computed again."""
+        self.is_given_up = False
         self.num_preemptions += 1
         self.num_computed = 0
         self.status = SequenceStatus.WAITING

@@ -257,6 +257,7 @@ class AdapterCache:
         residency = self._residencies[key]
         if residency.device is not TierState.ABSENT:
             return residency
+        version = residency.version  # which may know more of its content
         if residency.host is TierState.ABSENT:
             if depth is Depth.IDLE and not self._has_host_room(version):
                 return residency
@@ -329,6 +330,8 @@ class AdapterCache:
             residency.error = result.error
             is_ahead = self._read_ahead.pop(key, False)
             if ok:
+                if result.layer_digests:
+                    residency.learnt(result.layer_digests)
                 self._failed.pop(key, None)
                 self._host[key] = load.version.host_bytes
                 if is_ahead and not residency.is_referenced:

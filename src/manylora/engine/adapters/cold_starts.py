@@ -130,8 +130,10 @@ class ColdStarts:
         if len(self._possible) == 1:
             return ColdStart.WAIT
         choice = self._choices.get(sequence.seq_id)
+        is_late = residency.is_late and choice is not None and choice.mode is ColdStart.LAYERS
         if (
             choice is None
+            or is_late
             or choice.tier is not residency.tier
             or choice.mode not in self._allowed(residency)  # another sequence has begun on the adapter, another way
         ):
@@ -159,6 +161,12 @@ class ColdStarts:
         if sequence.seq_id in self._choices:
             self._choices[sequence.seq_id].is_held_up = True
 
+    def was_late(self, sequence: Sequence, now: float) -> None:
+        """Learn that a step has given a sequence up, which is a wrong prediction if it has no token yet."""
+        choice = self._choices.get(sequence.seq_id)
+        if choice is not None:
+            self._learn(choice, now - choice.chosen_at)
+
     def forget(self, sequence: Sequence) -> None:
         """Learn that a sequence ended."""
         self._choices.pop(sequence.seq_id, None)
@@ -168,7 +176,10 @@ class ColdStarts:
     ) -> _Choice:
         question = self._question(sequence, residency, running, now)
         expected = expect(question, self._assist, self._corrections, is_forced=self._forced is not None)
-        mode = self._forced or choose(expected, self._allowed(residency), question.num_sharing)
+        allowed = self._allowed(residency)
+        mode = self._forced or choose(expected, allowed, question.num_sharing)
+        if mode not in allowed and residency.is_late:
+            mode = ColdStart.WAIT
         delay_s = (expected[mode].first_token_s - question.prompt_s) / self._corrections.factor(mode)
         choice = _Choice(mode, residency.tier, now, question.prompt_s, expected[mode], delay_s, was_held_up)
         self._choices[sequence.seq_id] = choice
@@ -178,11 +189,15 @@ class ColdStarts:
         return choice
 
     def _allowed(self, residency: Residency) -> tuple[ColdStart, ...]:
-        """Return the modes to choose from; all sequences that run on an adapter share its placement."""
+        """Return the modes to choose from; all sequences that run on an adapter share its placement.
+
+        None begins on layers for which a step has waited in vain.
+        """
         placement = self._cache.cold.get(residency.version.key)
-        if placement is None:
-            return self._possible
-        return (ColdStart.WAIT, ColdStart.ASSIST if placement is IN_HOST else ColdStart.LAYERS)
+        modes = self._possible
+        if placement is not None:
+            modes = (ColdStart.WAIT, ColdStart.ASSIST if placement is IN_HOST else ColdStart.LAYERS)
+        return tuple([mode for mode in modes if mode is not ColdStart.LAYERS]) if residency.is_late else modes
 
     def _question(self, sequence: Sequence, residency: Residency, running: Seq[Sequence], now: float) -> Question:
         step, num_others, rank = self._costs.step, len(running), sequence.rank
@@ -227,12 +242,15 @@ class ColdStarts:
             sums.relative_error += error_s / max(1e-9, actual_s)
             if mode is not ColdStart.ASSIST:
                 self._assist.forget()
-            self._corrections.observe(
-                mode, resident_s=choice.resident_s, delay_s=choice.plain_delay_s, actual_s=actual_s
-            )
+            self._learn(choice, actual_s)
         assert sequence.adapter is not None
         request_id, is_measured = sequence.request.request_id, not choice.is_held_up
         self._emit(ColdStartEnded(now, request_id, sequence.adapter, mode, expected_s, actual_s, is_measured))
+
+    def _learn(self, choice: _Choice, actual_s: float) -> None:
+        self._corrections.observe(
+            choice.mode, resident_s=choice.resident_s, delay_s=choice.plain_delay_s, actual_s=actual_s
+        )
 
     def learn_step(self, plan: StepPlan, num_tokens: int, took_s: float, cpu_share: float) -> bool:
         """Learn from a step with cold rows; return whether one with all weights on the device had taken as long.
@@ -245,13 +263,15 @@ class ColdStarts:
         if any(part.placement is ARRIVING for part in plan.sequences):
             return False
         row_rank = sum([part.rank * part.num_tokens for part in plan.sequences if part.placement is IN_HOST])
-        if not row_rank or not cpu_share or not self._assist.is_beside:
+        if not row_rank or not cpu_share:
             return True
         step = self._costs.step
-        if step.num_observed >= NUM_STEPS and self._num_cold_steps <= RECENT:
+        is_known = step.num_observed >= NUM_STEPS and self._num_cold_steps <= RECENT
+        if is_known:
             step_s = max(1e-9, step.seconds(num_tokens) + step.last_residual_s)
             self._assist.observe(row_rank, step_s, self._num_layers, took_s, cpu_share)
-        return False
+        # In place, such a step is near enough to others to be learnt as one of them where none are left.
+        return not self._assist.is_beside and not is_known
 
     def statuses(self) -> tuple[ColdStartStatus, ...]:
         """Return the counters of each possible mode; none where the executor can only wait."""

@@ -1,7 +1,7 @@
 """Loads in flight, in the order of their links: what they cost once they have ended, and when those to come will end.
 
 A link serves loads first in, first out. A copy may be *chained* to the read of the same version: it follows the read
-layer by layer.
+layer by layer, and leaves the link to others while it waits for the next.
 """
 
 from __future__ import annotations
@@ -36,6 +36,15 @@ class Load:
     started_at: float
     follows: Load | None = None
     ended_at: float | None = None
+
+    def needs_link_from(self, begins_at: float, now: float) -> float:
+        """Return the time from which the link alone decides its end, if it had its turn at ``begins_at``.
+
+        Until its read has ended, a chained copy takes no more of the link than its own bytes, and may take those last.
+        """
+        if self.follows is None:
+            return begins_at
+        return max(begins_at, now if self.follows.ended_at is None else self.follows.ended_at)
 
     def is_held_up(self, took_s: float) -> bool:
         """Whether the read that a copy followed, and not the link, decided how long it took."""
@@ -93,6 +102,7 @@ class LoadsInFlight:
             copy_begins_s=copy_begins_s,
             copy_s=copy_s,
             is_chained=not is_in_host and residency.device is TierState.LOADING,
+            is_whole=residency.version.is_whole,
         )
 
     def _find(self, key: AdapterKey, tier: Tier) -> Load | None:
@@ -103,11 +113,11 @@ class LoadsInFlight:
         free_at = self._link_free_at[tier]
         for load in self._loads:
             if load.tier is tier:
-                begins_at = max(load.started_at, free_at)
-                load_s = max(self._seconds(load.version, tier), LATE * (now - begins_at))
+                begins_at, own_s = max(load.started_at, free_at), self._seconds(load.version, tier)
                 if load.version.key == version.key:
-                    return begins_at - now, load_s
-                free_at = begins_at + load_s
+                    return begins_at - now, max(own_s, LATE * (now - begins_at))
+                needed_from = load.needs_link_from(begins_at, now)
+                free_at = needed_from + max(own_s, LATE * (now - needed_from))
         return max(0.0, free_at - now), self._seconds(version, tier)
 
     def _seconds(self, version: AdapterVersion, tier: Tier) -> float:

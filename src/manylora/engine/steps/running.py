@@ -243,7 +243,7 @@ class RunningSet:
             youngest = self._running[-1]
             if youngest is sequence and len(self._running) == 1 and self._cache.has_loads:
                 return False  # loading adapters hold the pages: they can be claimed once loaded
-            self._preempt(youngest, now)
+            self.preempt(youngest, now)
             if youngest is sequence:
                 return False
 
@@ -257,8 +257,8 @@ class RunningSet:
             for sequence in self._running
         )
 
-    def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Free a running sequence's pages for an older one."""
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Let a running sequence wait again: its pages are for an older one, or its adapter is late."""
         self._counters.preemptions += 1
         self._emit(RequestPreempted(now, sequence.request.request_id, sequence.num_computed))
         self._send_back(sequence, now)

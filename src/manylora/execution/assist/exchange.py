@@ -16,7 +16,6 @@ All exchanges of a step share one place for inputs and one for each worker's res
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ import torch
 
 from manylora.adapters.shape import BaseShape, ModuleKind
 from manylora.costs.take_over import remaining_s
-from manylora.execution.assist.shares import adapter_cost, split_rows
+from manylora.execution.assist.cores import count_workers
+from manylora.execution.assist.shares import adapter_cost, measure_classes, split_rows
 from manylora.execution.assist.stream import DeviceStream
 from manylora.execution.assist.words import serve
 from manylora.execution.assist.workers import PATIENCE_S, Serve, Supervisor, Task, Worker
@@ -35,15 +35,9 @@ from manylora.execution.kernels.cpu.products import make_product_tables, product
 from manylora.execution.lora.batch import LoraSegment
 from manylora.execution.lora.grouped import MAX_READ_ROWS
 from manylora.execution.lora.parts import Part
+from manylora.execution.storage.resident import ResidentAdapter
 
-__all__ = ["Assistant", "AssistedStep", "LostRows", "count_workers"]
-
-MAX_WORKERS = 16
-
-
-def count_workers() -> int:
-    """Return the number of workers for this machine: its cores, without those of the step and of the other threads."""
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) - 2))
+__all__ = ["Assistant", "AssistedStep", "LostRows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +248,7 @@ class Assistant:
     Args:
         stream: The device's stream.
         base: The base model.
-        num_workers: Threads; by default as many as the machine has cores to spare.
+        num_workers: Threads; by default as many as the machine has cores to spare for one engine.
         serve: A worker's loop; another function for tests.
         patience_s: Time after which a worker counts as stuck, in seconds.
     """
@@ -286,6 +280,10 @@ class Assistant:
     def num_workers(self) -> int:
         """Threads."""
         return len(self._workers)
+
+    def prepare(self, adapter: ResidentAdapter) -> None:
+        """Measure the cost of an adapter's rows if its shape is new; blocks, on a thread that no step awaits."""
+        measure_classes(group for name, group in adapter.groups.items() if not self._groups[name].is_embedding)
 
     def begin(self, segments: tuple[LoraSegment, ...]) -> AssistedStep:
         """Wake workers for a step with these segments, whose adapters are host images; ``finish`` ends it."""

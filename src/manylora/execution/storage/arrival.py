@@ -13,7 +13,8 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,27 @@ from manylora.adapters.layout import GroupLayout
 from manylora.costs.take_over import remaining_s
 from manylora.execution.storage.resident import ResidentAdapter
 
-__all__ = ["Arrival", "ArrivingAdapter"]
+__all__ = ["Arrival", "ArrivingAdapter", "Patience"]
+
+
+class Patience:
+    """The time that a step may yet wait for adapters, all of them together: the whole batch waits with it.
+
+    Args:
+        seconds: At the begin of the step.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.left_s = seconds
+
+    @contextmanager
+    def spent(self) -> Iterator[float | None]:
+        """Return a context for a wait, and its limit in seconds, ``None`` for none; it takes time only if it waits."""
+        began_at = time.perf_counter()
+        try:
+            yield None if math.isinf(self.left_s) else self.left_s
+        finally:
+            self.left_s = max(0.0, self.left_s - (time.perf_counter() - began_at))
 
 
 class Arrival:
@@ -76,10 +97,18 @@ class Arrival:
         for watcher in watchers:
             watcher()
 
-    def wait(self, num_pages: int) -> Any:
-        """Wait for the first ``num_pages`` or a failure; return the event that a stream has to wait for, if any."""
+    def wait(self, num_pages: int, limit_s: float | None = None) -> Any:
+        """Wait for the first ``num_pages`` or a failure; return the event that a stream has to wait for, if any.
+
+        Raises:
+            TimeoutError: Neither came within ``limit_s`` seconds.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or (self._counts and self._counts[-1] >= num_pages))
+            has_come = self._changed.wait_for(
+                lambda: self._error is not None or (self._counts and self._counts[-1] >= num_pages), limit_s
+            )
+            if not has_come:
+                raise TimeoutError
             place = bisect_left(self._counts, num_pages)
             return self._events[place] if place < len(self._events) else None
 
@@ -129,12 +158,22 @@ class ArrivingAdapter:
         weights: Views of its pages, which fill up.
         groups: Its groups, for the pages that each needs.
         arrival: The progress of the pages.
+        patience: The step's; ``None`` for no limit.
     """
 
-    def __init__(self, weights: ResidentAdapter, groups: Mapping[str, GroupLayout], arrival: Arrival) -> None:
+    def __init__(
+        self,
+        weights: ResidentAdapter,
+        groups: Mapping[str, GroupLayout],
+        arrival: Arrival,
+        patience: Patience | None = None,
+    ) -> None:
         self.weights = weights
+        self.is_late = False
+        """Whether the step has ceased to wait for it: its rows have computed on pages that were not there."""
         self._groups = groups
         self._arrival = arrival
+        self._patience = patience or Patience()
         self._num_awaited = -1
 
     @property
@@ -143,11 +182,19 @@ class ArrivingAdapter:
         return self._arrival.error
 
     def wait(self, group: str) -> None:
-        """Wait for the weights of a group, on this thread or on the current stream, or for a failure."""
+        """Wait for the weights of a group, on this thread or on the current stream, or for a failure.
+
+        Once the step's patience is spent, it waits no more and is late.
+        """
         num_pages = self._num_pages(group)
-        if num_pages > self._num_awaited:
+        if num_pages > self._num_awaited and not self.is_late:
             self._num_awaited = num_pages
-            event = self._arrival.wait(num_pages)
+            try:
+                with self._patience.spent() as limit_s:
+                    event = self._arrival.wait(num_pages, limit_s)
+            except TimeoutError:
+                self.is_late = True
+                return
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from manylora.adapters.layout import GroupLayout
-from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
+from manylora.execution.storage.arrival import Arrival, ArrivingAdapter, Patience
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
@@ -108,16 +108,18 @@ class DeviceLoad:
         with suppress(InvalidStateError):
             self._views.set_exception(Gone(error))
 
-    def arriving(self) -> ArrivingAdapter:
-        """Return the adapter as a step sees it, once its layout is known. Blocks.
+    def arriving(self, patience: Patience) -> ArrivingAdapter:
+        """Return the adapter as a step sees it, once its layout is known. Blocks as long as the step's patience lasts.
 
         Raises:
             Gone: It will not arrive.
+            TimeoutError: Its layout came too late.
         """
-        weights, groups = self._views.result()
+        with patience.spent() as limit_s:
+            weights, groups = self._views.result(limit_s)
         if self._arrival.error is not None:
             raise Gone(self._arrival.error)
-        return ArrivingAdapter(weights, groups, self._arrival)
+        return ArrivingAdapter(weights, groups, self._arrival, patience)
 
     def if_begun(self) -> ArrivingAdapter | None:
         """Return the adapter as a step sees it, ``None`` before its copy begins and after a failure. Never blocks."""

@@ -26,13 +26,15 @@ __all__ = ["HostAdapter", "HostTier"]
 class HostAdapter:
     """An adapter's pages ``[num_pages, elements]`` and their layout, ready to be copied as far as they have arrived.
 
-    ``template`` is the layout for table-driven kernels; ``None`` where no such kernel is in use.
+    ``template`` is the layout for table-driven kernels; ``None`` where no such kernel is in use. ``first_digests`` are
+    those of its layers, if it was read for the first time and is complete.
     """
 
     layout: AdapterLayout
     image: torch.Tensor
     arrival: Arrival
     template: TileTemplate | None = None
+    first_digests: bytes = field(default=b"", init=False)
     _source: torch.Tensor | None = None
     _in_place: ResidentAdapter | None = field(default=None, init=False)
 

@@ -7,27 +7,30 @@ itself (``InlineReader``).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from queue import LifoQueue
 from typing import TypeAlias
 
 from manylora.adapters.packed import PackedAdapter
+from manylora.adapters.urls import is_url
 from manylora.errors import AdapterError
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.inline_reader import InlineReader
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
-from manylora.types import AdapterKey, AdapterVersion
+from manylora.types import AdapterVersion
 
-__all__ = ["FileReader", "HostReader", "open_processes", "reason_of"]
+__all__ = ["NUM_READERS", "NUM_REMOTE", "FileReader", "HostReader", "open_processes", "reason_of"]
 
 FileReader: TypeAlias = ReaderProcess | InlineReader
 """Reads one adapter at a time."""
 
-NUM_READERS = 2
-"""Most processes: as many as the threads that register adapters, or that re-read them."""
+NUM_REMOTE = 2
+"""Most reads from registries at once: a slow server may hold each up for minutes."""
+
+NUM_READERS = NUM_REMOTE + 1
+"""Most processes; one is always left for adapters on disk."""
 
 
 def open_processes() -> list[FileReader]:
@@ -40,6 +43,8 @@ def open_processes() -> list[FileReader]:
 class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
+    Registries have all readers but one, if there are several.
+
     Args:
         settings: Settings of the readers.
         store: The host tier.
@@ -49,12 +54,12 @@ class HostReader:
     def __init__(self, settings: ReaderSettings, store: HostTier, readers: Sequence[FileReader] = ()) -> None:
         self._store = store
         self._readers = list(readers) or [ReaderProcess() for _ in range(NUM_READERS)]
-        self._first_digests: dict[AdapterKey, bytes] = {}  # of versions with a provisional key, once they were read
         # Last in, first out: the second reader starts only when two adapters are read at once.
-        self._free: LifoQueue[FileReader] = LifoQueue()
-        for reader in reversed(self._readers):
+        self._free = list(reversed(self._readers))
+        self._num_remote_free = max(1, len(self._readers) - 1)
+        self._changed = threading.Condition()
+        for reader in self._readers:
             reader.configure(settings)
-            self._free.put(reader)
 
     def read(self, name: str, path: str) -> AdapterVersion:
         """Read an adapter and keep it in the host tier.
@@ -62,14 +67,14 @@ class HostReader:
         Raises:
             AdapterError: It cannot be served on this base.
         """
-        with self._free_reader() as reader:
+        with self._free_reader(is_remote=is_url(path)) as reader:
             packed = reader.read(name, path)
         self._store.put(packed)
         return packed.version
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Check adapters by name and path without their weights, which stay on disk until ``read_again``."""
-        with self._free_reader() as reader:
+        with self._free_reader(is_remote=any(is_url(path) for _, path in adapters)) as reader:
             return reader.check(adapters)
 
     def read_again(
@@ -88,8 +93,6 @@ class HostReader:
             AdapterError: Its directory is gone or broken, or holds other weights now.
         """
         adapter: HostAdapter | None = None
-        if version.key in self._first_digests:
-            version = replace(version, layer_digests=self._first_digests[version.key])
 
         def begin(packed: PackedAdapter) -> None:
             nonlocal adapter
@@ -102,15 +105,14 @@ class HostReader:
                 adapter.advance(num_pages)
 
         try:
-            with self._free_reader() as reader:
+            with self._free_reader(is_remote=is_url(version.source)) as reader:
                 digests = reader.read_layers(version, begin, advance, is_urgent=is_urgent)
         except BaseException as error:
             if adapter is not None:
                 self._store.fail(version.key, adapter, reason_of(error))
             raise
         assert adapter is not None
-        if digests:
-            self._first_digests[version.key] = digests
+        adapter.first_digests = digests
         return adapter
 
     def close(self) -> None:
@@ -119,12 +121,18 @@ class HostReader:
             reader.close()
 
     @contextmanager
-    def _free_reader(self) -> Iterator[FileReader]:
-        reader = self._free.get()
+    def _free_reader(self, *, is_remote: bool) -> Iterator[FileReader]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free and (not is_remote or self._num_remote_free))
+            reader = self._free.pop()
+            self._num_remote_free -= is_remote
         try:
             yield reader
         finally:
-            self._free.put(reader)
+            with self._changed:
+                self._free.append(reader)
+                self._num_remote_free += is_remote
+                self._changed.notify_all()
 
 
 def reason_of(error: BaseException) -> str:

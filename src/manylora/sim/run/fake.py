@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from manylora.engine.steps.plan_ahead import fill_in
@@ -63,6 +63,7 @@ class FakeExecutor:
         self.host: set[AdapterKey] = set()
         self._steps: deque[tuple[StepPlan, FakeWork]] = deque()
         self._last = StepResult()
+        self._given_up: dict[int, Sequence[int]] = {}  # by the last step; with the pages of each
         self.loads: list[tuple[AdapterLoad, FakeWork]] = []
         self.released: list[int] = []
 
@@ -120,13 +121,21 @@ class FakeExecutor:
         assert arrival.error is not None or key in self._adapter_pages, f"{key} is dropped on its way"
         self._adapter_pages.pop(key, None)
 
-    def complete_step(self, lost: Collection[AdapterKey] = ()) -> None:
-        """Complete the oldest step in flight; the weights of ``lost`` that it waits for do not arrive."""
+    def complete_step(self, lost: Collection[AdapterKey] = (), late: Collection[AdapterKey] = ()) -> None:
+        """Complete the oldest step in flight; the weights of ``lost`` that it waits for do not arrive.
+
+        Those of ``late`` have not arrived yet, and it goes on without their sequences.
+        """
         plan, step = self._steps.popleft()
-        plan = fill_in(plan, self._last.tokens, self._last.failed)
+        plan = fill_in(plan, self._last.tokens, self._last.failed, self._given_up)
+        self._given_up = {}
         tokens: dict[int, SampledToken] = {}
         failed: dict[int, str] = {}
         for part in plan.sequences:
+            if self._is_late(part, late):
+                self._given_up[part.seq_id] = part.pages
+                self._write(part, is_spoilt=True)
+                continue
             arrival = self._arrive(part, part.adapter in lost)
             if arrival is not None and arrival.error is not None:
                 failed[part.seq_id] = arrival.error
@@ -141,8 +150,11 @@ class FakeExecutor:
                 assert part.start + part.num_tokens == len(part.tokens)
                 tokens[part.seq_id] = synthetic_token(part, self._vocab_size)
         reported = synthetic_prompt_logprobs(plan, self._vocab_size)
-        reported = {seq_id: rows for seq_id, rows in reported.items() if seq_id not in failed}
-        self._last = step.result = StepResult(tokens=tokens, failed=failed, prompt_logprobs=reported)
+        without = {*self._given_up, *failed}
+        reported = {seq_id: rows for seq_id, rows in reported.items() if seq_id not in without}
+        self._last = step.result = StepResult(
+            tokens=tokens, failed=failed, late=frozenset(self._given_up), prompt_logprobs=reported
+        )
 
     def complete_load(self, index: int = 0, error: str | None = None) -> None:
         """Complete a load in flight, or fail it with ``error``.
@@ -185,6 +197,13 @@ class FakeExecutor:
         if arrival.error is None:
             self._deliver(arrival)
         return arrival
+
+    def _is_late(self, part: PlannedSequence, late: Collection[AdapterKey]) -> bool:
+        """Whether a sequence waits for one of these, unless that has arrived, or will not."""
+        if part.placement is not ARRIVING or part.adapter is None or part.adapter not in late:
+            return False
+        arrival = self._arrivals[part.adapter]
+        return not arrival.has_arrived and arrival.error is None
 
     def _deliver(self, arrival: _Arrival) -> None:
         if not arrival.has_arrived:
