@@ -38,7 +38,7 @@ from manylora.hosting.protocol import EngineInfo, Observations
 from manylora.hosting.replica import Replica, describe
 from manylora.hosting.resumption import ResumePolicy, ResumeStats
 from manylora.hosting.snapshot import Snapshot, merge_snapshots
-from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext
+from manylora.routing import DEFAULT_ROUTER, Dispatcher, FallbackRouter, ReplicaReport, Router, RouterContext
 from manylora.routing import make_router as router_named
 from manylora.scaling import LoadWatch, ScalingController, ScalingDecision, ScalingPolicy, WatchedDispatcher
 from manylora.types import Request
@@ -114,7 +114,9 @@ class Fleet:
         if len(links) > 1:
             ranks = self._book.ranks
             context = RouterContext(rng=Random(0), base_name=served_name, ranks=ranks)
-            router = router_named(DEFAULT_ROUTER, context) if make_router is None else make_router(ranks)
+            router = FallbackRouter(
+                router_named(DEFAULT_ROUTER, context) if make_router is None else make_router(ranks)
+            )
             if scaling is None:
                 self._dispatcher = Dispatcher(router, len(links), ranks)
             else:
