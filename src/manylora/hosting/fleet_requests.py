@@ -19,8 +19,11 @@ __all__ = ["FleetRequests", "Route"]
 AT_ONCE = 256
 """Requests of one submission that are made ready at once, in a millisecond or two."""
 
-Route = Callable[[Request, Container[int]], int]
-"""Returns the engine for a request, among those that can take it, and counts the request there until it ends."""
+Route = Callable[[Request, Container[int], int | None], int]
+"""Returns the engine for a request, among those that can take it, and counts the request there until it ends.
+
+The number is that of its tokens so far, ``None`` for a new request.
+"""
 
 
 class FleetRequests:
@@ -174,5 +177,5 @@ class FleetRequests:
             return [(client, list(flights)) for client in clients.values()]
         shares: dict[int, list[Flight]] = {}
         for flight in flights:
-            shares.setdefault(self._route(flight.request, clients), []).append(flight)
+            shares.setdefault(self._route(flight.request, clients, flight.num_answered), []).append(flight)
         return [(clients[engine], share) for engine, share in shares.items()]

@@ -84,6 +84,11 @@ class Flight:
         """Return the request's id."""
         return self.request.request_id
 
+    @property
+    def num_answered(self) -> int | None:
+        """Return the tokens of its answer so far; ``None`` before it was sent to an engine."""
+        return len(self.answered) if self._is_sent else None
+
     def has_news(self) -> None:
         """Report the first output after it was sent on."""
         on_news, self.on_news = self.on_news, None
