@@ -45,7 +45,10 @@ class FakeEngine:
     """A link whose engine does nothing by itself: the test calls for every answer, token and death."""
 
     deliver: Callable[[Sequence[Message]], None] = lambda messages: None
+    cancelled: set[str] = field(default_factory=set)  # by their clients
+    revived: list[str] = field(default_factory=list)  # of those, the ones that were submitted afterwards
     submitted: list[AddRequests] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
     running: dict[str, tuple[Request, int]] = field(default_factory=dict)
     ending: asyncio.Future[Ending] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     pid: int | None = None
@@ -58,7 +61,9 @@ class FakeEngine:
         match command:
             case AddRequests():
                 self.submitted.append(command)
+                self.revived += [one.request_id for one in command.requests if one.request_id in self.cancelled]
             case Cancel(request_ids):
+                self.dropped.update(request_ids)
                 for request_id in request_ids:
                     self.running.pop(request_id, None)
 
@@ -79,7 +84,8 @@ class FakeEngine:
             for request in command.requests:
                 answered = () if request.continuation is None else request.continuation.tokens
                 assert list(answered) == [token_at(request, position) for position in range(len(answered))]
-                self.running[request.request_id] = (request, len(answered))
+                if request.request_id not in self.dropped:
+                    self.running[request.request_id] = (request, len(answered))
             messages.append(Reply(command.call))
         self.submitted.clear()
         outputs = []
@@ -107,9 +113,10 @@ class World:
     def __init__(self, num_engines: int, max_resumes: int) -> None:
         self.engines: list[FakeEngine] = []
         self.present: dict[int, FakeEngine] = {}
+        self.cancelled: set[str] = set()
 
         def make(index: int) -> FakeEngine:
-            self.present[index] = FakeEngine()
+            self.present[index] = FakeEngine(cancelled=self.cancelled)
             self.engines.append(self.present[index])
             return self.present[index]
 
@@ -135,12 +142,20 @@ class World:
         self.clients[request_id] = asyncio.create_task(self._client(request_id))
         return request_id
 
+    def cancel(self, request_id: str) -> None:
+        """The client leaves."""
+        if not self.clients[request_id].done():
+            self.cancelled.add(request_id)
+            self.requests.pop(request_id, None)
+            self.fleet.cancel([request_id])
+            self.clients[request_id].cancel()
+
     async def _client(self, request_id: str) -> list[int]:
         got = self.got[request_id]
         try:
             stream = await self.fleet.submit([self.requests[request_id]])
         except CapacityError:  # it came while no engine served
-            del self.requests[request_id]
+            self.requests.pop(request_id, None)
             return got
 
         def consume(outputs: list[Output]) -> None:
@@ -204,6 +219,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("turn"), st.integers(0, 2)),
     st.tuples(st.just("lost turn"), st.integers(0, 2)),
     st.tuples(st.just("kill"), st.integers(0, 2)),
+    st.tuples(st.just("cancel"), st.integers(0, 5)),
     st.tuples(st.just("fault"), st.integers(0, 2)),
     st.tuples(st.just("settle"), st.just(0)),
     st.tuples(st.just("pause"), st.just(0)),
@@ -225,6 +241,9 @@ async def act(world: World, action: tuple[str, int]) -> None:
             engine.die(Ending("killed", is_external=True))
         case "fault":
             engine.die(Ending("the device fell over"))
+        case "cancel":
+            if world.clients:
+                world.cancel(f"r{value % len(world.clients)}")
         case "settle":
             await world.settle()
         case "pause":
@@ -240,6 +259,7 @@ def test_engines_killed_from_outside_lose_and_double_no_token(num_engines: int, 
         await world.finish()
         assert [world.check(request_id) for request_id in world.requests] == [None] * len(world.requests)
         assert world.fleet.resumes.num_waiting == world.fleet.resumes.num_ended == 0
+        assert not any(engine.revived for engine in world.engines), "a request came back after its client had left"
 
     play(num_engines, 10**6, scenario)
 
