@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from manylora.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
 from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.hosting.fleet import Fleet
+from manylora.hosting.flight import Loss
 from manylora.hosting.protocol import (
     AddRequests,
     Cancel,
@@ -298,6 +299,44 @@ def test_a_poisonous_request_ends_and_every_other_is_answered(
         assert world.fleet.num_restarts == len(world.engines) - num_engines == 2
 
     play(num_engines, 3, scenario)
+
+
+async def hang(world: World, index: int) -> None:
+    """Let the watchdog end an engine."""
+    client = world.fleet._keepers[index].client
+    assert client is not None
+    client.lose(Loss(EngineDead("it hangs"), is_hang=True))
+    world.present[index].die(Ending("it was killed", is_external=True))
+    await world.settle()
+
+
+def test_requests_that_came_after_a_hang_go_on_together() -> None:
+    async def scenario(world: World) -> None:
+        early = world.ask(3)
+        await world.settle()
+        hung = world.present[0]
+        hung.deliver([Reply(hung.submitted.pop().call)])  # accepted, and then nothing more
+        late = [world.ask(3) for _ in range(5)]
+        await world.settle()
+        await hang(world, 0)
+        sent = [one.request_id for command in world.present[0].submitted for one in command.requests]
+        assert sent == [*late, early], "all at once; the one that had been accepted is a suspect, and comes last"
+        await world.finish()
+        assert [world.check(one) for one in (early, *late)] == [None] * 6
+
+    play(1, 3, scenario)
+
+
+def test_a_request_that_hangs_engines_before_they_accept_it_ends() -> None:
+    async def scenario(world: World) -> None:
+        poison = world.ask(3)
+        await world.settle()
+        for _ in range(3):
+            assert not world.clients[poison].done()
+            await hang(world, 0)
+        assert isinstance(world.check(poison), PoisonRequest)
+
+    play(1, 10**6, scenario)
 
 
 def test_a_request_goes_on_so_many_times() -> None:

@@ -217,7 +217,8 @@ class EngineKeeper:
                 return await closed
             how = hung.result()
             logger.error("engine_hangs pid=%s how=%r", client.pid, how)
-            client.lose(Loss(EngineDead(f"The engine was stopped while it worked on this request ({how}).")))
+            error = EngineDead(f"The engine was stopped while it worked on this request ({how}).")
+            client.lose(Loss(error, is_hang=True))
             return how
         finally:
             closed.cancel()

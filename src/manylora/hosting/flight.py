@@ -33,11 +33,13 @@ class Loss:
         error: The reason, as an error for requests that cannot go on.
         is_suspicious: Whether a request may have caused it: false for an engine that was killed from outside.
         is_counted: Whether it counts towards the limit of resumptions: false for an engine that is drained.
+        is_hang: Whether the engine hung: requests may have come to it since.
     """
 
     error: EngineDead
     is_suspicious: bool = True
     is_counted: bool = True
+    is_hang: bool = False
 
 
 class Flight:
@@ -54,6 +56,7 @@ class Flight:
         "answered",
         "is_accepted",
         "is_resumed",
+        "is_spared",
         "last",
         "lost_at",
         "num_resumes",
@@ -70,6 +73,7 @@ class Flight:
         self.last: Output | None = None
         self.is_accepted = False  # by its present engine
         self.is_resumed = False  # another engine gave it a token
+        self.is_spared = False  # an engine hung before it had accepted it
         self.num_resumes = 0
         self.num_strikes = 0  # suspicious losses, one after another, of engines that had given it no token
         self.lost_at = 0.0  # time of the last token before its engine was lost, in seconds
@@ -96,10 +100,16 @@ class Flight:
             on_news(self)
 
     def lost(self, loss: Loss) -> None:
-        """Count the loss of its engine."""
+        """Count the loss of its engine.
+
+        A request that an engine had not accepted when it hung came after that, most likely, and is spared. Only once:
+        one that hangs engines before they accept it must end as well.
+        """
         has_news = len(self.answered) > self._num_sent
         if has_news:
             self.num_strikes = 0
+        elif loss.is_hang and not (self.is_accepted or self.is_spared):
+            self.is_spared = True
         elif loss.is_suspicious:
             self.num_strikes += 1
         self.num_resumes += loss.is_counted
