@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -239,10 +240,15 @@ def test_a_second_signal_exits_at_once(tokenizer: Path, gate: Gate) -> None:
         wait_for(lambda: is_gone(engine))
 
 
-def test_no_engine_outlives_its_server(tokenizer: Path, gate: Gate) -> None:
-    with command(tokenizer, num_replicas=3) as (process, _):
-        engines = engines_of(process)
-        assert len(engines) == 3
-        process.kill()
-        process.wait()
-        wait_for(lambda: all(map(is_gone, engines)))
+def test_no_engine_outlives_its_server(tokenizer: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that is stopped; and no sockets are left, which a killed process could not remove."""
+    with tempfile.TemporaryDirectory(prefix="m") as folder:
+        monkeypatch.setenv("TMPDIR", folder)  # of a short path, since sockets have a longest one
+        with command(tokenizer, num_replicas=3) as (process, _):
+            engines = engines_of(process)
+            assert len(engines) == 3
+            wait_for(lambda: not list(Path(folder).iterdir()))
+            os.kill(engines[0], signal.SIGSTOP)
+            process.kill()
+            process.wait()
+            wait_for(lambda: all(map(is_gone, engines)))
