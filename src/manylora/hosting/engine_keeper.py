@@ -184,7 +184,9 @@ class EngineKeeper:
             EngineDead: It took longer than the limit.
         """
         try:
-            return await asyncio.wait_for(self._start_and_load(prepare), self._start_timeout_s)
+            # Not ``wait_for``, which wraps a task before Python 3.12: the loop would turn before the caller goes on.
+            async with asyncio.timeout(self._start_timeout_s):
+                return await self._start_and_load(prepare)
         except TimeoutError:
             raise EngineDead(f"The engine did not start within {self._start_timeout_s:g} s") from None
 
