@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from harness import engine_info
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
-from manylora.hosting.engine_keeper import RestartPolicy
+from manylora.hosting.engine_keeper import RestartPolicy, State
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.flight import Loss
 from manylora.hosting.protocol import (
@@ -111,7 +112,7 @@ class FakeEngine:
 class World:
     """A fleet of fake engines, and the requests of clients."""
 
-    def __init__(self, num_engines: int, max_resumes: int) -> None:
+    def __init__(self, num_engines: int, max_resumes: int, max_deaths: int = 1000) -> None:
         self.engines: list[FakeEngine] = []
         self.present: dict[int, FakeEngine] = {}
         self.cancelled: set[str] = set()
@@ -125,7 +126,7 @@ class World:
             [lambda index=index: make(index) for index in range(num_engines)],  # type: ignore[misc]
             served_name="base",
             observe=lambda observed: None,
-            restarts=RestartPolicy(max_deaths=1000, first_pause_s=0.0, max_pause_s=0.0),
+            restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.0, max_pause_s=0.0),
             resumes=ResumePolicy(max_resumes=max_resumes),
             seed=7,
         )
@@ -196,9 +197,9 @@ class World:
         return error
 
 
-def play(num_engines: int, max_resumes: int, scenario: Callable[[World], object]) -> None:
+def play(num_engines: int, max_resumes: int, scenario: Callable[[World], object], **options: int) -> None:
     async def main() -> None:
-        world = World(num_engines, max_resumes)
+        world = World(num_engines, max_resumes, **options)
         await world.fleet.start()
         keeping = asyncio.create_task(world.fleet.run())
         try:
@@ -301,6 +302,35 @@ def test_a_poisonous_request_ends_and_every_other_is_answered(
     play(num_engines, 3, scenario)
 
 
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_poison_ends_no_engine_that_answers_other_requests(num_engines: int) -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(6):
+            others = [world.ask(2) for _ in range(4)]
+            await world.finish()
+            assert [world.check(other) for other in others] == [None] * 4
+            poison = world.ask(2, prompt=POISON)
+            await world.finish()
+            assert isinstance(world.check(poison), PoisonRequest)
+
+    play(num_engines, 3, scenario, max_deaths=4)
+
+
+def test_an_engine_that_answers_nothing_is_given_up() -> None:
+    """If every request of an engine looks like poison, it is the engine that is broken."""
+
+    async def scenario(world: World) -> None:
+        for _ in range(3):
+            world.ask(2, prompt=POISON)
+            await world.settle()
+            for _ in range(2):
+                world.present[0].turn(is_lost=False)
+                await world.settle()
+        assert world.fleet.state is State.STOPPED
+
+    play(1, 3, scenario, max_deaths=4)
+
+
 async def hang(world: World, index: int) -> None:
     """Let the watchdog end an engine."""
     client = world.fleet._keepers[index].client
@@ -353,6 +383,31 @@ def test_a_request_goes_on_so_many_times() -> None:
         assert (world.fleet.resumes.num_resumes, world.fleet.resumes.num_resumed) == (2, 1)
 
     play(1, 2, scenario)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 30), st.integers(0, 12))
+def test_a_request_that_is_cancelled_after_it_was_sent_on_does_not_come_back(
+    num_engines: int, before: int, after: int
+) -> None:
+    """Its next engine hangs, accepts nothing, and dies; the client leaves in any turn of the loop around that."""
+
+    async def scenario(world: World) -> None:
+        left, stays = world.ask(50), world.ask(2)
+        await world.settle()
+        for engine in world.present.values():
+            engine.turn(is_lost=False)
+        for num_turns in (before, after):
+            for engine in list(world.present.values()):
+                engine.die(Ending("killed", is_external=True))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            world.cancel(left)
+        await world.finish()
+        assert world.check(stays) is None
+        assert not any(engine.revived for engine in world.engines)
+
+    play(num_engines, 10, scenario)
 
 
 def test_a_cancelled_request_does_not_come_back() -> None:

@@ -49,9 +49,9 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def kill_engine(server: BackgroundServer) -> None:
+def kill_engine(server: BackgroundServer, by: signal.Signals = signal.SIGKILL) -> None:
     assert server.engine_pid is not None
-    os.kill(server.engine_pid, signal.SIGKILL)
+    os.kill(server.engine_pid, by)
 
 
 def test_killed_under_fifty_streams(tokenizer: Path, lora_dir: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_crash_loop_is_given_up(tokenizer: Path, lora_dir: Path) -> None:
     with two_processes(tokenizer, lora_dir, restarts=policy) as server:
         for _ in range(3):
             pid = server.engine_pid
-            kill_engine(server)
+            kill_engine(server, signal.SIGABRT)  # as in a crash
             wait_for(lambda pid=pid: server.has_ended or server.engine_pid not in (None, pid))  # type: ignore[misc]
             if not server.has_ended:
                 with httpx.Client(base_url=server.url, timeout=60) as http:
