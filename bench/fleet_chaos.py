@@ -237,9 +237,6 @@ async def kill_server(chaos: Chaos) -> bool:
     server = chaos.rng.choice(chaos.servers)
     async with server.away():
         engines = server.engines()
-        for engine in engines:
-            with contextlib.suppress(psutil.Error):
-                engine.resume()  # a stopped process ends when it runs again
         await server.kill()
         _, alive = await asyncio.to_thread(psutil.wait_procs, engines, 15.0)
         chaos.check(not alive, f"{len(alive)} engines outlived {server.name}")

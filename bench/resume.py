@@ -41,7 +41,7 @@ from manylora.bench.rounds import Others
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_adapters
 from manylora.fleet_config import FleetConfig
-from manylora.server import BackgroundServer, LoraModule, RestartPolicy
+from manylora.server import BackgroundServer, LoraModule
 
 NUM_REPLICAS = 3
 HANG_TIMEOUT_S = 3.0
@@ -160,12 +160,11 @@ def main() -> None:
     engine = EngineConfig(model=ModelConfig(model="demo"), memory=MemoryConfig(num_pages=2000))
     rounds: list[dict[str, float]] = []
     others = Others()
-    restarts = RestartPolicy(healthy_after_s=0.0)  # each round kills on purpose: no row of deaths
     with contextlib.ExitStack() as stack:
         ray = stack.enter_context(LocalRay(NUM_REPLICAS + 1)) if options.ray else None
         fleet = FleetConfig(replicas=NUM_REPLICAS, ray=None if ray is None else ray.address)
         config = ServerConfig(port=0, hang_timeout_s=HANG_TIMEOUT_S, fleet=fleet)
-        server = stack.enter_context(BackgroundServer(engine, config, modules, restarts=restarts))
+        server = stack.enter_context(BackgroundServer(engine, config, modules))
         kill = partial(send, signal.SIGKILL) if ray is None else lambda row: ray.lose(row["node"])
         calm, _ = asyncio.run(run(server.url, asked, ()))
         assert all(one.error is None and one.num_tokens == options.tokens for one in calm)

@@ -7,13 +7,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 from harness import engine_info
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
-from manylora.hosting.engine_keeper import RestartPolicy
+from manylora.hosting.engine_keeper import RestartPolicy, State
 from manylora.hosting.fleet import Fleet
+from manylora.hosting.flight import Loss
 from manylora.hosting.protocol import (
     AddRequests,
     Cancel,
@@ -45,7 +47,10 @@ class FakeEngine:
     """A link whose engine does nothing by itself: the test calls for every answer, token and death."""
 
     deliver: Callable[[Sequence[Message]], None] = lambda messages: None
+    cancelled: set[str] = field(default_factory=set)  # by their clients
+    revived: list[str] = field(default_factory=list)  # of those, the ones that were submitted afterwards
     submitted: list[AddRequests] = field(default_factory=list)
+    dropped: set[str] = field(default_factory=set)
     running: dict[str, tuple[Request, int]] = field(default_factory=dict)
     ending: asyncio.Future[Ending] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     pid: int | None = None
@@ -58,7 +63,9 @@ class FakeEngine:
         match command:
             case AddRequests():
                 self.submitted.append(command)
+                self.revived += [one.request_id for one in command.requests if one.request_id in self.cancelled]
             case Cancel(request_ids):
+                self.dropped.update(request_ids)
                 for request_id in request_ids:
                     self.running.pop(request_id, None)
 
@@ -79,7 +86,8 @@ class FakeEngine:
             for request in command.requests:
                 answered = () if request.continuation is None else request.continuation.tokens
                 assert list(answered) == [token_at(request, position) for position in range(len(answered))]
-                self.running[request.request_id] = (request, len(answered))
+                if request.request_id not in self.dropped:
+                    self.running[request.request_id] = (request, len(answered))
             messages.append(Reply(command.call))
         self.submitted.clear()
         outputs = []
@@ -104,12 +112,13 @@ class FakeEngine:
 class World:
     """A fleet of fake engines, and the requests of clients."""
 
-    def __init__(self, num_engines: int, max_resumes: int) -> None:
+    def __init__(self, num_engines: int, max_resumes: int, max_deaths: int = 1000) -> None:
         self.engines: list[FakeEngine] = []
         self.present: dict[int, FakeEngine] = {}
+        self.cancelled: set[str] = set()
 
         def make(index: int) -> FakeEngine:
-            self.present[index] = FakeEngine()
+            self.present[index] = FakeEngine(cancelled=self.cancelled)
             self.engines.append(self.present[index])
             return self.present[index]
 
@@ -117,7 +126,7 @@ class World:
             [lambda index=index: make(index) for index in range(num_engines)],  # type: ignore[misc]
             served_name="base",
             observe=lambda observed: None,
-            restarts=RestartPolicy(max_deaths=1000, first_pause_s=0.0, max_pause_s=0.0),
+            restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.0, max_pause_s=0.0),
             resumes=ResumePolicy(max_resumes=max_resumes),
             seed=7,
         )
@@ -135,12 +144,20 @@ class World:
         self.clients[request_id] = asyncio.create_task(self._client(request_id))
         return request_id
 
+    def cancel(self, request_id: str) -> None:
+        """The client leaves."""
+        if not self.clients[request_id].done():
+            self.cancelled.add(request_id)
+            self.requests.pop(request_id, None)
+            self.fleet.cancel([request_id])
+            self.clients[request_id].cancel()
+
     async def _client(self, request_id: str) -> list[int]:
         got = self.got[request_id]
         try:
             stream = await self.fleet.submit([self.requests[request_id]])
         except CapacityError:  # it came while no engine served
-            del self.requests[request_id]
+            self.requests.pop(request_id, None)
             return got
 
         def consume(outputs: list[Output]) -> None:
@@ -180,9 +197,9 @@ class World:
         return error
 
 
-def play(num_engines: int, max_resumes: int, scenario: Callable[[World], object]) -> None:
+def play(num_engines: int, max_resumes: int, scenario: Callable[[World], object], **options: int) -> None:
     async def main() -> None:
-        world = World(num_engines, max_resumes)
+        world = World(num_engines, max_resumes, **options)
         await world.fleet.start()
         keeping = asyncio.create_task(world.fleet.run())
         try:
@@ -204,6 +221,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("turn"), st.integers(0, 2)),
     st.tuples(st.just("lost turn"), st.integers(0, 2)),
     st.tuples(st.just("kill"), st.integers(0, 2)),
+    st.tuples(st.just("cancel"), st.integers(0, 5)),
     st.tuples(st.just("fault"), st.integers(0, 2)),
     st.tuples(st.just("settle"), st.just(0)),
     st.tuples(st.just("pause"), st.just(0)),
@@ -225,6 +243,9 @@ async def act(world: World, action: tuple[str, int]) -> None:
             engine.die(Ending("killed", is_external=True))
         case "fault":
             engine.die(Ending("the device fell over"))
+        case "cancel":
+            if world.clients:
+                world.cancel(f"r{value % len(world.clients)}")
         case "settle":
             await world.settle()
         case "pause":
@@ -240,6 +261,7 @@ def test_engines_killed_from_outside_lose_and_double_no_token(num_engines: int, 
         await world.finish()
         assert [world.check(request_id) for request_id in world.requests] == [None] * len(world.requests)
         assert world.fleet.resumes.num_waiting == world.fleet.resumes.num_ended == 0
+        assert not any(engine.revived for engine in world.engines), "a request came back after its client had left"
 
     play(num_engines, 10**6, scenario)
 
@@ -280,6 +302,73 @@ def test_a_poisonous_request_ends_and_every_other_is_answered(
     play(num_engines, 3, scenario)
 
 
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_poison_ends_no_engine_that_answers_other_requests(num_engines: int) -> None:
+    async def scenario(world: World) -> None:
+        for _ in range(6):
+            others = [world.ask(2) for _ in range(4)]
+            await world.finish()
+            assert [world.check(other) for other in others] == [None] * 4
+            poison = world.ask(2, prompt=POISON)
+            await world.finish()
+            assert isinstance(world.check(poison), PoisonRequest)
+
+    play(num_engines, 3, scenario, max_deaths=4)
+
+
+def test_an_engine_that_answers_nothing_is_given_up() -> None:
+    """If every request of an engine looks like poison, it is the engine that is broken."""
+
+    async def scenario(world: World) -> None:
+        for _ in range(3):
+            world.ask(2, prompt=POISON)
+            await world.settle()
+            for _ in range(2):
+                world.present[0].turn(is_lost=False)
+                await world.settle()
+        assert world.fleet.state is State.STOPPED
+
+    play(1, 3, scenario, max_deaths=4)
+
+
+async def hang(world: World, index: int) -> None:
+    """Let the watchdog end an engine."""
+    client = world.fleet._keepers[index].client
+    assert client is not None
+    client.lose(Loss(EngineDead("it hangs"), is_hang=True))
+    world.present[index].die(Ending("it was killed", is_external=True))
+    await world.settle()
+
+
+def test_requests_that_came_after_a_hang_go_on_together() -> None:
+    async def scenario(world: World) -> None:
+        early = world.ask(3)
+        await world.settle()
+        hung = world.present[0]
+        hung.deliver([Reply(hung.submitted.pop().call)])  # accepted, and then nothing more
+        late = [world.ask(3) for _ in range(5)]
+        await world.settle()
+        await hang(world, 0)
+        sent = [one.request_id for command in world.present[0].submitted for one in command.requests]
+        assert sent == [*late, early], "all at once; the one that had been accepted is a suspect, and comes last"
+        await world.finish()
+        assert [world.check(one) for one in (early, *late)] == [None] * 6
+
+    play(1, 3, scenario)
+
+
+def test_a_request_that_hangs_engines_before_they_accept_it_ends() -> None:
+    async def scenario(world: World) -> None:
+        poison = world.ask(3)
+        await world.settle()
+        for _ in range(3):
+            assert not world.clients[poison].done()
+            await hang(world, 0)
+        assert isinstance(world.check(poison), PoisonRequest)
+
+    play(1, 10**6, scenario)
+
+
 def test_a_request_goes_on_so_many_times() -> None:
     async def scenario(world: World) -> None:
         request = world.ask(50)
@@ -294,6 +383,31 @@ def test_a_request_goes_on_so_many_times() -> None:
         assert (world.fleet.resumes.num_resumes, world.fleet.resumes.num_resumed) == (2, 1)
 
     play(1, 2, scenario)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 30), st.integers(0, 12))
+def test_a_request_that_is_cancelled_after_it_was_sent_on_does_not_come_back(
+    num_engines: int, before: int, after: int
+) -> None:
+    """Its next engine hangs, accepts nothing, and dies; the client leaves in any turn of the loop around that."""
+
+    async def scenario(world: World) -> None:
+        left, stays = world.ask(50), world.ask(2)
+        await world.settle()
+        for engine in world.present.values():
+            engine.turn(is_lost=False)
+        for num_turns in (before, after):
+            for engine in list(world.present.values()):
+                engine.die(Ending("killed", is_external=True))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            world.cancel(left)
+        await world.finish()
+        assert world.check(stays) is None
+        assert not any(engine.revived for engine in world.engines)
+
+    play(num_engines, 10, scenario)
 
 
 def test_a_cancelled_request_does_not_come_back() -> None:

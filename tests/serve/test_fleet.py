@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from reciter import ReciterReader, engine_config, reciter_parts, slow_reciter_parts, write_reciter
+from reciter import ReciterReader, breaking_parts, engine_config, reciter_parts, slow_reciter_parts, write_reciter
 from serving import PATIENCE_S, texts, until
 
 from manylora.clock import Clock, WallClock
@@ -242,7 +243,57 @@ def test_a_death_is_felt_by_the_requests_of_that_engine_alone(tokenizer: Path, l
     run(tokenizer, scenario, [mortal_parts] * 2, modules=[LoraModule("m", str(lora_dir / "m"))])
 
 
-def test_an_engine_given_up_is_left_out_until_there_is_none(tokenizer: Path) -> None:
+def test_an_engine_that_dies_in_its_first_start_is_tried_again_if_another_came_up(tokenizer: Path) -> None:
+    num_built = 0
+
+    def flaky_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+        nonlocal num_built
+        num_built += 1
+        if num_built == 2:
+            raise RuntimeError("it was killed")
+        return reciter_parts(config, clock)
+
+    async def scenario(service: Service) -> None:
+        await until(lambda: len(service.fleet._serving()) == 2)
+        assert (service.fleet.num_restarts, num_built) == (1, 3)
+        assert await service.answers("base", "base") == ["abc", "abc"]
+
+    run(tokenizer, scenario, [flaky_parts] * 2)
+    with pytest.raises(EngineDead, match="before it was ready"):
+        run(tokenizer, scenario, [breaking_parts] * 2)
+
+
+def test_an_engine_that_serves_is_restarted_while_another_still_starts(tokenizer: Path) -> None:
+    may_start = threading.Event()
+
+    def late_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+        assert may_start.wait(PATIENCE_S)
+        return reciter_parts(config, clock)
+
+    async def main() -> None:
+        service = Service(tokenizer, [mortal_parts, late_parts])
+        fleet = service.fleet
+        starting = asyncio.create_task(fleet.start())
+        try:
+            await until(lambda: fleet.state is State.SERVING)
+            deadly = service.requests("base", prompt=DEADLY)
+            with pytest.raises(EngineDead):
+                await texts(await fleet.submit(deadly), deadly)
+            with pytest.raises(CapacityError, match="being restarted"):
+                fleet._serving()
+            await until(lambda: fleet.state is State.SERVING)
+            assert await service.answers("base") == ["abc"]
+            assert fleet.num_restarts == 1
+            assert not starting.done()
+        finally:
+            may_start.set()
+            await starting
+            await fleet.stop()
+
+    asyncio.run(main())
+
+
+def test_engines_that_fail_are_left_out_until_there_is_none(tokenizer: Path) -> None:
     async def scenario(service: Service) -> None:
         fleet = service.fleet
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+import zmq
 from reciter import engine_config, slow_reciter_parts
 from serving import PATIENCE_S, texts, until
 
@@ -19,10 +23,14 @@ from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_keeper import RestartPolicy, State
 from manylora.hosting.fleet import Fleet
 from manylora.hosting.link import LINKS
-from manylora.hosting.protocol import EngineSpec
+from manylora.hosting.link_thread import ThreadLink
+from manylora.hosting.protocol import EngineSpec, Message
+from manylora.hosting.resumption import ResumePolicy
+from manylora.plan import StepPlan
 from manylora.ports import EngineParts
 from manylora.scaling import ScalingPolicy
 from manylora.server import BackgroundServer
+from manylora.sim.run.executor import SimulatedWork
 from manylora.types import Request, SamplingParams
 
 POLICY = ScalingPolicy(
@@ -36,13 +44,16 @@ POLICY = ScalingPolicy(
 )
 
 
-def make_fleet(tokenizer: Path, policy: ScalingPolicy = POLICY, build: object = slow_reciter_parts) -> Fleet:
+def make_fleet(
+    tokenizer: Path, policy: ScalingPolicy = POLICY, build: object = slow_reciter_parts, max_deaths: int = 6
+) -> Fleet:
     spec = EngineSpec(config=engine_config(tokenizer), served_name="base", builder=build)
     return Fleet(
         [partial(LINKS["thread"], spec, BaseShare()) for _ in range(policy.max_replicas)],
         served_name="base",
         observe=lambda observed: None,
-        restarts=RestartPolicy(first_pause_s=0.01),
+        restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.01, max_pause_s=0.01),
+        resumes=ResumePolicy(),
         scaling=policy,
         drain_timeout_s=PATIENCE_S,
     )
@@ -93,8 +104,18 @@ def test_engines_start_with_every_adapter_and_the_hottest_warm_and_drain_without
     asyncio.run(scenario())
 
 
-def test_a_start_that_fails_is_tried_again_and_disturbs_no_other(tokenizer: Path, lora_dir: Path) -> None:
-    num_built = 0
+def test_a_start_that_fails_is_tried_again_and_disturbs_no_other(
+    tokenizer: Path, lora_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_built = num_started = 0
+    start = ThreadLink.start
+
+    async def start_if_there_is_room(link: ThreadLink, deliver: Callable[[Sequence[Message]], None]) -> None:
+        nonlocal num_started
+        num_started += 1
+        if num_started in (2, 3):
+            raise zmq.ZMQError(errno.EMFILE) if num_started == 2 else MemoryError
+        await start(link, deliver)
 
     def build(config: EngineConfig, clock: Clock) -> EngineParts:
         nonlocal num_built
@@ -102,6 +123,8 @@ def test_a_start_that_fails_is_tried_again_and_disturbs_no_other(tokenizer: Path
         if num_built in (2, 3):
             raise ConfigError("its memory is taken")
         return slow_reciter_parts(config, clock)
+
+    monkeypatch.setattr(ThreadLink, "start", start_if_there_is_room)
 
     async def scenario() -> None:
         policy = ScalingPolicy(min_replicas=1, max_replicas=2, capacity_rps=1.0, start_s=0.2, look_every_s=0.05)
@@ -111,10 +134,54 @@ def test_a_start_that_fails_is_tried_again_and_disturbs_no_other(tokenizer: Path
         running = asyncio.create_task(fleet.run())
         burst = asyncio.create_task(answers(fleet, 30, 20))
         await until(lambda: num(fleet, State.SERVING) == 2)
-        assert num_built == 4
+        assert (num_started, num_built) == (6, 4)
         assert {len(text) for text in await burst} == {20}
         await fleet.stop()
         running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_the_only_engine_dies_while_scaling_starts_another(tokenizer: Path, lora_dir: Path) -> None:
+    """It is tried again for as long as the other may come, and the fleet goes on."""
+    may_start, is_deadly, num_built = threading.Event(), threading.Event(), 0
+
+    def build(config: EngineConfig, clock: Clock) -> EngineParts:
+        nonlocal num_built
+        num_built += 1
+        if num_built == 2:
+            assert may_start.wait(PATIENCE_S)
+        parts = slow_reciter_parts(config, clock)
+        launch = parts.executor.launch
+
+        def launch_or_die(plan: StepPlan, now: float) -> SimulatedWork:
+            if is_deadly.is_set():
+                is_deadly.clear()
+                raise RuntimeError("the device fell over")
+            return launch(plan, now)  # type: ignore[return-value]
+
+        parts.executor.launch = launch_or_die  # type: ignore[method-assign]
+        return parts
+
+    async def scenario() -> None:
+        policy = ScalingPolicy(min_replicas=1, max_replicas=2, capacity_rps=1.0, start_s=0.2, look_every_s=0.05)
+        fleet = make_fleet(tokenizer, policy, build, max_deaths=1)
+        await fleet.start()
+        await fleet.adapters.load("a", str(lora_dir / "p"))
+        running = asyncio.create_task(fleet.run())
+        burst = asyncio.create_task(answers(fleet, 30, 20))
+        try:
+            await until(lambda: num_built == 2)
+            is_deadly.set()
+            await until(lambda: fleet.num_restarts == 1)
+            may_start.set()
+            await until(lambda: num(fleet, State.SERVING) == 2)
+            assert {len(text) for text in await burst} == {20}
+            assert not running.done()
+        finally:
+            may_start.set()
+            await fleet.stop()
+        await running
 
     asyncio.run(scenario())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -14,6 +15,7 @@ from manylora.routing import (
     ROUTERS,
     AffinityRouter,
     Dispatcher,
+    FallbackRouter,
     ReplicaReport,
     ReplicaView,
     Router,
@@ -117,6 +119,24 @@ def test_another_replica_moves_only_what_goes_to_it():
 def test_a_replica_that_is_out_gets_nothing(name: str):
     dispatcher = Dispatcher(make_router(name, Random(0)), 4)
     assert {dispatcher.dispatch(request(index, f"a{index}"), {0, 3}) for index in range(60)} == {0, 3}
+
+
+def test_a_router_that_fails_is_replaced_by_the_least_loaded(caplog: pytest.LogCaptureFixture):
+    class Broken:
+        def choose(self, request: Request, replicas: Sequence[ReplicaView], among: Sequence[int]) -> int:
+            answer = (2, 1, 7, 0.0, None, True)[len(request.prompt) - 1 if request.model else 0]
+            if request.model == "a":
+                raise KeyError(request.model)
+            return answer  # type: ignore[return-value]
+
+    dispatcher = Dispatcher(FallbackRouter(Broken()), 3, RANKS)
+    assert [dispatcher.dispatch(request(0), {0, 2}) for _ in range(2)] == [2, 2]
+    with caplog.at_level("ERROR"):
+        sent = [dispatcher.dispatch(request(index, "a"), {0, 1}) for index in range(6)]
+        sent += [dispatcher.dispatch(request(index, "b"), {0, 2}) for index in range(6)]
+    assert sent[:6] == [0, 1, 0, 1, 0, 1]
+    assert set(sent[6:]) == {0, 2}
+    assert [record.args[0] for record in caplog.records] == [1, 2, 4, 8]  # type: ignore[index]
 
 
 def test_an_outage_moves_only_what_the_replica_had():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from manylora.costs.step_model import PRIOR
 from manylora.errors import ConfigError
-from manylora.routing import ReplicaReport, ReplicaView, Sent
+from manylora.routing import RandomRouter, ReplicaReport, ReplicaView, Sent
 from manylora.scaling import (
     Autoscaler,
     Load,
@@ -23,11 +23,13 @@ from manylora.scaling import (
     ReplicaCapacity,
     ScalingController,
     ScalingPolicy,
+    WatchedDispatcher,
     predict_capacity,
 )
 from manylora.sim.run.scaling import SimulatedScaling
 from manylora.sim.run.simulation import Run, simulate
 from manylora.sim.setup import Setup, make_config
+from manylora.types import Request
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
 POLICY = ScalingPolicy(min_replicas=1, max_replicas=8, capacity_rps=4.0, utilization=0.75, start_s=10.0)
@@ -141,6 +143,23 @@ def test_the_watch_judges_requests_that_still_wait_once() -> None:
     watch.started("2", 5.0)
     watch.started("2", 5.0)
     assert watch.load(5.0) == load(4, waiting=1, judged=3, kept=1)
+
+
+def test_requests_of_a_lost_replica_are_no_arrivals() -> None:
+    """A rate of kills must not look like a rate of requests; those without a first token wait again."""
+    watch = LoadWatch(2.0)
+    dispatcher = WatchedDispatcher(RandomRouter(Random(0)), 2, {}, watch=watch, now=lambda: 1.0)
+    requests = [Request(request_id=str(index), prompt=(1,)) for index in range(4)]
+    for one in requests:
+        dispatcher.dispatch(one)
+    dispatcher.started("0")
+    dispatcher.started("1")
+    for _ in range(3):
+        for index, one in enumerate(requests):
+            dispatcher.ended(one.request_id)
+            dispatcher.dispatch(one, {1}, 5 if index < 2 else 0)
+    assert watch.load(1.0) == load(4, waiting=2, judged=2, kept=2)
+    assert dispatcher.views[1].num_prompt_tokens == 4 + 2 * 5
 
 
 def test_the_least_loaded_is_drained_and_the_hottest_adapters_are_named() -> None:

@@ -77,6 +77,7 @@ class EngineClient:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[str] | None = None
         self._loss: Loss | None = None
+        self._has_answered = False
         self._room: Room | None = None  # by its last turn
         self._num_since = 0  # requests that it had not seen then
 
@@ -148,6 +149,7 @@ class EngineClient:
             loss: The reason.
             is_final: Whether the requests cannot go on elsewhere: their streams fail.
         """
+        loss.has_answered = self._has_answered
         self._loss = self._loss or loss
         flights = [flight for flight in self._flights.values() if flight.is_accepted]
         self._forget(list(self._flights))
@@ -332,6 +334,8 @@ class EngineClient:
                 case Refused(fault):
                     if not self._ready.done():
                         self._ready.set_exception(fault.to_error())
+        if news:
+            self._has_answered = True
         for stream in news:
             stream.wake()
         for observations in observed:  # after the tokens, which clients wait for

@@ -22,7 +22,7 @@ _waiting: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def spawn_engine(builder: str | None = None, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start an engine process in a group of its own, with a pipe to its standard input.
+    """Start an engine process in a group of its own, with a pipe to its standard input; it ends with this thread.
 
     Args:
         builder: Imported before the process reads its set-up.

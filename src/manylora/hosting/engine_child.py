@@ -20,7 +20,8 @@ class EngineChild:
     """An engine process: a new one, or the one that was started early for such an engine.
 
     It has its own process group, so that Ctrl-C reaches this process alone. Its standard input is a pipe from this
-    process, and it ends with the pipe.
+    process, and it ends with the pipe. The kernel kills it when the thread ends that creates it: that thread must stay
+    as long as engines are needed, as the event loop's does.
 
     Args:
         setup: Its set-up, which it reads from the pipe: keys are in no argument, environment or file.

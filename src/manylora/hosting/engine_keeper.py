@@ -1,7 +1,8 @@
 """Keep one engine alive: start it, notice its death, start the next one and load the adapters on it.
 
-Pauses between restarts grow with each death in a row. After too many the engine is given up: a service that cannot
-serve should exit, so that its supervisor can act.
+Pauses between restarts grow with each death in a row. Too many deaths by the engine's own fault make it a *failing*
+one. While another engine of the fleet serves, or may soon, a failing engine is tried again after the longest pause.
+Without another it is given up: a service that cannot serve should exit, so that its supervisor can act.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class RestartPolicy:
     """When to restart a dead engine, and when to give it up.
 
     Args:
-        max_deaths: Deaths in a row after which the engine is given up.
+        max_deaths: Deaths in a row by its own fault after which an engine is failing. Not its fault are a signal from
+            outside, the loss of its node, a lack of room for its start, and a request that is proven to kill engines,
+            once the engine has answered others again.
         first_pause_s: Pause before the second restart in a row, in seconds; the first is immediate, later ones double.
         max_pause_s: Longest pause, in seconds.
         healthy_after_s: Seconds of service that end a row of deaths.
@@ -48,15 +51,7 @@ class RestartPolicy:
 
     def pause_s(self, deaths: int) -> float:
         """Return the pause after the ``deaths``-th death in a row, in seconds."""
-        return 0.0 if deaths <= 1 else min(self.max_pause_s, self.first_pause_s * 2.0 ** (deaths - 2))
-
-
-class _Outcome(Enum):
-    """The outcome of a restart; ``SCARCE`` if there was no room for it, which is no fault of the engine."""
-
-    UP = "up"
-    FAILED = "failed"
-    SCARCE = "scarce"
+        return 0.0 if deaths <= 1 else min(self.max_pause_s, self.first_pause_s * 2.0 ** min(deaths - 2, 30))
 
 
 class State(Enum):
@@ -81,6 +76,7 @@ class EngineKeeper:
         hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
         start_timeout_s: Seconds for an engine to start and to load every adapter; ``None`` for any time.
         on_change: Called when the engine begins to serve, and when it will not serve again.
+        is_alone: Returns whether no other engine of the fleet serves or may soon, given this one.
         state: ``STARTING``, or ``IDLE`` until an order sets that.
     """
 
@@ -94,6 +90,7 @@ class EngineKeeper:
         hang_timeout_s: float | None,
         start_timeout_s: float | None,
         on_change: Callable[[], None],
+        is_alone: Callable[[EngineKeeper], bool],
         state: State = State.STARTING,
     ) -> None:
         self.state = state
@@ -109,6 +106,26 @@ class EngineKeeper:
         self._hang_timeout_s = hang_timeout_s
         self._start_timeout_s = start_timeout_s
         self._on_change = on_change
+        self._is_alone = is_alone
+        self._num_deaths = 0  # in a row, for the pauses
+        self._faults: list[Loss] = []  # those of them that may be the engine's own
+        self._last_death = ""
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether it died too often in a row by its own fault."""
+        return len(self._faults) >= self._restarts.max_deaths
+
+    @property
+    def may_serve(self) -> bool:
+        """Whether it serves, or is likely to serve soon."""
+        is_coming = self.state in (State.STARTING, State.RESTARTING) and not self.is_failing
+        return is_coming or self.state is State.SERVING
+
+    @property
+    def pause_s(self) -> float:
+        """The pause before its next start, in seconds."""
+        return self._restarts.max_pause_s if self.is_failing else self._restarts.pause_s(self._num_deaths)
 
     async def start(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> None:
         """Start the first engine, or the next one of a keeper whose last was drained.
@@ -117,38 +134,43 @@ class EngineKeeper:
             prepare: Called with the engine once it has every adapter, before it serves.
 
         Raises:
-            ManyloraError: The engine refused its configuration, or ``lose`` raised an adapter's error.
+            ManyloraError: The engine refused its configuration, or ``lose`` raised an adapter's error. It has ended.
         """
-        await self._bring_up(prepare)
+        try:
+            await self._bring_up(prepare)
+        except (ManyloraError, *SCARCITY) as error:
+            self._note_failed_start(error)
+            if self.client is not None:
+                await self.client.stop()
+            raise
         if self.state is State.STARTING:
             self.state = State.SERVING
         self._on_change()
 
     async def run(self) -> None:
-        """Watch the engine and restart it, until drained or stopped.
+        """Watch the engine and restart it, until drained or stopped; one whose start failed is started first.
 
         Raises:
-            EngineDead: The engine died too often in a row.
+            EngineDead: The engine is failing, and is alone.
         """
         now = asyncio.get_running_loop().time
-        deaths = 0
         while True:
-            assert self.client is not None
-            serving_since = now()
-            how = await self._end_of(self.client)
-            self.is_up = False
+            if self.is_up:
+                assert self.client is not None
+                serving_since = now()
+                how = await self._end_of(self.client)
+                self.is_up = False
+                if now() - serving_since >= self._restarts.healthy_after_s:
+                    self._forget_deaths()
+                if self.state is State.SERVING:
+                    assert self.client.loss is not None
+                    self._note_death(how, self.client.loss)
             if self.state in (State.DRAINING, State.STOPPED):
                 self.state = State.STOPPED
                 self._on_change()
                 return
             self.state = State.RESTARTING
-            deaths = 1 if now() - serving_since >= self._restarts.healthy_after_s else deaths + 1
-            while (outcome := await self._restart(how, deaths)) is not _Outcome.UP:
-                how = "it did not come up again"
-                if outcome is _Outcome.FAILED:
-                    deaths += 1
-                else:  # the machine or the cluster may have room later
-                    deaths = min(deaths + 1, self._restarts.max_deaths - 1)
+            await self._restart()
 
     def drain(self) -> None:
         """Start no further engine; the present one may finish."""
@@ -176,6 +198,7 @@ class EngineKeeper:
         self.state = State.STOPPED
         self.client.lose(Loss(EngineDead("The engine was drained."), is_suspicious=False, is_counted=False))
         await self.client.stop()
+        self._forget_deaths()
 
     async def _bring_up(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> EngineClient:
         """Start an engine and load the adapters of the book; the caller must set ``state`` without an await.
@@ -184,7 +207,9 @@ class EngineKeeper:
             EngineDead: It took longer than the limit.
         """
         try:
-            return await asyncio.wait_for(self._start_and_load(prepare), self._start_timeout_s)
+            # Not ``wait_for``, which wraps a task before Python 3.12: the loop would turn before the caller goes on.
+            async with asyncio.timeout(self._start_timeout_s):
+                return await self._start_and_load(prepare)
         except TimeoutError:
             raise EngineDead(f"The engine did not start within {self._start_timeout_s:g} s") from None
 
@@ -217,34 +242,54 @@ class EngineKeeper:
                 return await closed
             how = hung.result()
             logger.error("engine_hangs pid=%s how=%r", client.pid, how)
-            client.lose(Loss(EngineDead(f"The engine was stopped while it worked on this request ({how}).")))
+            error = EngineDead(f"The engine was stopped while it worked on this request ({how}).")
+            client.lose(Loss(error, is_hang=True))
             return how
         finally:
             closed.cancel()
             hung.cancel()
             await asyncio.gather(closed, hung, return_exceptions=True)
 
-    async def _restart(self, how: str, deaths: int) -> _Outcome:
-        """Start the next engine."""
-        assert self.client is not None
-        await self.client.stop()
-        if deaths >= self._restarts.max_deaths:
+    async def _restart(self) -> None:
+        """Start the next engine after a pause; it is up afterwards, unless the start failed."""
+        if self.client is not None:
+            await self.client.stop()
+        if self.is_failing and self._is_alone(self):
             self.state = State.STOPPED
             self._on_change()
-            raise EngineDead(f"The engine died {deaths} times in a row (last: {how}); giving up.")
-        pause_s = self._restarts.pause_s(deaths)
-        logger.error("engine_died how=%r deaths_in_a_row=%d restart_in_s=%.1f", how, deaths, pause_s)
-        await asyncio.sleep(pause_s)
+            num_faults = len(self._faults)
+            raise EngineDead(f"The engine died {num_faults} times in a row (last: {self._last_death}); giving up.")
+        logger.error(
+            "engine_died how=%r deaths_in_a_row=%d restart_in_s=%.1f", self._last_death, self._num_deaths, self.pause_s
+        )
+        await asyncio.sleep(self.pause_s)
         if self.state is not State.RESTARTING:
-            return _Outcome.UP
+            return
         self.num_restarts += 1
         try:
             client = await self._bring_up()
         except (ManyloraError, *SCARCITY) as error:
             logger.error("engine_restart_failed error=%r", error)
-            return _Outcome.SCARCE if isinstance(error, (CapacityError, *SCARCITY)) else _Outcome.FAILED
+            self._note_failed_start(error)
+            return
         if self.state is State.RESTARTING:
             self.state = State.SERVING
             logger.warning("engine_restarted pid=%s num_adapters=%d", client.pid, len(self._book.adapters))
         self._on_change()
-        return _Outcome.UP
+
+    def _note_failed_start(self, error: BaseException) -> None:
+        is_scarce = isinstance(error, (CapacityError, *SCARCITY))  # the machine or the cluster may have room later
+        loss = Loss(EngineDead(f"The engine did not start: {error}"), is_suspicious=not is_scarce)
+        self._note_death("it did not come up", loss)
+
+    def _note_death(self, how: str, loss: Loss) -> None:
+        self._last_death = how
+        self._num_deaths += 1
+        if loss.has_answered:  # it works, so where a request is to blame, the engine is not
+            self._faults = [fault for fault in self._faults if not fault.is_explained]
+        if loss.is_suspicious:
+            self._faults = [*self._faults, loss][-self._restarts.max_deaths :]
+
+    def _forget_deaths(self) -> None:
+        self._num_deaths = 0
+        self._faults.clear()

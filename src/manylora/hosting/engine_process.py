@@ -1,8 +1,9 @@
 """The engine process: ``python -m manylora.hosting.engine_process``, started as an ``EngineChild``.
 
 With the name of a builder as its argument it imports that first (``early_start``). Then it reads its set-up from
-standard input, which stays open until its parent ends; then this process ends as well. Its parent is the API process,
-or a Ray actor. Commands arrive on one socket, messages leave on the other (see ``protocol``).
+standard input, which stays open until its parent ends; then this process ends as well. On Linux the kernel kills it
+with its parent even while it is stopped, and would not see the end of its input. Its parent is the API process, or a
+Ray actor. Commands arrive on one socket, messages leave on the other (see ``protocol``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 import zmq
 
 from manylora.clock import WallClock
-from manylora.hosting.engine_sockets import CurveSockets, EngineSockets, UnixSockets, open_sockets
+from manylora.hosting.engine_sockets import EngineSockets, UnixSockets, open_sockets
 from manylora.hosting.gc_freeze import collector_paused, freeze_imports, freeze_start_up_heap
 from manylora.hosting.logs import configure_logging
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
@@ -63,6 +64,8 @@ def _receive(commands: zmq.Socket[bytes], service: EngineService) -> None:
 def main() -> int:
     """Run one engine until the parent ends or the engine fails; return the exit code."""
     began_at = time.perf_counter()
+    if sys.platform == "linux":  # if the parent has ended before this, the end of the input says so
+        end_with_parent()
     if is_early := len(sys.argv) > 1:
         with collector_paused():
             load_builder(sys.argv[1])
@@ -79,8 +82,6 @@ def main() -> int:
     # Ctrl-C is handled by the API process, which drains and then closes our standard input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(setup.sockets,), name="end-with-parent", daemon=True).start()
-    if isinstance(setup.sockets, CurveSockets):  # a process that is stopped does not see the end of its input
-        end_with_parent()
 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     commands, messages = open_sockets(context, setup.sockets)

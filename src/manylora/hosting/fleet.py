@@ -30,6 +30,7 @@ from manylora.hosting.adapter_book import AdapterBook, LoraModule
 from manylora.hosting.client import EngineClient
 from manylora.hosting.engine_keeper import EngineKeeper, RestartPolicy, State
 from manylora.hosting.fleet_adapters import FleetAdapters
+from manylora.hosting.fleet_engines import ENDED, FleetEngines
 from manylora.hosting.fleet_requests import FleetRequests
 from manylora.hosting.fleet_scaling import FleetScaling
 from manylora.hosting.link import EngineLink
@@ -38,7 +39,7 @@ from manylora.hosting.protocol import EngineInfo, Observations
 from manylora.hosting.replica import Replica, describe
 from manylora.hosting.resumption import ResumePolicy, ResumeStats
 from manylora.hosting.snapshot import Snapshot, merge_snapshots
-from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext
+from manylora.routing import DEFAULT_ROUTER, Dispatcher, FallbackRouter, ReplicaReport, Router, RouterContext
 from manylora.routing import make_router as router_named
 from manylora.scaling import LoadWatch, ScalingController, ScalingDecision, ScalingPolicy, WatchedDispatcher
 from manylora.types import Request
@@ -62,8 +63,6 @@ REPORT_EVERY_S = 1.0
 """Seconds between two reports of an engine to the router."""
 
 BEST_FIRST = (State.SERVING, State.RESTARTING, State.STARTING, State.DRAINING, State.STOPPED, State.IDLE)
-ENDED = (State.STOPPED, State.IDLE)
-
 
 SNAPSHOT_S = 5.0
 """Longest wait for the snapshot of one of several engines."""
@@ -109,12 +108,13 @@ class Fleet:
         self._book = AdapterBook(served_name=served_name, epoch_s=epoch_s)
         self.adapters = FleetAdapters(self._book, self._serving, num_engines=len(links))
         self._required: frozenset[str] | None = None  # while starting
-        self._is_watched = False
         self._dispatcher: Dispatcher | None = None  # none for one engine, which saves its counting
         if len(links) > 1:
             ranks = self._book.ranks
             context = RouterContext(rng=Random(0), base_name=served_name, ranks=ranks)
-            router = router_named(DEFAULT_ROUTER, context) if make_router is None else make_router(ranks)
+            router = FallbackRouter(
+                router_named(DEFAULT_ROUTER, context) if make_router is None else make_router(ranks)
+            )
             if scaling is None:
                 self._dispatcher = Dispatcher(router, len(links), ranks)
             else:
@@ -149,21 +149,20 @@ class Fleet:
                 hang_timeout_s=hang_timeout_s,
                 start_timeout_s=start_timeout_s,
                 on_change=self._requests.wake,
+                is_alone=lambda keeper: self._engines.is_alone(keeper),
                 state=State.STARTING if scaling is None or engine < scaling.min_replicas else State.IDLE,
             )
             for engine, make_link in enumerate(links)
         ]
-        self._keeping: dict[int, asyncio.Task[None]] = {}  # those that watch engines, by number
+        self._engines = FleetEngines(self._keepers)
         self._scaling: FleetScaling | None = None
         if scaling is not None and len(links) > 1:
             self._scaling = FleetScaling(
                 controller,
                 self._keepers,
-                watch=self._watch,
-                drain=self._give_back,
-                restarts=restarts or RestartPolicy(),
+                watch=self._engines.watch,
+                drain=partial(self._engines.give_back, timeout_s=drain_timeout_s),
             )
-        self._drain_timeout_s = drain_timeout_s
         self._num_in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -230,37 +229,24 @@ class Fleet:
     async def start(self, modules: Sequence[LoraModule] = ()) -> None:
         """Start the engines and load the adapters given at start.
 
+        Of several engines one may fail, for any other reason than these; ``run`` tries it again.
+
         Raises:
-            ManyloraError: An engine refused its configuration, or a required adapter, named in the message.
+            ManyloraError: An engine refused its configuration, or a required adapter, named in the message. Or no
+                engine came up.
         """
         self._book.open(modules)
         self._required = frozenset(module.name for module in modules if module.is_required)
-        await asyncio.gather(*(keeper.start() for keeper in self._keepers if keeper.state is State.STARTING))
+        await self._engines.start()
         self._required = None
 
     async def run(self) -> None:
         """Watch the engines and restart those that die, until drained or stopped.
 
         Raises:
-            EngineDead: Every engine died too often.
+            EngineDead: An engine died too often, and no other serves or may soon.
         """
-        self._is_watched = True
-        for engine, keeper in enumerate(self._keepers):
-            if keeper.state is not State.IDLE:
-                self._watch(engine)
-        beside = [asyncio.create_task(self._report())]
-        if self._scaling is not None:
-            beside.append(asyncio.create_task(self._scaling.run()))
-        try:
-            # An engine that scaling starts while this waits is waited for in the next turn.
-            while keeping := [task for task in self._keeping.values() if not task.done()]:
-                also = [task for task in beside if not task.done()]
-                done, _ = await asyncio.wait([*keeping, *also], return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            for task in [*beside, *self._keeping.values()]:
-                task.cancel()
+        await self._engines.run([self._report()] if self._scaling is None else [self._report(), self._scaling.run()])
 
     def drain(self) -> None:
         """Refuse new requests from now on; those in flight may finish, on any engine."""
@@ -400,9 +386,9 @@ class Fleet:
         if not clients:
             raise _unavailable(self.state)
         alive = {index: client for index, client in clients.items() if client.loss is None}
-        for client in clients.values():
+        for index, client in clients.items():
             if not alive and client.loss is not None:
-                raise _unavailable(State.RESTARTING) if self._is_watched else client.loss.error
+                raise _unavailable(State.RESTARTING) if self._engines.is_watched(index) else client.loss.error
         return alive
 
     def _going_on(self) -> dict[int, EngineClient]:
@@ -435,23 +421,6 @@ class Fleet:
         event = "adapter_lost" if self._required is None else "adapter_left_out"
         logger.error("%s name=%s reason=%s", event, error.adapter, error.reason)
         await self.adapters.lose(error.adapter)
-
-    def _watch(self, engine: int) -> None:
-        """Watch an engine and restart it, until it is drained."""
-        self._keeping[engine] = asyncio.create_task(self._keep(self._keepers[engine]))
-
-    async def _give_back(self, engine: int) -> None:
-        """End an engine whose place scaling may fill again."""
-        await self._keepers[engine].retire(self._drain_timeout_s)
-        await self._keeping[engine]
-
-    async def _keep(self, keeper: EngineKeeper) -> None:
-        try:
-            await keeper.run()
-        except EngineDead as error:
-            if all(one.state in ENDED for one in self._keepers):
-                raise
-            logger.error("engine_given_up engine=%d error=%s", self._keepers.index(keeper), error)
 
 
 def _unavailable(state: State) -> CapacityError:

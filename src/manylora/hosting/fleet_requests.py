@@ -19,8 +19,11 @@ __all__ = ["FleetRequests", "Route"]
 AT_ONCE = 256
 """Requests of one submission that are made ready at once, in a millisecond or two."""
 
-Route = Callable[[Request, Container[int]], int]
-"""Returns the engine for a request, among those that can take it, and counts the request there until it ends."""
+Route = Callable[[Request, Container[int], int | None], int]
+"""Returns the engine for a request, among those that can take it, and counts the request there until it ends.
+
+The number is that of its tokens so far, ``None`` for a new request.
+"""
 
 
 class FleetRequests:
@@ -52,6 +55,7 @@ class FleetRequests:
         self._route = route
         self._rng = None if seed is None else Random(seed)
         self._resumer = Resumer(self._place, self._is_open, resumes)
+        self._unanswered: dict[str, Flight] = {}  # sent on to an engine that has not answered; not the cancelled
 
     @property
     def resumes(self) -> ResumeStats:
@@ -105,6 +109,8 @@ class FleetRequests:
         """Cancel requests, as ``EngineClient.cancel``, wherever they are."""
         for client in self._everywhere():
             client.cancel(request_ids, stopped=stopped)
+        for request_id in request_ids:
+            self._unanswered.pop(request_id, None)
         self._resumer.cancel(request_ids)
 
     def lost(self, flights: list[Flight], loss: Loss) -> None:
@@ -137,6 +143,7 @@ class FleetRequests:
     def _place(self, flights: Sequence[Flight]) -> Awaitable[dict[str, ManyloraError]]:
         """Send the rests of answers to engines; await the result for the errors of those that were refused."""
         shares = self._shares(flights, self._going_on())
+        self._unanswered.update((flight.request_id, flight) for flight in flights)
         return self._placed(shares, [client.submit(share, each=True) for client, share in shares])
 
     async def _placed(
@@ -147,16 +154,19 @@ class FleetRequests:
         refused: dict[str, ManyloraError] = {}
         results = await asyncio.gather(*answers, return_exceptions=True)
         for (client, flights), result in zip(shares, results, strict=True):
+            # An engine that hangs answers after minutes or never, and clients leave meanwhile.
+            held = [flight for flight in flights if self._unanswered.pop(flight.request_id, None) is not None]
             if isinstance(result, EngineDead) and client.loss is not None:
-                self._resumer.lose(flights, client.loss)
+                self._resumer.lose(held, client.loss)
             elif isinstance(result, ManyloraError):
-                refused |= dict.fromkeys((flight.request_id for flight in flights), result)
+                refused |= dict.fromkeys((flight.request_id for flight in held), result)
             elif isinstance(result, BaseException):
                 raise result
             else:
-                refused |= result
-                for flight in flights:
-                    if flight.request_id not in result:
+                for flight in held:
+                    if flight.request_id in result:
+                        refused[flight.request_id] = result[flight.request_id]
+                    else:
                         flight.accepted()
         return refused
 
@@ -174,5 +184,5 @@ class FleetRequests:
             return [(client, list(flights)) for client in clients.values()]
         shares: dict[int, list[Flight]] = {}
         for flight in flights:
-            shares.setdefault(self._route(flight.request, clients), []).append(flight)
+            shares.setdefault(self._route(flight.request, clients, flight.num_answered), []).append(flight)
         return [(clients[engine], share) for engine, share in shares.items()]

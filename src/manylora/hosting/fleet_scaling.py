@@ -19,7 +19,7 @@ from typing import Any
 
 from manylora.errors import AdapterError, CapacityError, ManyloraError
 from manylora.hosting.client import EngineClient
-from manylora.hosting.engine_keeper import EngineKeeper, RestartPolicy, State
+from manylora.hosting.engine_keeper import SCARCITY, EngineKeeper, State
 from manylora.scaling import Phase, ScalingController
 
 __all__ = ["FleetScaling"]
@@ -37,7 +37,7 @@ PHASES = {
     State.DRAINING: Phase.DRAINING,
     State.STOPPED: Phase.DRAINING,
 }
-"""Phases of engines by their states; one that was given up or taken out by an operator is not started again."""
+"""Phases of engines by their states; one that an operator took out is not started again."""
 
 
 class FleetScaling:
@@ -48,7 +48,6 @@ class FleetScaling:
         keepers: The engines, in use or idle.
         watch: Called with the number of an engine that serves from now on; watches and restarts it.
         drain: Drains an engine that serves, and returns once its watch has ended.
-        restarts: Pauses after starts that failed.
     """
 
     def __init__(
@@ -58,14 +57,11 @@ class FleetScaling:
         *,
         watch: Callable[[int], None],
         drain: Callable[[int], Coroutine[Any, Any, None]],
-        restarts: RestartPolicy,
     ) -> None:
         self.controller = controller
         self._keepers = keepers
         self._watch = watch
         self._drain = drain
-        self._restarts = restarts
-        self._failures = [0] * len(keepers)  # starts in a row that failed
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -108,17 +104,12 @@ class FleetScaling:
         began_at = now()
         try:
             await keeper.start(self._warm)
-        except (ManyloraError, OSError) as error:
-            self._failures[index] += 1
-            pause_s = self._restarts.pause_s(self._failures[index] + 1)
-            logger.error("engine_start_failed engine=%d retry_in_s=%.1f error=%s", index, pause_s, error)
-            if keeper.client is not None:
-                await keeper.client.stop()
-            await asyncio.sleep(pause_s)
+        except (ManyloraError, *SCARCITY) as error:
+            logger.error("engine_start_failed engine=%d retry_in_s=%.1f error=%r", index, keeper.pause_s, error)
+            await asyncio.sleep(keeper.pause_s)
             if keeper.state is State.STARTING:
                 keeper.state = State.IDLE
             return
-        self._failures[index] = 0
         self.controller.started(now() - began_at)
         logger.info("engine_started engine=%d took_s=%.2f", index, now() - began_at)
         self._watch(index)

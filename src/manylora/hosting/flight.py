@@ -25,7 +25,7 @@ from manylora.types import Continuation, Output, Request
 __all__ = ["Flight", "Loss"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Loss:
     """The reason why an engine gives up its requests.
 
@@ -33,11 +33,17 @@ class Loss:
         error: The reason, as an error for requests that cannot go on.
         is_suspicious: Whether a request may have caused it: false for an engine that was killed from outside.
         is_counted: Whether it counts towards the limit of resumptions: false for an engine that is drained.
+        is_hang: Whether the engine hung: requests may have come to it since.
+        has_answered: Whether the engine had given outputs.
+        is_explained: Whether a request was ended for it.
     """
 
     error: EngineDead
     is_suspicious: bool = True
     is_counted: bool = True
+    is_hang: bool = False
+    has_answered: bool = False
+    is_explained: bool = False
 
 
 class Flight:
@@ -54,14 +60,15 @@ class Flight:
         "answered",
         "is_accepted",
         "is_resumed",
+        "is_spared",
         "last",
         "lost_at",
         "num_resumes",
-        "num_strikes",
         "on_news",
         "request",
         "settled",
         "stream",
+        "strikes",
     )
 
     def __init__(self, request: Request, stream: OutputStream) -> None:
@@ -70,8 +77,9 @@ class Flight:
         self.last: Output | None = None
         self.is_accepted = False  # by its present engine
         self.is_resumed = False  # another engine gave it a token
+        self.is_spared = False  # an engine hung before it had accepted it
         self.num_resumes = 0
-        self.num_strikes = 0  # suspicious losses, one after another, of engines that had given it no token
+        self.strikes: tuple[Loss, ...] = ()  # suspicious losses in a row, of engines that had given it no token
         self.lost_at = 0.0  # time of the last token before its engine was lost, in seconds
         self.on_news: Callable[[Flight], None] | None = None  # called once, at its next output
         self.settled: asyncio.Future[None] | None = None  # awaited by a submission whose engine was lost
@@ -84,6 +92,11 @@ class Flight:
         """Return the request's id."""
         return self.request.request_id
 
+    @property
+    def num_answered(self) -> int | None:
+        """Return the tokens of its answer so far; ``None`` before it was sent to an engine."""
+        return len(self.answered) if self._is_sent else None
+
     def has_news(self) -> None:
         """Report the first output after it was sent on."""
         on_news, self.on_news = self.on_news, None
@@ -91,12 +104,18 @@ class Flight:
             on_news(self)
 
     def lost(self, loss: Loss) -> None:
-        """Count the loss of its engine."""
+        """Count the loss of its engine.
+
+        A request that an engine had not accepted when it hung came after that, most likely, and is spared. Only once:
+        one that hangs engines before they accept it must end as well.
+        """
         has_news = len(self.answered) > self._num_sent
         if has_news:
-            self.num_strikes = 0
+            self.strikes = ()
+        elif loss.is_hang and not (self.is_accepted or self.is_spared):
+            self.is_spared = True
         elif loss.is_suspicious:
-            self.num_strikes += 1
+            self.strikes += (loss,)
         self.num_resumes += loss.is_counted
 
     def next_request(self) -> Request:

@@ -22,7 +22,7 @@ from manylora.hosting.base_share import BaseShare
 from manylora.hosting.engine_child import EngineChild, ending_of
 from manylora.hosting.engine_sockets import UnixSockets
 from manylora.hosting.inbox import Inbox
-from manylora.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, Ready, encode
+from manylora.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, Ready, Reply, encode
 
 __all__ = ["ProcessLink"]
 
@@ -83,6 +83,8 @@ class ProcessLink:
         def deliver_and_share(messages: Sequence[Message]) -> None:
             if self._is_loader:
                 self._note_base(messages)
+            if self._directory is not None and any(isinstance(message, Reply) for message in messages):
+                self._remove_directory()  # both sockets are connected; this process may be killed, and remove nothing
             deliver(messages)
 
         self._inbox = Inbox(messages, deliver_and_share)
@@ -134,6 +136,9 @@ class ProcessLink:
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None

@@ -105,7 +105,7 @@ class Resumer:
                 self._end(flight, error)
                 continue
             flight.on_news = self._on_news
-            (self._suspects if flight.num_strikes else self._waiting)[flight.request_id] = flight
+            (self._suspects if flight.strikes else self._waiting)[flight.request_id] = flight
         self._count()
         if (self._waiting or self._suspects) and self._sender is None:
             self._sender = asyncio.create_task(self._send_on())
@@ -225,8 +225,10 @@ class Resumer:
         most = self._policy.max_resumes
         if not most:
             return loss.error
-        if flight.num_strikes >= MAX_STRIKES:
+        if len(flight.strikes) >= MAX_STRIKES:
             self.stats.num_poison += 1
+            for strike in flight.strikes:
+                strike.is_explained = True
             logger.error("poison_request id=%s model=%r", flight.request_id, flight.request.model)
             return PoisonRequest(
                 f"{MAX_STRIKES} engines died when they began to work on this request; it is not tried again "

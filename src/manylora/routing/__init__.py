@@ -2,6 +2,7 @@
 
 from manylora.routing.auto import AutoRouter
 from manylora.routing.dispatcher import Dispatcher
+from manylora.routing.fallback import FallbackRouter
 from manylora.routing.policies import (
     DEFAULT_ROUTER,
     ROUTERS,
@@ -23,6 +24,7 @@ __all__ = [
     "AffinityRouter",
     "AutoRouter",
     "Dispatcher",
+    "FallbackRouter",
     "FirstFitRouter",
     "LeastLoadedRouter",
     "PowerOfTwoRouter",

@@ -43,10 +43,13 @@ class Dispatcher:
         """The replicas, by index."""
         return self._views
 
-    def dispatch(self, request: Request, serving: Container[int] | None = None) -> int:
+    def dispatch(self, request: Request, serving: Container[int] | None = None, num_answered: int | None = None) -> int:
         """Return the replica for a request, and count it there until ``ended``. The router is asked once.
 
-        ``serving`` names the replicas that can take it, at least one; all when ``None``.
+        Args:
+            request: The request.
+            serving: The replicas that can take it, at least one; all when ``None``.
+            num_answered: Tokens of its answer so far, if it was at a replica that was lost; ``None`` for a new one.
         """
         among = self._every if serving is None else [index for index in self._every if index in serving]
         replica = self._router.choose(request, self._views, among)
@@ -56,7 +59,7 @@ class Dispatcher:
             replica=replica,
             adapter=None if rank is None else request.model,
             rank=rank or 0,
-            num_prompt_tokens=len(request.prompt),
+            num_prompt_tokens=len(request.prompt) + (num_answered or 0),
             most_tokens=request.sampling.max_tokens,
         )
         self._in_flight[request.request_id] = sent

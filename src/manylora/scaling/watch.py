@@ -42,9 +42,13 @@ class LoadWatch:
         self._num_arrivals = self._num_judged = self._num_kept = 0
 
     def arrived(self, request_id: str, now: float) -> None:
-        """Count a request; one that goes on elsewhere is a request again, without a first token there."""
+        """Count a new request."""
         self._arrived_at[request_id] = now
         self._num_arrivals += 1
+
+    def moved(self, request_id: str, now: float) -> None:
+        """Learn that a request goes on elsewhere, without a first token: it waits again, and is no arrival."""
+        self._arrived_at[request_id] = now
 
     def started(self, request_id: str, now: float) -> None:
         """Learn that a request has its first token; a request that is not waiting is ignored."""
@@ -102,10 +106,14 @@ class WatchedDispatcher(Dispatcher):
         self._watch = watch
         self._now = now
 
-    def dispatch(self, request: Request, serving: Container[int] | None = None) -> int:
+    def dispatch(self, request: Request, serving: Container[int] | None = None, num_answered: int | None = None) -> int:
         """Return the replica for a request."""
-        self._watch.arrived(request.request_id, self._now())
-        return super().dispatch(request, serving)
+        replica = super().dispatch(request, serving, num_answered)
+        if num_answered is None:
+            self._watch.arrived(request.request_id, self._now())
+        elif not num_answered:
+            self._watch.moved(request.request_id, self._now())
+        return replica
 
     def started(self, request_id: str) -> None:
         """Learn that a request has its first token."""
