@@ -13,7 +13,9 @@ __all__ = [
     "MAX_BIAS_BYTES",
     "MAX_CHOICES",
     "MAX_MESSAGES",
+    "MAX_MODEL_CHARS",
     "MAX_PROMPT_LOGPROBS",
+    "MAX_SALT_CHARS",
     "MAX_SCHEMA_BYTES",
     "MAX_STOP_TOKEN_IDS",
     "MAX_TEMPLATE_BYTES",
@@ -28,6 +30,12 @@ __all__ = [
 
 MAX_CHOICES = 128
 """Answers per prompt, ``n``."""
+
+MAX_MODEL_CHARS = 600
+"""Characters of ``model``: the base's name, a colon and an adapter's."""
+
+MAX_SALT_CHARS = 1024
+"""Characters of ``cache_salt``, which an engine hashes for each answer."""
 
 MAX_MESSAGES = 2048
 """Messages in a chat, and text parts in all of them."""

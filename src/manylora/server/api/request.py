@@ -18,10 +18,11 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from manylora.config import EngineConfig, ServerConfig
+from manylora.errors import ModelNotFound
 from manylora.functions.wire import FunctionState
 from manylora.server.api.json_body import parse
 from manylora.server.auth import Gate
-from manylora.server.bounds import default_body_bytes
+from manylora.server.bounds import MAX_MODEL_CHARS, default_body_bytes
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
@@ -99,6 +100,7 @@ async def read_body(request: Request, body: type[Body]) -> Body:
 
     Raises:
         HttpError: 415 for another media type; 413 above ``max_body_bytes``; 400 if the client disconnected.
+        ModelNotFound: The model's name is longer than any.
         RequestError: As ``parse``.
     """
     context = context_of(request)
@@ -122,8 +124,13 @@ async def read_body(request: Request, body: type[Body]) -> Body:
     if num_bytes > max_bytes:
         raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
     made = await parse(b"".join(parts), body)
-    if (aliases := context.config.web.aliases) and isinstance(model := getattr(made, "model", None), str):
-        name, colon, adapter = model.partition(":")
-        if name in aliases and model not in context.fleet.adapters.loaded:
-            made.model = context.fleet.served_name + colon + adapter  # type: ignore[attr-defined]
+    if isinstance(model := getattr(made, "model", None), str):
+        if len(model) > MAX_MODEL_CHARS:
+            raise ModelNotFound(
+                f"The model `{model[:200]}...` of {len(model)} characters does not exist.", param="model"
+            )
+        if aliases := context.config.web.aliases:
+            name, colon, adapter = model.partition(":")
+            if name in aliases and model not in context.fleet.adapters.loaded:
+                made.model = context.fleet.served_name + colon + adapter  # type: ignore[attr-defined]
     return made

@@ -26,6 +26,7 @@ from manylora.server.api.json_parts import JsonParts, encode_parts
 from manylora.server.api.prompt_part import NO_DETAILS, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
+from manylora.server.bounds import MAX_SALT_CHARS
 from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
@@ -167,11 +168,12 @@ async def submit(
             Request(
                 request_id=f"{answer_id}-{len(requests) + choice}",
                 prompt=prompt,
-                sampling=_of_choice(searched, choice),
+                sampling=searched,
                 model=body.model,
                 tenant=tenant,
                 cache_salt=salt,
                 priority=body.priority or 0,
+                seed=_seed_of(searched.seed, choice),
                 default_max_tokens=settings.defaults.max_new_tokens,
             )
             for choice in range(num_answers)
@@ -220,15 +222,21 @@ async def _check(constraint: Constraint, param: str | None) -> None:
 
 
 def _salt(context: Context, tenant: str, given: str | None) -> str:
-    """Return the salt of cached prefixes: callers with different API keys share none, or timing would show theirs."""
+    """Return the salt of cached prefixes: callers with different API keys share none, or timing would show theirs.
+
+    Raises:
+        RequestError: The caller's own is too long.
+    """
+    if given is not None and len(given) > MAX_SALT_CHARS:
+        raise RequestError(
+            f"Got a cache_salt of {len(given)} characters, expected at most {MAX_SALT_CHARS}", param="cache_salt"
+        )
     return given or "" if context.config.shared_prefixes or not tenant else f"{tenant} {given or ''}"
 
 
-def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Give each of ``n`` answers its own seed; with one seed all would be equal."""
-    if sampling.seed is None or choice == 0:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + choice) % 2**63)
+def _seed_of(seed: int | None, choice: int) -> int | None:
+    """Give each of ``n`` answers its own seed, beside the shared sampling; with one seed all would be equal."""
+    return None if seed is None or choice == 0 else (seed + choice) % 2**63
 
 
 class _Envelope:
