@@ -21,7 +21,8 @@ from manylora.hosting.node.node import FunctionNode
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.bounds import default_body_bytes
-from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
+from manylora.server.connections import ConnectionBounds
+from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.listening import HttpServer
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
@@ -103,6 +104,7 @@ def http_server(
         max_per_address=config.max_connections_per_address,
         header_timeout_s=config.header_timeout_s,
         body_timeout_s=config.body_timeout_s,
+        write_timeout_s=config.write_timeout_s,
     )
     return HttpServer(
         uvicorn.Config(
