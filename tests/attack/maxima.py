@@ -59,6 +59,9 @@ MAXIMA = [
     ),
     allowed("an echo of the context", COMPLETIONS, prompt=TEXT, echo=True),
     allowed("an echo of ids", COMPLETIONS, prompt=IDS, echo=True),
+    allowed("a stream of many echoes", COMPLETIONS, 4 << 20, prompt=IDS, echo=True, n=128, stream=True),
+    allowed("a stream of many prompts", COMPLETIONS, 8 << 20, prompt=IDS, return_token_ids=True, n=128, stream=True),
+    allowed("answers with the prompt", COMPLETIONS, 8 << 20, prompt=IDS, return_token_ids=True, n=128),
     allowed("a report of the context", COMPLETIONS, 1 << 20, prompt=IDS, prompt_logprobs=20, return_token_ids=True),
     allowed("log-probabilities of an echo", COMPLETIONS, 1 << 20, prompt=IDS, echo=True, logprobs=20),
     allowed(

@@ -72,6 +72,8 @@ class AnswerFormat(Protocol):
     object: str
     chunk_object: str
     prompt: PromptPart
+    repeats_prompt: bool
+    """Whether the first chunk of each answer has its prompt, which may be long."""
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         """Return the fields of a whole response, or of the first chunk, that tell of all answers."""
@@ -292,7 +294,7 @@ class _EventStream(Response):
     async def _send_chunks(self, send: Send, write_chunk: WriteChunk) -> None:
         answers, form = self._answers, self._form
         envelope: _Envelope | None = None
-        has_reports = form.prompt.details.prompt_logprobs is not None
+        is_long = form.repeats_prompt or form.prompt.details.prompt_logprobs is not None
         suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
         def render(pieces: list[Piece]) -> bytes:
@@ -304,22 +306,29 @@ class _EventStream(Response):
                     prefix = _Envelope({**self._head, **first}, answers, self._fingerprint).prefix
             if self._usage_everywhere:
                 suffix = b'],"usage":' + encode(answers.usage()) + b"}\n\n"
-            body = b""
+            parts: list[bytes] = []
             for piece in pieces:  # usually one
                 chunk = form.chunk(piece)
                 if chunk is not None:
-                    body += (prefix or envelope.prefix) + chunk + suffix
+                    parts += (prefix or envelope.prefix, chunk, suffix)
                     prefix = b""
-            return body
+            return b"".join(parts)
 
         async def write_slowly(pieces: list[Piece]) -> None:
+            parts: list[bytes] = []
             for piece in pieces:
                 if piece.prompt_logprobs is not None:
                     await form.prompt.add(piece.index, piece.prompt_logprobs)
-            await send_body(send, render(pieces))
+                parts.append(render([piece]))
+                if sum(map(len, parts)) >= PART_BYTES:
+                    await send_body(send, b"".join(parts))
+                    await asyncio.sleep(0)
+                    parts = []
+            if parts:
+                await send_body(send, b"".join(parts))
 
         def write(pieces: list[Piece]) -> Flush | None:
-            if has_reports and any(piece.prompt_logprobs is not None for piece in pieces):
+            if is_long and (len(pieces) > 1 or any(piece.prompt_logprobs is not None for piece in pieces)):
                 return functools.partial(write_slowly, pieces)
             body = render(pieces)
             return None if not body or write_chunk(body) else functools.partial(send_body, send, body)
