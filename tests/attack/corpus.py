@@ -73,6 +73,11 @@ HOSTILE = [
         b'"n":128,"prompt_logprobs":20,"prompt":[' + b",".join([b"12"] * 1_000) + b"]",
         param="prompt_logprobs",
     ),
+    completion(
+        "log-probabilities without number",
+        b'"n":128,"logprobs":20,"max_tokens":1000000,"prompt":[' + b",".join([b'"a"'] * 16) + b"]",
+        param="logprobs",
+    ),
     completion("a long text to be cut", b'"truncate_prompt_tokens":5,"prompt":' + TEXT, param="prompt", **TOO_LONG),
     chat("a template", b'"chat_template":' + TEXT, param="chat_template"),
     completion("fields", b",".join(b'"f%d":0' % i for i in range(SIZE // 12)), param="prompt"),

@@ -26,12 +26,13 @@ from manylora.server.api.json_parts import JsonParts, encode_parts
 from manylora.server.api.prompt_part import NO_DETAILS, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
-from manylora.server.bounds import MAX_SALT_CHARS
+from manylora.server.bounds import MAX_ANSWER_LOGPROBS, MAX_SALT_CHARS
 from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
 from manylora.server.text_work import ClientGone
 from manylora.types import Constraint, PromptLogprobs, Request, SamplingParams
+from manylora.web_config import MOST_LOGPROBS
 
 __all__ = [
     "HEADERS",
@@ -155,10 +156,7 @@ async def submit(
     check_lengths(context, prompts)
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
-    most = context.config.web.max_logprobs
-    for param, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
-        if (num_top or 0) > most:
-            raise RequestError(f"Got {num_top} log-probabilities, expected at most {most}", param=param)
+    _check_logprobs(context, sampling, prompts, num_answers, settings)
     if sampling.constraint is not None:
         await _check(sampling.constraint, constraint_param or constraint_field(body))
     answer_id = id_prefix + uuid.uuid4().hex
@@ -213,6 +211,28 @@ def check_lengths(context: Context, prompts: Sequence[Sequence[int]]) -> None:
         raise ContextExceeded(
             f"The prompt has {longest} tokens; this model's context is {limit}, one of them at least to answer",
             param="prompt",
+        )
+
+
+def _check_logprobs(
+    context: Context, sampling: SamplingParams, prompts: Sequence[Sequence[int]], num_answers: int, settings: Settings
+) -> None:
+    """Raise ``RequestError`` for more log-probabilities of a token than are allowed, or more in all than are kept."""
+    most = context.config.web.max_logprobs
+    for param, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if (num_top or 0) > most:
+            raise RequestError(f"Got {num_top} log-probabilities, expected at most {most}", param=param)
+    if sampling.logprobs is None:
+        return
+    limit = context.fleet.info.max_model_len
+    longest = sampling.max_tokens or settings.defaults.max_new_tokens or limit
+    num_tokens = sum(min(longest, limit - len(prompt)) for prompt in prompts) * num_answers
+    most = max(MAX_ANSWER_LOGPROBS, limit * (1 + MOST_LOGPROBS))  # one answer may always be as long as the context
+    if num_tokens * (1 + sampling.logprobs) > most:
+        raise RequestError(
+            f"The answers may have {num_tokens} tokens with {1 + sampling.logprobs} log-probabilities each, expected "
+            f"at most {most} log-probabilities in one request: set max_tokens, or ask for fewer answers at a time",
+            param="logprobs",
         )
 
 
