@@ -26,6 +26,7 @@ from manylora.server.auth import Gate
 from manylora.server.bounds import MAX_MODEL_CHARS, SHORT_BODY_BYTES, default_body_bytes
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
+from manylora.server.metrics.shared_scrape import SharedScrape
 from manylora.server.model_settings import ModelSettings
 from manylora.server.refusals import RetryTimes
 from manylora.server.served import ServedFleet
@@ -50,6 +51,7 @@ class Context:
         serves_base: Whether the base is a model of its own.
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
         gate: Checks API keys.
+        scrapes: Runs scrapes of ``/metrics``.
         retries: Tells refused clients when to try again.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
         bodies: The bytes of bodies that arrive.
@@ -72,6 +74,7 @@ class Context:
     functions: Callable[[], Sequence[FunctionState]] = tuple
     gate: Gate = field(init=False)
     fingerprint: str = field(init=False)
+    scrapes: SharedScrape = field(default_factory=SharedScrape)
     retries: RetryTimes = field(default_factory=RetryTimes)
     bodies: BodyRoom = field(default_factory=BodyRoom)
     text_work: TextWork = field(default_factory=TextWork)
