@@ -326,13 +326,13 @@ class _EventStream(Response):
                     prefix = _Envelope({**self._head, **first}, answers, self._fingerprint).prefix
             if self._usage_everywhere:
                 suffix = b'],"usage":' + encode(answers.usage()) + b"}\n\n"
-            parts: list[bytes] = []
-            for piece in pieces:  # usually one
+            body = b""
+            for piece in pieces:  # usually one; several are short, or are rendered one by one
                 chunk = form.chunk(piece)
                 if chunk is not None:
-                    parts += (prefix or envelope.prefix, chunk, suffix)
+                    body += (prefix or envelope.prefix) + chunk + suffix
                     prefix = b""
-            return b"".join(parts)
+            return body
 
         async def write_slowly(pieces: list[Piece]) -> None:
             parts: list[bytes] = []
