@@ -194,7 +194,7 @@ class AdapterConfig:
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
     read_timeout_s: float = option(
-        120.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
+        300.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
     )
     real_roots: tuple[str, ...] | None = option(
         None,
@@ -379,7 +379,7 @@ class ServerConfig:
     header_timeout_s: float = _http(10.0, unit="s", above=0, help="Time for a request's headers to arrive.")
     body_timeout_s: float = _http(60.0, unit="s", above=0, help="Time for a request's body to arrive.")
     write_timeout_s: float = _http(
-        120.0,
+        300.0,
         unit="s",
         above=0,
         help="Time in which a client must take at least a byte of an answer that waits for it.",

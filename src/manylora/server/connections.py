@@ -50,7 +50,7 @@ class ConnectionBounds:
     max_per_address: int
     header_timeout_s: float
     body_timeout_s: float
-    write_timeout_s: float = 120.0
+    write_timeout_s: float = 300.0
     max_header_bytes: int = 64 * 1024
     max_headers: int = 128
     max_pipelined: int = 8

@@ -336,14 +336,16 @@ class _EventStream(Response):
 
         async def write_slowly(pieces: list[Piece]) -> None:
             parts: list[bytes] = []
+            num_bytes = 0
             for piece in pieces:
                 if piece.prompt_logprobs is not None:
                     await form.prompt.add(piece.index, piece.prompt_logprobs)
                 parts.append(render([piece]))
-                if sum(map(len, parts)) >= PART_BYTES:
+                num_bytes += len(parts[-1])
+                if num_bytes >= PART_BYTES:
                     await send_body(send, b"".join(parts))
                     await asyncio.sleep(0)
-                    parts = []
+                    parts, num_bytes = [], 0
             if parts:
                 await send_body(send, b"".join(parts))
 
