@@ -395,7 +395,7 @@ def decode_command(data: bytes) -> Command:
     command = _command_decoder.decode(data)
     if type(command) is AddAnswers:
         return AddRequests(command.call, command.to_requests(), command.each)
-    return command
+    return command  # type: ignore[no-any-return]
 
 
 def decode_message(data: bytes) -> Message:
