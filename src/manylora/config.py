@@ -194,7 +194,7 @@ class AdapterConfig:
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
     read_timeout_s: float = option(
-        120.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
+        300.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
     )
     real_roots: tuple[str, ...] | None = option(
         None,
@@ -382,10 +382,17 @@ class ServerConfig:
         2048,
         unit="connections",
         at_least=1,
-        help="Most open connections of one address. Behind a proxy all have the proxy's.",
+        help="Most open connections of one address, of IPv6 one /64 network; fewer in proportion if --max-connections "
+        "is not reached. Behind a proxy all have the proxy's.",
     )
     header_timeout_s: float = _http(10.0, unit="s", above=0, help="Time for a request's headers to arrive.")
     body_timeout_s: float = _http(60.0, unit="s", above=0, help="Time for a request's body to arrive.")
+    write_timeout_s: float = _http(
+        300.0,
+        unit="s",
+        above=0,
+        help="Time in which a client must take at least a byte of an answer that waits for it.",
+    )
     keep_alive_s: float = _http(75.0, unit="s", above=0, help="Time that a connection stays open between requests.")
     adapter_histograms: bool = _http(
         False, help="Latency histograms by adapter in the metrics, about sixty series each."

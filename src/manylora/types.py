@@ -226,8 +226,8 @@ class Request:
         tenant: The user, for fairness and accounting.
         cache_salt: Prefix blocks are shared only between equal salts.
         priority: Lower is sooner, for policies that use it.
-        seed: Seed drawn for a request whose ``sampling`` has none, so that every engine continues it alike; ``None``
-            lets the engine draw one.
+        seed: Seed of this request in place of that of ``sampling``, which several requests may share: of one of ``n``
+            answers, or drawn, so that every engine continues it alike. ``None`` leaves the seed to ``sampling``.
         continuation: The answer so far, if another engine began it.
         default_max_tokens: Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
     """

@@ -111,6 +111,13 @@ class Target:
             assert time.monotonic() < deadline, self.log.read_text()[-4000:]
             time.sleep(0.05)
 
+    def wait_for_log(self, text: str) -> None:
+        """Wait until a line of the log has ``text``."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.log.read_text():
+            assert time.monotonic() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.05)
+
 
 @contextlib.contextmanager
 def running(

@@ -43,6 +43,7 @@ SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in 
 TOOL = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x"} for i in range(20)}}
 TOOLS = [{"type": "function", "function": {"name": f"f{i}", "parameters": TOOL}} for i in range(128)]
 SMALL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+ALLOWED = [i % 90 + 20 for i in range(100)]
 BIAS = {str(i): 1.2345678901234567e-300 for i in range(20, 110)}
 MAXIMA = [
     allowed("a prompt as long as the context", COMPLETIONS, prompt=TEXT),
@@ -58,6 +59,9 @@ MAXIMA = [
     ),
     allowed("an echo of the context", COMPLETIONS, prompt=TEXT, echo=True),
     allowed("an echo of ids", COMPLETIONS, prompt=IDS, echo=True),
+    allowed("a stream of many echoes", COMPLETIONS, 4 << 20, prompt=IDS, echo=True, n=128, stream=True),
+    allowed("a stream of many prompts", COMPLETIONS, 8 << 20, prompt=IDS, return_token_ids=True, n=128, stream=True),
+    allowed("answers with the prompt", COMPLETIONS, 8 << 20, prompt=IDS, return_token_ids=True, n=128),
     allowed("a report of the context", COMPLETIONS, 1 << 20, prompt=IDS, prompt_logprobs=20, return_token_ids=True),
     allowed("log-probabilities of an echo", COMPLETIONS, 1 << 20, prompt=IDS, echo=True, logprobs=20),
     allowed(
@@ -93,6 +97,9 @@ MAXIMA = [
     allowed(
         "logit bias and allowed tokens", COMPLETIONS, prompt="a", logit_bias=BIAS, allowed_token_ids=[*range(20, 110)]
     ),
+    allowed("a salt of many answers", COMPLETIONS, prompt=["a"] * 16, n=128, cache_salt="s" * 1_024),
+    allowed("allowed tokens of many answers", COMPLETIONS, prompt=["a"] * 16, n=128, allowed_token_ids=ALLOWED, seed=5),
+    allowed("an expression of many answers", COMPLETIONS, prompt="a", n=128, guided_regex="(" + "a" * 8_000 + ")?b"),
     allowed("messages", CHAT, messages=user("a") * 2_000),
     allowed("parts", CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 2_000}]),
     allowed("a long chat", CHAT, messages=user(TEXT)),

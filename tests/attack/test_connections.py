@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from attack_target import MIB, Target, Watch, half_sent, running
+from attack_target import MIB, MODEL, Target, Watch, half_sent, running
 
 PER_ADDRESS = 40
 
@@ -15,7 +15,16 @@ PER_ADDRESS = 40
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """A server with little patience."""
-    options = ("--header-timeout", "1", "--body-timeout", "1", "--max-connections-per-address", str(PER_ADDRESS))
+    options = (
+        "--header-timeout",
+        "1",
+        "--body-timeout",
+        "1",
+        "--write-timeout",
+        "1",
+        "--max-connections-per-address",
+        str(PER_ADDRESS),
+    )
     with running(tmp_path_factory.mktemp("guarded"), *options) as target:
         yield target
 
@@ -97,3 +106,26 @@ def test_requests_on_one_connection_are_each_given_time(guarded: Target) -> None
             assert answer.startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"GET /hea")
         assert answer_of(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_stops_reading_is_left(guarded: Target) -> None:
+    """Its answer is larger than all buffers: the connection is broken, and its request ends."""
+    prompt = b",".join([b"%d" % (20 + i % 90) for i in range(1_000)])
+    body = b'{"model":"%b","n":8,"max_tokens":1,"prompt_logprobs":20,"prompt":[%b]}' % (MODEL.encode(), prompt)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((guarded.host, guarded.port))
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        guarded.wait_for_log("reader_stopped")
+        assert len(answer_of(connection)) < 4 * MIB, "the answer is larger, and was not sent whole"
+
+
+def test_requests_that_wait_for_no_answer_are_cut_off(target: Target) -> None:
+    with Watch(target) as seen:
+        for _ in range(20):
+            with target.connect() as connection:
+                send_until_closed(connection, b"GET / HTTP/1.1\r\n\r\n" * 14_000, 4 * MIB)
+    seen.check()

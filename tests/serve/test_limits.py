@@ -18,6 +18,7 @@ from serving import PATIENCE_S, Gate, wait_for
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer
+from manylora.server.api.body_room import BodyRoom
 
 LONG = {"model": "base", "prompt": "say", "max_tokens": 200}
 
@@ -255,3 +256,27 @@ def test_a_request_that_would_wait_for_too_long_is_429(tokenizer: Path) -> None:
         refused = http.post("/v1/completions", json={**LONG, "max_tokens": 1})
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "RateLimitError")
         assert "longer than 1 s" in refused.json()["error"]["message"]
+
+
+def test_bodies_that_stall_leave_room_for_short_ones_and_give_theirs_back(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BodyRoom.__init__, "__defaults__", (200_000,))
+    body = json.dumps({"model": "base", "prompt": "say", "max_tokens": 1, "user": "x" * 150_000}).encode()
+    with (
+        serving(tokenizer, builder="reciter:reciter_parts") as server,
+        httpx.Client(base_url=server.url, headers={"content-type": "application/json"}, timeout=60) as http,
+    ):
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as stalled:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            stalled.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:-1])
+            wait_for(lambda: http.post("/v1/completions", content=body).status_code == 503)
+            refused = http.post("/v1/completions", content=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            short = {"model": "base", "prompt": "say", "max_tokens": 1}
+            assert http.post("/v1/completions", json=short).status_code == 200
+            stalled.sendall(body[-1:])
+            assert stalled.recv(12) == b"HTTP/1.1 200"
+        for _ in range(3):
+            assert http.post("/v1/completions", content=body).status_code == 200

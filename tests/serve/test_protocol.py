@@ -19,7 +19,16 @@ from manylora.hosting.protocol import (
     decode_message,
     encode,
 )
-from manylora.types import AdapterKey, Constraint, FinishReason, Output, Request, SampledToken, SamplingParams
+from manylora.types import (
+    AdapterKey,
+    Constraint,
+    Continuation,
+    FinishReason,
+    Output,
+    Request,
+    SampledToken,
+    SamplingParams,
+)
 
 
 def make(kind: type[ManyloraError]) -> ManyloraError:
@@ -142,13 +151,24 @@ def test_a_cancellation_by_a_stop_string_is_a_stop(was_stopped: bool, reason: Fi
     assert [one.reason for one in observer.take().finished] == ["cancelled"]
 
 
-def test_the_prompt_of_many_answers_is_sent_once() -> None:
+def test_what_many_answers_share_is_sent_once() -> None:
+    """A message is of the size of the HTTP request, not of that times the number of answers; seeds are beside."""
     prompt = tuple(range(1000))
-    requests = [Request(request_id=str(i), prompt=prompt) for i in range(100)]
-    requests.append(Request(request_id="other", prompt=(1, 2)))
+    sampling = SamplingParams(
+        allowed_token_ids=tuple(range(5000)), constraint=Constraint("regex", "a" * 50_000), seed=3
+    )
+    requests = [
+        Request(
+            request_id=str(i), prompt=prompt, sampling=sampling, model="m" * 600, cache_salt="s" * 1000, seed=i or None
+        )
+        for i in range(100)
+    ]
+    begun = Continuation(tokens=(5, 6), adapter=AdapterKey("k"))
+    requests.append(Request(request_id="other", prompt=(1, 2), tenant="t", priority=2, continuation=begun))
     data = encode(AddRequests(7, requests, True))
-    assert len(data) < 100 * 1000, "a hundred prompts have a thousand tokens each"
+    assert len(data) < 100_000, "of one of a hundred: 50,000 characters, 6,000 ids, the name and the salt"
     command = decode_command(data)
     assert command == AddRequests(7, requests, True)
     assert isinstance(command, AddRequests)
     assert len({id(one.prompt) for one in command.requests}) == 2
+    assert len({id(one.sampling) for one in command.requests}) == 2

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from manylora.agent.dispatch import Dispatch
 from manylora.controller.app import make_app
@@ -31,6 +32,7 @@ from manylora.functions.holding import Load, NodeRoom, Wanted, choose_holding
 from manylora.functions.meter import MachineState, Meter
 from manylora.functions.rates import RequestRate
 from manylora.functions.wire import Account, BackboneState, FunctionState, Report
+from manylora.server.api.body_room import BodyRoom
 
 FILE = """
 [node]
@@ -291,3 +293,41 @@ def test_one_address_serves_several_backbones() -> None:
             assert (await client.get("/status?backbone=b")).json()["by"] == "b"
 
     asyncio.run(ask())
+
+
+def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BodyRoom.__init__, "__defaults__", (100_000,))
+    statuses: list[int] = []
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def note(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def main() -> None:
+        dispatch = Dispatch({"a": answer, "b": answer}, {}.get, max_body_bytes=1_000_000)
+        may_end = asyncio.Event()
+        parts = iter([b" " * 80_000, b"{}"])
+
+        async def stalled() -> Message:
+            part = next(parts)
+            if part == b"{}":
+                await may_end.wait()
+            return {"type": "http.request", "body": part, "more_body": part != b"{}"}
+
+        async def whole() -> Message:
+            return {"type": "http.request", "body": b" " * 80_000, "more_body": False}
+
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST"}
+        first = asyncio.create_task(dispatch(scope, stalled, note))
+        await asyncio.sleep(0)
+        await dispatch(scope, whole, note)
+        may_end.set()
+        await first
+        await dispatch(scope, whole, note)
+
+    asyncio.run(main())
+    assert statuses == [503, 200, 200]

@@ -16,7 +16,8 @@ from uvicorn.server import ServerState
 
 from manylora.errors import CapacityError
 from manylora.server.auth import Gate
-from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
+from manylora.server.connections import ConnectionBounds
+from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.refusals import MOST_BODY_BYTES, MOST_RETRY_S, Refusals, RetryTimes
 
 BODY = b'{"prompt": "say"}'
@@ -131,6 +132,14 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     transport = world.send(ask() + ask(line="GET /health HTTP/1.1", body=b"") + ask())
     statuses = [part[:3] for part in transport.written.split(b"HTTP/1.1 ")[1:]]
     assert statuses == [b"429", b"200", b"200"]  # the third came while the second was under way: its route decides
+
+
+def test_refusals_of_one_piece_of_data_have_a_bound() -> None:
+    world = World()
+    transport = world.send(ask() * 1_000)
+    assert transport.is_closed
+    assert transport.written.count(b"HTTP/1.1 429 ") == 8
+    assert not world.send(*[ask() * 8] * 3).is_closed
 
 
 def test_a_client_that_asks_so_is_hung_up_on() -> None:

@@ -11,7 +11,8 @@ from uvicorn.server import ServerState
 
 from manylora.errors import EngineDead
 from manylora.hosting.output_stream import Flush, OutputStream
-from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds, chunk_writer
+from manylora.server.connections import ConnectionBounds
+from manylora.server.http_protocol import ChunkWritingProtocol, chunk_writer
 from manylora.types import Output, SampledToken
 
 BOUNDS = ConnectionBounds(max_connections=10, max_per_address=10, header_timeout_s=60.0, body_timeout_s=60.0)

@@ -14,7 +14,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from manylora.server.api.body_room import BodyRoom
 from manylora.server.api.models import json_response
+from manylora.server.bounds import SHORT_BODY_BYTES
+from manylora.server.errors import HttpError, error_response
 
 __all__ = ["Dispatch"]
 
@@ -42,6 +45,7 @@ class Dispatch:
         self._apps = apps
         self._backbone_of = backbone_of
         self._max_body_bytes = max_body_bytes
+        self._bodies = BodyRoom()
         self._default = next(iter(apps.values()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,8 +61,12 @@ class Dispatch:
         elif path.startswith("/v1/models/"):
             await self._app_of(path.removeprefix("/v1/models/"))(scope, receive, send)
         elif scope["method"] == "POST":
-            body, rest = await self._read(receive)
-            await self._app_of(_model_in(body))(scope, rest, send)
+            try:
+                body, rest = await self._read(receive)
+            except HttpError as error:
+                await error_response(error)(scope, receive, send)
+            else:
+                await self._app_of(_model_in(body))(scope, rest, send)
         else:
             await self._default(scope, receive, send)
 
@@ -66,19 +74,29 @@ class Dispatch:
         return self._apps.get(self._backbone_of(model) or "", self._default)
 
     async def _read(self, receive: Receive) -> tuple[bytes, Receive]:
-        """Return the body as far as it may go, and a ``receive`` that begins again."""
+        """Return the body as far as it may go, and a ``receive`` that begins again.
+
+        Raises:
+            HttpError: 503: other bodies leave no room.
+        """
         messages: list[Message] = []
         parts: list[bytes] = []
-        num_bytes = 0
-        while num_bytes <= self._max_body_bytes:
-            message = await receive()
-            messages.append(message)
-            if message["type"] != "http.request":
-                break
-            parts.append(message.get("body", b""))
-            num_bytes += len(parts[-1])
-            if not message.get("more_body", False):
-                break
+        num_bytes = held = 0
+        try:
+            while num_bytes <= self._max_body_bytes:
+                message = await receive()
+                messages.append(message)
+                if message["type"] != "http.request":
+                    break
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                if num_bytes > SHORT_BODY_BYTES:
+                    self._bodies.take(num_bytes - held, held)
+                    held = num_bytes
+                if not message.get("more_body", False):
+                    break
+        finally:
+            self._bodies.give(held)
         messages.reverse()
 
         async def again() -> Message:

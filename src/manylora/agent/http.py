@@ -21,7 +21,8 @@ from manylora.hosting.node.node import FunctionNode
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.bounds import default_body_bytes
-from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
+from manylora.server.http_protocol import ChunkWritingProtocol
+from manylora.server.http_server import connection_bounds
 from manylora.server.listening import HttpServer
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
@@ -98,12 +99,6 @@ def http_server(
         function = node.functions.get(model) or node.functions.get(model.partition(":")[2])
         return None if function is None else function.host.name
 
-    bounds = ConnectionBounds(
-        max_connections=config.max_connections,
-        max_per_address=config.max_connections_per_address,
-        header_timeout_s=config.header_timeout_s,
-        body_timeout_s=config.body_timeout_s,
-    )
     return HttpServer(
         uvicorn.Config(
             Dispatch(
@@ -111,7 +106,7 @@ def http_server(
                 backbone_of,
                 max_body_bytes=config.max_body_bytes or LONGEST_BODY,
             ),
-            http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
+            http=functools.partial(ChunkWritingProtocol, bounds=connection_bounds(config)),  # type: ignore[arg-type]
             log_config=None,
             log_level=logging.WARNING,
             access_log=False,

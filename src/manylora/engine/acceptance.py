@@ -84,7 +84,7 @@ class Acceptance:
         if begun is None:  # else it was accepted once already
             self._check_room(now)
         sampling = request.sampling
-        given = request.seed if sampling.seed is None else sampling.seed
+        given = sampling.seed if request.seed is None else request.seed
         root = prefix_root(self._base.fingerprint, version.key if version else None, request.cache_salt)
         eos = () if sampling.ignore_eos else self._base.eos_token_ids
         sequence = Sequence(

@@ -86,7 +86,7 @@ class FleetRequests:
         self._serving()
         flights = []
         for request in requests:
-            if self._rng is not None and request.sampling.seed is None:
+            if self._rng is not None and request.seed is None and request.sampling.seed is None:
                 request = replace(request, seed=self._rng.getrandbits(63))
             flights.append(Flight(request, stream))
             if len(flights) % AT_ONCE == 0:

@@ -7,7 +7,7 @@ message is paid per step and not per token.
 ::
 
     API process                                engine process
-    AddRequests(call=7, [r1, r2])   ------>             on the wire, a shared prompt is sent once
+    AddRequests(call=7, [r1, r2])   ------>             on the wire, shared fields are sent once
                                     <------    Reply(call=7)                  both accepted, or neither
                                     <------    Turn([Output(r1, ...), Output(r2, ...)])
     Cancel([r2])                    ------>
@@ -15,7 +15,6 @@ message is paid per step and not per token.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -23,6 +22,7 @@ import msgspec
 import manylora.errors as errors
 from manylora.config import EngineConfig
 from manylora.engine.status import AdapterStatus, EngineStats
+from manylora.hosting.add_answers import AddAnswers
 from manylora.hosting.engine_sockets import EngineSockets
 from manylora.isolation import Measure
 from manylora.ports import SharedBase
@@ -126,46 +126,6 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
     call: int
     requests: list[Request]
     each: bool = False
-
-
-class SharedPrompts(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """``AddRequests`` on the wire where requests share prompts, as the answers of ``n`` do: each is sent once.
-
-    Args:
-        call: As of ``AddRequests``.
-        requests: The requests, without their prompts.
-        prompts: The prompts.
-        prompt_of: For each request, the index of its prompt.
-        each: As of ``AddRequests``.
-    """
-
-    call: int
-    requests: list[Request]
-    prompts: list[tuple[int, ...]]
-    prompt_of: list[int]
-    each: bool
-
-    @classmethod
-    def of(cls, command: AddRequests) -> SharedPrompts:
-        """Return the command with every prompt once."""
-        at: dict[int, int] = {}  # by identity: to compare prompts would cost as much as to send them
-        prompts: list[tuple[int, ...]] = []
-        for request in command.requests:
-            if at.setdefault(id(request.prompt), len(prompts)) == len(prompts):
-                prompts.append(request.prompt)
-        prompt_of = [at[id(request.prompt)] for request in command.requests]
-        return cls(
-            command.call,
-            [replace(request, prompt=()) for request in command.requests],
-            prompts,
-            prompt_of,
-            command.each,
-        )
-
-    def to_command(self) -> AddRequests:
-        """Return the command; its requests share the prompts."""
-        pairs = zip(self.requests, self.prompt_of, strict=True)
-        return AddRequests(self.call, [replace(one, prompt=self.prompts[at]) for one, at in pairs], self.each)
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -419,21 +379,23 @@ Command: TypeAlias = (
 Message: TypeAlias = Ready | Refused | Turn | Reply
 
 _encoder = msgspec.msgpack.Encoder()
-_command_decoder = msgspec.msgpack.Decoder(Command | SharedPrompts)
+_command_decoder = msgspec.msgpack.Decoder(Command | AddAnswers)
 _message_decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Command | Message | ProcessSetup | EngineSpec) -> bytes:
     """Return the message as msgpack."""
-    if type(message) is AddRequests and len({id(one.prompt) for one in message.requests}) < len(message.requests):
-        return _encoder.encode(SharedPrompts.of(message))
+    if type(message) is AddRequests and len(message.requests) > 1:
+        return _encoder.encode(AddAnswers.of(message.call, message.requests, message.each))
     return _encoder.encode(message)
 
 
 def decode_command(data: bytes) -> Command:
     """Return the command in ``data``."""
     command = _command_decoder.decode(data)
-    return command.to_command() if type(command) is SharedPrompts else command
+    if type(command) is AddAnswers:
+        return AddRequests(command.call, command.to_requests(), command.each)
+    return command  # type: ignore[no-any-return]
 
 
 def decode_message(data: bytes) -> Message:

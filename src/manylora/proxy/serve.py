@@ -28,12 +28,14 @@ from manylora.proxy.fleet.members import Backends, Resolve, resolve
 from manylora.proxy.metrics import ProxyMetrics
 from manylora.proxy.relay.relay import Relay
 from manylora.routing import RouterContext, make_router
-from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
+from manylora.server.connections import ConnectionBounds
+from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 
 __all__ = ["Proxy", "run"]
 
-BOUNDS = ConnectionBounds(max_connections=2**16, max_per_address=2**16, header_timeout_s=10.0, body_timeout_s=60.0)
+MAX_CONNECTIONS = 2**16
+"""In all, and of one address, which may be that of a balancer."""
 """Connections are bounded by open files alone: a proxy has many, often from one address."""
 
 logger = logging.getLogger(__name__)
@@ -100,10 +102,16 @@ class Proxy:
             self._socket.close()
             raise
         looking_up = asyncio.create_task(self.backends.run())
+        bounds = ConnectionBounds(
+            max_connections=MAX_CONNECTIONS,
+            max_per_address=MAX_CONNECTIONS,
+            header_timeout_s=10.0,
+            body_timeout_s=60.0,
+        )
         self._http = HttpServer(
             uvicorn.Config(
                 make_app(self._parts),
-                http=functools.partial(ChunkWritingProtocol, bounds=BOUNDS),  # type: ignore[arg-type]
+                http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
                 log_config=None,
                 log_level=logging.ERROR,
                 access_log=False,

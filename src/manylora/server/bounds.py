@@ -8,12 +8,16 @@ from __future__ import annotations
 
 __all__ = [
     "INLINE_CHARS",
+    "MAX_ANSWER_LOGPROBS",
     "MAX_ARGUMENTS_BYTES",
     "MAX_BAD_WORDS",
     "MAX_BIAS_BYTES",
+    "MAX_BODIES_BYTES",
     "MAX_CHOICES",
     "MAX_MESSAGES",
+    "MAX_MODEL_CHARS",
     "MAX_PROMPT_LOGPROBS",
+    "MAX_SALT_CHARS",
     "MAX_SCHEMA_BYTES",
     "MAX_STOP_TOKEN_IDS",
     "MAX_TEMPLATE_BYTES",
@@ -22,12 +26,19 @@ __all__ = [
     "MAX_TEMPLATE_NUMBER",
     "MAX_TEXT_WAITING",
     "MAX_TOOLS",
+    "SHORT_BODY_BYTES",
     "TOKENIZE_CONTEXTS",
     "default_body_bytes",
 ]
 
 MAX_CHOICES = 128
 """Answers per prompt, ``n``."""
+
+MAX_MODEL_CHARS = 600
+"""Characters of ``model``: the base's name, a colon and an adapter's."""
+
+MAX_SALT_CHARS = 1024
+"""Characters of ``cache_salt``, which an engine hashes for each answer."""
 
 MAX_MESSAGES = 2048
 """Messages in a chat, and text parts in all of them."""
@@ -37,6 +48,9 @@ MAX_BAD_WORDS = 128
 
 MAX_PROMPT_LOGPROBS = 1 << 20
 """Log-probabilities of the prompts of a request: each is some 70 bytes of JSON."""
+
+MAX_ANSWER_LOGPROBS = 1 << 22
+"""Log-probabilities of the answers of a request, or as many as an answer of the whole context has, if that is more."""
 
 MAX_STOP_TOKEN_IDS = 1024
 """Entries of ``stop_token_ids``."""
@@ -73,6 +87,12 @@ MAX_TEXT_WAITING = 256
 
 TOKENIZE_CONTEXTS = 4
 """``/tokenize`` and ``/detokenize`` take so many contexts, so that a caller sees how far a text is too long."""
+
+MAX_BODIES_BYTES = 256 << 20
+"""Bytes of all bodies longer than ``SHORT_BODY_BYTES`` that arrive at a time; beyond them a body alone is taken."""
+
+SHORT_BODY_BYTES = 64 * 1024
+"""A body up to this is taken whatever else arrives: connections bound these."""
 
 LEAST_BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 16

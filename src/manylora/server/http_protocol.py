@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1 protocol, with bounds on a connection, refusals and chunks that need no task.
 
-Bounds hold before a request is parsed: connections in all and by address, bytes and number of headers, and the time
-until the headers and the body have arrived. A request that comes in one piece, as nearly all do, pays two comparisons.
+Bounds hold before a request is parsed: connections in all and by address, bytes and number of headers, the time until
+the headers and the body have arrived, and requests that wait for the answer before theirs. A request that comes in one
+piece, as nearly all do, pays a few comparisons.
 
 ASGI's ``send`` is a coroutine: it needs a task, and waking one for each of two hundred streams costs a third of the
 writes themselves. So each request's scope offers an ASGI extension: a plain function that writes a chunk now. Parsing,
@@ -13,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -23,10 +22,11 @@ import msgspec
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from manylora.server.connections import ConnectionBounds, client_of
 from manylora.server.errors import HttpError, error_body
 from manylora.server.refusals import Refusals
 
-__all__ = ["ChunkWritingProtocol", "ConnectionBounds", "WriteChunk", "chunk_writer", "connection_breaker"]
+__all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer", "connection_breaker"]
 
 EXTENSION = "manylora.write_chunk"
 
@@ -44,38 +44,19 @@ class Phase(Enum):
     BODY = "body"
 
 
-@dataclass(slots=True, kw_only=True)
-class ConnectionBounds:
-    """The bounds of a server's connections, and the connections by address.
-
-    Args:
-        max_connections: Connections in all.
-        max_per_address: Connections of one address.
-        header_timeout_s: Time from the connection, or from the first byte of a later request, to the end of its
-            headers.
-        body_timeout_s: Time from there to the end of its body.
-        max_header_bytes: Bytes of a request's line and headers.
-        max_headers: Headers of a request.
-    """
-
-    max_connections: int
-    max_per_address: int
-    header_timeout_s: float
-    body_timeout_s: float
-    max_header_bytes: int = 64 * 1024
-    max_headers: int = 128
-    num_of: Counter[str] = field(default_factory=Counter)
-
-
 class ChunkWritingProtocol(HttpToolsProtocol):
     """uvicorn's protocol with the bounds and the extension."""
 
     def __init__(self, *args: Any, bounds: ConnectionBounds, refusals: Refusals | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.ws_protocol_class = None  # a connection that changed its protocol would leave the bounds
         self._bounds = bounds
         self._refusals = refusals
         self._refusal: bytes | None = None  # of the request that arrives, in place of the application's answer
+        self._num_refusals = 0  # in the piece of data that is parsed
+        self._running: RequestResponseCycle | None = None  # ``cycle`` is the last that was parsed
         self._address = ""
+        self._unsent, self._unsent_at = 0, 0.0  # bytes that wait for a client that does not read, and since when
         self._is_refused = False
         self._phase = Phase.IDLE
         self._num_fed = 0  # bytes of a head that is not complete
@@ -85,24 +66,51 @@ class ChunkWritingProtocol(HttpToolsProtocol):
     # -- connections -------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count a connection; refuse one too many with 503."""
+        """Count a connection; refuse one too many with 503, unless an idle one makes room."""
         super().connection_made(transport)
         bounds = self._bounds
-        self._address = self.client[0] if self.client else ""
+        self._address = client_of(self.client[0]) if self.client else ""
         bounds.num_of[self._address] += 1
-        if len(self.connections) > bounds.max_connections or bounds.num_of[self._address] > bounds.max_per_address:
+        bounds.watch_readers(self.connections, self.loop)  # type: ignore[arg-type]
+        if bounds.num_of[self._address] > bounds.max_per_address or (
+            len(self.connections) > bounds.max_connections and not bounds.make_room()
+        ):
             self._refuse(503, "The server has as many connections as it takes; please try again.")
         else:
             self._await(bounds.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget a connection."""
+        """Forget a connection, and end the request that is being answered."""
         self._stop_waiting()
+        self._bounds.idle.pop(self, None)
+        if (running := self._running) is not None and running is not self.cycle:  # uvicorn tells the last one alone
+            running.disconnected = True
+            running.message_event.set()
         num_of = self._bounds.num_of
         num_of[self._address] -= 1
         if not num_of[self._address]:
             del num_of[self._address]
         super().connection_lost(exc)
+
+    def close_idle(self) -> bool:
+        """Close a connection between two requests; return whether it was open."""
+        if self.transport.is_closing():
+            return False
+        self.transport.close()
+        return True
+
+    def check_reader(self, now: float) -> None:
+        """Break a connection whose client has not taken a byte of the answer that waits for it.
+
+        Bytes that wait are compared only while none are added: while writing is paused, or after the last.
+        """
+        if not (self.flow.write_paused or self.transport.is_closing()):
+            self._unsent = 0
+        elif (unsent := self.transport.get_write_buffer_size()) != self._unsent:
+            self._unsent, self._unsent_at = unsent, now
+        elif unsent and now - self._unsent_at >= self._bounds.write_timeout_s:
+            logger.info("reader_stopped address=%s unsent_bytes=%d", self._address, unsent)
+            self.transport.abort()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -110,6 +118,7 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         """Parse data; refuse headers that are too large, and begin to wait for a request that is not complete."""
         if self._is_refused:
             return
+        self._num_refusals = 0
         super().data_received(data)
         if self._phase is Phase.HEAD:
             self._num_fed += len(data)
@@ -160,11 +169,15 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         if self._refusals is not None and self._can_refuse():
             self._refusal = self._refusals.answer(self.url, self.headers)
             if self._refusal is not None:
+                self._num_refusals += 1
+                if self._num_refusals > self._bounds.max_pipelined:
+                    self._hang_up()
                 return
+        if len(self.pipeline) >= self._bounds.max_pipelined:
+            self._hang_up()
         super().on_headers_complete()
-        if self.cycle is not None and self.cycle.scope is self.scope:  # false after a protocol upgrade
-            write = functools.partial(_write_chunk, self.cycle)
-            self.scope["extensions"] = {EXTENSION: {"write": write, "break": self.transport.abort}}
+        write = functools.partial(_write_chunk, self.cycle)
+        self.scope["extensions"] = {EXTENSION: {"write": write, "break": self.transport.abort}}
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body, unless the request is refused."""
@@ -180,6 +193,26 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         else:
             self._send_refusal(self._refusal)
             self._refusal = None
+
+    def on_response_complete(self) -> None:
+        """Begin the next request; read no more of them before the last has its turn."""
+        super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()
+        elif self.timeout_keep_alive_task is not None:
+            self._bounds.idle[self] = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _unset_keepalive_if_required(self) -> None:
+        if self.timeout_keep_alive_task is not None:
+            self._bounds.idle.pop(self, None)
+        super()._unset_keepalive_if_required()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: a request for an upgrade is answered as any other."""
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 
@@ -213,6 +246,14 @@ class ChunkWritingProtocol(HttpToolsProtocol):
     def _refuse_headers(self) -> None:
         bounds = self._bounds
         self._refuse(431, f"Expected at most {bounds.max_headers} headers of {bounds.max_header_bytes} bytes in all")
+
+    def _hang_up(self) -> None:
+        """Close a connection that sends requests without waiting for answers, and end the parser."""
+        logger.info("connection_closed reason=pipelined address=%s", self._address)
+        self._is_refused = True
+        self._stop_waiting()
+        self.transport.close()
+        raise ValueError("too many requests wait")
 
     def _await(self, timeout_s: float) -> None:
         self._deadline = self.loop.call_later(timeout_s, self._time_out)

@@ -22,7 +22,8 @@ from manylora.errors import ConfigError
 from manylora.hosting.fleet import Fleet
 from manylora.server.api.request import Context
 from manylora.server.app import ROOM_PATHS, make_app
-from manylora.server.http_protocol import ChunkWritingProtocol, ConnectionBounds
+from manylora.server.connections import ConnectionBounds
+from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.listening import HttpServer
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.model_settings import ModelSettings
@@ -30,7 +31,7 @@ from manylora.server.refusals import Refusals
 from manylora.text import Tokenizer
 from manylora.text.generation_file import load_generation_defaults
 
-__all__ = ["make_http_server"]
+__all__ = ["connection_bounds", "make_http_server"]
 
 LAST_WRITES_S = 2.0
 """Time that clients have to read the last bytes of failed answers, in seconds."""
@@ -91,7 +92,7 @@ def make_http_server(
     config = uvicorn.Config(
         make_app(context),
         http=functools.partial(  # type: ignore[arg-type]
-            ChunkWritingProtocol, bounds=_connection_bounds(server), refusals=_refusals(context)
+            ChunkWritingProtocol, bounds=connection_bounds(server), refusals=_refusals(context)
         ),
         uds=web.uds,
         root_path=web.root_path,
@@ -132,7 +133,7 @@ def _refusals(context: Context) -> Refusals | None:
     )
 
 
-def _connection_bounds(config: ServerConfig) -> ConnectionBounds:
+def connection_bounds(config: ServerConfig) -> ConnectionBounds:
     """Return the bounds of connections, fewer than the files that this process may open."""
     num_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files < most:
@@ -144,10 +145,15 @@ def _connection_bounds(config: ServerConfig) -> ConnectionBounds:
         room = config.max_connections
     if room < config.max_connections:
         logger.warning("fewer_connections max_connections=%d open_files=%d", room, num_files)
+    max_connections = min(room, config.max_connections)
+    per_address = min(config.max_connections_per_address, config.max_connections)
     return ConnectionBounds(
-        max_connections=min(room, config.max_connections),
-        # Callers over a Unix socket have no address.
-        max_per_address=config.max_connections if config.web.uds else config.max_connections_per_address,
+        max_connections=max_connections,
+        # Callers over a Unix socket have no address. Of fewer connections, an address has the same share.
+        max_per_address=max_connections
+        if config.web.uds
+        else max(1, per_address * max_connections // config.max_connections),
         header_timeout_s=config.header_timeout_s,
         body_timeout_s=config.body_timeout_s,
+        write_timeout_s=config.write_timeout_s,
     )

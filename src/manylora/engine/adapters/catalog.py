@@ -65,7 +65,7 @@ class AdapterCatalog:
         base, _, adapter = model.partition(":")
         if base == base_name and adapter in self._registry:
             return self._registry.get(adapter)
-        raise ModelNotFound(f"The model {model!r} does not exist", param="model")
+        raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
 
     def resolve_version(self, model: str, base_name: str, key: AdapterKey | None) -> NamedAdapter | None:
         """Return the adapter of an answer that another engine began: the same version, under any name.

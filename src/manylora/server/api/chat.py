@@ -54,6 +54,7 @@ class ChatFormat:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    repeats_prompt = False
 
     def __init__(self, prompt: PromptPart, *, has_logprobs: bool) -> None:
         self.prompt = prompt

@@ -48,6 +48,7 @@ class CompletionFormat:
 
     def __init__(self, echoes: list[str], prompt: PromptPart, *, has_logprobs: bool) -> None:
         self.prompt = prompt
+        self.repeats_prompt = prompt.details.has_token_ids or any(echoes)
         self._echoes = echoes
         self._has_logprobs = has_logprobs
         self._is_plain = not has_logprobs and not prompt.details.has_token_ids

@@ -68,6 +68,7 @@ class MessageFormat:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    repeats_prompt = False
 
     def __init__(
         self, make_reader: Callable[[], MessageReader], use: ToolUse, prompt: PromptPart, *, has_logprobs: bool

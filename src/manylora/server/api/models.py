@@ -151,13 +151,15 @@ async def version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """``GET /metrics``: Prometheus text."""
     context = context_of(request)
-    try:
-        snapshots = await context.fleet.snapshots(only_in_use=True)
-    except ManyloraError:  # no engine serves: metrics of the API process alone
-        snapshots = {}
-    return Response(
-        await context.metrics.render(context.fleet, snapshots, context.functions()), media_type=CONTENT_TYPE_LATEST
-    )
+
+    async def scrape() -> bytes:
+        try:
+            snapshots = await context.fleet.snapshots(only_in_use=True)
+        except ManyloraError:  # no engine serves: metrics of the API process alone
+            snapshots = {}
+        return await context.metrics.render(context.fleet, snapshots, context.functions())
+
+    return Response(await context.scrapes.get(scrape), media_type=CONTENT_TYPE_LATEST)
 
 
 model_routes = [

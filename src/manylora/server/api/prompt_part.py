@@ -98,6 +98,7 @@ class PromptPart:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._num_answers = num_answers
+        self._token_ids: dict[int, msgspec.Raw] = {}  # JSON, by prompt
         self._listed: dict[int, JsonParts] = {}  # vLLM's list, by answer
         self._echoed: dict[int, list[dict[str, bytes]]] = {}  # the items of OpenAI's lists, likewise
         num_numbers = sum(map(len, prompts)) * num_answers * ((details.prompt_logprobs or 0) + 1)
@@ -120,16 +121,23 @@ class PromptPart:
         logprobs = JsonParts([b"[null]"]) if self.details.num_prompt_top is not None else None  # of a single token
         return {
             "prompt_logprobs": self._listed.get(index, logprobs),
-            "prompt_token_ids": self._prompt(index) if self.details.has_token_ids else None,
+            "prompt_token_ids": self._token_ids_of(index) if self.details.has_token_ids else None,
         }
 
     def token_ids(self, index: int) -> dict[str, Any]:
         """Return the tokens of an answer's prompt as a field, if they are asked for."""
-        return {"prompt_token_ids": self._prompt(index)} if self.details.has_token_ids else {}
+        return {"prompt_token_ids": self._token_ids_of(index)} if self.details.has_token_ids else {}
 
     def echo(self, index: int) -> list[dict[str, bytes]]:
         """Return the items of OpenAI's lists for the prompt of an answer, as JSON in parts."""
         return self._echoed.get(index) or [self._first(self._prompt(index))]
+
+    def _token_ids_of(self, index: int) -> msgspec.Raw:
+        """Return the tokens of an answer's prompt as JSON, which all of its answers share."""
+        prompt = index // self._num_answers
+        if prompt not in self._token_ids:
+            self._token_ids[prompt] = msgspec.Raw(encode(self._prompts[prompt]))
+        return self._token_ids[prompt]
 
     def _prompt(self, index: int) -> tuple[int, ...]:
         return self._prompts[index // self._num_answers]

@@ -18,12 +18,15 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from manylora.config import EngineConfig, ServerConfig
+from manylora.errors import ModelNotFound
 from manylora.functions.wire import FunctionState
+from manylora.server.api.body_room import BodyRoom
 from manylora.server.api.json_body import parse
 from manylora.server.auth import Gate
-from manylora.server.bounds import default_body_bytes
+from manylora.server.bounds import MAX_MODEL_CHARS, SHORT_BODY_BYTES, default_body_bytes
 from manylora.server.errors import HttpError
 from manylora.server.metrics.prometheus import Metrics
+from manylora.server.metrics.shared_scrape import SharedScrape
 from manylora.server.model_settings import ModelSettings
 from manylora.server.refusals import RetryTimes
 from manylora.server.served import ServedFleet
@@ -48,8 +51,10 @@ class Context:
         serves_base: Whether the base is a model of its own.
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
         gate: Checks API keys.
+        scrapes: Runs scrapes of ``/metrics``.
         retries: Tells refused clients when to try again.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
+        bodies: The bytes of bodies that arrive.
         text_work: Takes long texts off the event loop.
         started_at: Start of the server, in seconds since the epoch.
         epoch_s: Returns the time in seconds since the epoch.
@@ -69,7 +74,9 @@ class Context:
     functions: Callable[[], Sequence[FunctionState]] = tuple
     gate: Gate = field(init=False)
     fingerprint: str = field(init=False)
+    scrapes: SharedScrape = field(default_factory=SharedScrape)
     retries: RetryTimes = field(default_factory=RetryTimes)
+    bodies: BodyRoom = field(default_factory=BodyRoom)
     text_work: TextWork = field(default_factory=TextWork)
     started_at: int = field(default_factory=lambda: int(time.time()))
     epoch_s: Callable[[], float] = time.time
@@ -98,7 +105,9 @@ async def read_body(request: Request, body: type[Body]) -> Body:
     """Read and check the body of a request; an alias of the base is replaced by its name.
 
     Raises:
-        HttpError: 415 for another media type; 413 above ``max_body_bytes``; 400 if the client disconnected.
+        HttpError: 415 for another media type; 413 above ``max_body_bytes``; 503 if other bodies leave no room; 400 if
+            the client disconnected.
+        ModelNotFound: The model's name is longer than any.
         RequestError: As ``parse``.
     """
     context = context_of(request)
@@ -109,21 +118,32 @@ async def read_body(request: Request, body: type[Body]) -> Body:
     declared = request.headers.get("content-length", "")
     num_bytes = int(declared) if declared.isdigit() else 0
     parts: list[bytes] = []
-    if num_bytes <= max_bytes:
-        num_bytes = 0
-        try:
+    held = 0
+    try:
+        if num_bytes <= max_bytes:
+            num_bytes = 0
             async for part in request.stream():
                 num_bytes += len(part)
                 if num_bytes > max_bytes:
                     break
+                if num_bytes > SHORT_BODY_BYTES:
+                    context.bodies.take(num_bytes - held, held)
+                    held = num_bytes
                 parts.append(part)
-        except ClientDisconnect:
-            raise HttpError(400, "The body ended early") from None
-    if num_bytes > max_bytes:
-        raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
-    made = await parse(b"".join(parts), body)
-    if (aliases := context.config.web.aliases) and isinstance(model := getattr(made, "model", None), str):
-        name, colon, adapter = model.partition(":")
-        if name in aliases and model not in context.fleet.adapters.loaded:
-            made.model = context.fleet.served_name + colon + adapter  # type: ignore[attr-defined]
+        if num_bytes > max_bytes:
+            raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+        made = await parse(b"".join(parts), body)
+    except ClientDisconnect:
+        raise HttpError(400, "The body ended early") from None
+    finally:
+        context.bodies.give(held)
+    if isinstance(model := getattr(made, "model", None), str):
+        if len(model) > MAX_MODEL_CHARS:
+            raise ModelNotFound(
+                f"The model `{model[:200]}...` of {len(model)} characters does not exist.", param="model"
+            )
+        if aliases := context.config.web.aliases:
+            name, colon, adapter = model.partition(":")
+            if name in aliases and model not in context.fleet.adapters.loaded:
+                made.model = context.fleet.served_name + colon + adapter  # type: ignore[attr-defined]
     return made

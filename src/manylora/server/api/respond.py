@@ -26,11 +26,13 @@ from manylora.server.api.json_parts import JsonParts, encode_parts
 from manylora.server.api.prompt_part import NO_DETAILS, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
+from manylora.server.bounds import MAX_ANSWER_LOGPROBS, MAX_SALT_CHARS
 from manylora.server.errors import error_body, error_response
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
 from manylora.server.text_work import ClientGone
 from manylora.types import Constraint, PromptLogprobs, Request, SamplingParams
+from manylora.web_config import MOST_LOGPROBS
 
 __all__ = [
     "HEADERS",
@@ -71,6 +73,8 @@ class AnswerFormat(Protocol):
     object: str
     chunk_object: str
     prompt: PromptPart
+    repeats_prompt: bool
+    """Whether the first chunk of each answer has its prompt, which may be long."""
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         """Return the fields of a whole response, or of the first chunk, that tell of all answers."""
@@ -152,10 +156,7 @@ async def submit(
     check_lengths(context, prompts)
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
-    most = context.config.web.max_logprobs
-    for param, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
-        if (num_top or 0) > most:
-            raise RequestError(f"Got {num_top} log-probabilities, expected at most {most}", param=param)
+    _check_logprobs(context, sampling, prompts, num_answers, settings)
     if sampling.constraint is not None:
         await _check(sampling.constraint, constraint_param or constraint_field(body))
     answer_id = id_prefix + uuid.uuid4().hex
@@ -167,11 +168,12 @@ async def submit(
             Request(
                 request_id=f"{answer_id}-{len(requests) + choice}",
                 prompt=prompt,
-                sampling=_of_choice(searched, choice),
+                sampling=searched,
                 model=body.model,
                 tenant=tenant,
                 cache_salt=salt,
                 priority=body.priority or 0,
+                seed=_seed_of(searched.seed, choice),
                 default_max_tokens=settings.defaults.max_new_tokens,
             )
             for choice in range(num_answers)
@@ -212,6 +214,28 @@ def check_lengths(context: Context, prompts: Sequence[Sequence[int]]) -> None:
         )
 
 
+def _check_logprobs(
+    context: Context, sampling: SamplingParams, prompts: Sequence[Sequence[int]], num_answers: int, settings: Settings
+) -> None:
+    """Raise ``RequestError`` for more log-probabilities of a token than are allowed, or more in all than are kept."""
+    most = context.config.web.max_logprobs
+    for param, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if (num_top or 0) > most:
+            raise RequestError(f"Got {num_top} log-probabilities, expected at most {most}", param=param)
+    if sampling.logprobs is None:
+        return
+    limit = context.fleet.info.max_model_len
+    longest = sampling.max_tokens or settings.defaults.max_new_tokens or limit
+    num_tokens = sum(min(longest, limit - len(prompt)) for prompt in prompts) * num_answers
+    most = max(MAX_ANSWER_LOGPROBS, limit * (1 + MOST_LOGPROBS))  # one answer may always be as long as the context
+    if num_tokens * (1 + sampling.logprobs) > most:
+        raise RequestError(
+            f"The answers may have {num_tokens} tokens with {1 + sampling.logprobs} log-probabilities each, expected "
+            f"at most {most} log-probabilities in one request: set max_tokens, or ask for fewer answers at a time",
+            param="logprobs",
+        )
+
+
 async def _check(constraint: Constraint, param: str | None) -> None:
     try:
         await asyncio.to_thread(check_constraint, constraint)  # some take milliseconds
@@ -220,15 +244,21 @@ async def _check(constraint: Constraint, param: str | None) -> None:
 
 
 def _salt(context: Context, tenant: str, given: str | None) -> str:
-    """Return the salt of cached prefixes: callers with different API keys share none, or timing would show theirs."""
+    """Return the salt of cached prefixes: callers with different API keys share none, or timing would show theirs.
+
+    Raises:
+        RequestError: The caller's own is too long.
+    """
+    if given is not None and len(given) > MAX_SALT_CHARS:
+        raise RequestError(
+            f"Got a cache_salt of {len(given)} characters, expected at most {MAX_SALT_CHARS}", param="cache_salt"
+        )
     return given or "" if context.config.shared_prefixes or not tenant else f"{tenant} {given or ''}"
 
 
-def _of_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Give each of ``n`` answers its own seed; with one seed all would be equal."""
-    if sampling.seed is None or choice == 0:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + choice) % 2**63)
+def _seed_of(seed: int | None, choice: int) -> int | None:
+    """Give each of ``n`` answers its own seed, beside the shared sampling; with one seed all would be equal."""
+    return None if seed is None or choice == 0 else (seed + choice) % 2**63
 
 
 class _Envelope:
@@ -284,7 +314,7 @@ class _EventStream(Response):
     async def _send_chunks(self, send: Send, write_chunk: WriteChunk) -> None:
         answers, form = self._answers, self._form
         envelope: _Envelope | None = None
-        has_reports = form.prompt.details.prompt_logprobs is not None
+        is_long = form.repeats_prompt or form.prompt.details.prompt_logprobs is not None
         suffix = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
 
         def render(pieces: list[Piece]) -> bytes:
@@ -297,7 +327,7 @@ class _EventStream(Response):
             if self._usage_everywhere:
                 suffix = b'],"usage":' + encode(answers.usage()) + b"}\n\n"
             body = b""
-            for piece in pieces:  # usually one
+            for piece in pieces:  # usually one; several are short, or are rendered one by one
                 chunk = form.chunk(piece)
                 if chunk is not None:
                     body += (prefix or envelope.prefix) + chunk + suffix
@@ -305,13 +335,22 @@ class _EventStream(Response):
             return body
 
         async def write_slowly(pieces: list[Piece]) -> None:
+            parts: list[bytes] = []
+            num_bytes = 0
             for piece in pieces:
                 if piece.prompt_logprobs is not None:
                     await form.prompt.add(piece.index, piece.prompt_logprobs)
-            await send_body(send, render(pieces))
+                parts.append(render([piece]))
+                num_bytes += len(parts[-1])
+                if num_bytes >= PART_BYTES:
+                    await send_body(send, b"".join(parts))
+                    await asyncio.sleep(0)
+                    parts, num_bytes = [], 0
+            if parts:
+                await send_body(send, b"".join(parts))
 
         def write(pieces: list[Piece]) -> Flush | None:
-            if has_reports and any(piece.prompt_logprobs is not None for piece in pieces):
+            if is_long and (len(pieces) > 1 or any(piece.prompt_logprobs is not None for piece in pieces)):
                 return functools.partial(write_slowly, pieces)
             body = render(pieces)
             return None if not body or write_chunk(body) else functools.partial(send_body, send, body)
