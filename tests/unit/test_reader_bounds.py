@@ -87,9 +87,9 @@ class Made:
 
 def amplified() -> bytes:
     """A thousand calls on one long list: each would copy it."""
-    pairs = b"]q\x00(" + b"".join(b"K\x01K\x02\x86" for _ in range(20_000)) + b"e\x85q\x01"
-    call = b"ccollections\nOrderedDict\nq\x02h\x01R0"
-    return b"\x80\x02" + pairs + b"0" + call * 1000 + b"}."
+    pairs = b"]q\x00(" + b"".join(b"M%sK\x02\x86" % struct.pack("<H", key) for key in range(20_000)) + b"e\x85q\x01"
+    call = b"ccollections\nOrderedDict\nq\x02h\x01R"
+    return b"\x80\x02" + pairs + call * 1000 + b"}."
 
 
 PICKLES = {

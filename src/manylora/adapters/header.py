@@ -4,7 +4,7 @@ Thousands of adapters are registered at a start, and few of them are used soon. 
 megabytes of weights. Every fault but one of the numbers themselves shows in it, and so do all sizes of the version.
 Most adapters of a service have one of a few shapes, so that all checks are done once per shape.
 
-A ``.bin`` file has no header and is read whole.
+The pickle of a ``.bin`` file takes the place of a header.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.layout import make_version
 from manylora.adapters.methods import find_method
 from manylora.adapters.precision import choose_dtype_unread
-from manylora.adapters.read import read_adapter
 from manylora.adapters.remote import Registry
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import make_stamp, provisional_key
 from manylora.adapters.tensors import StoredTensor
-from manylora.adapters.weight_file import check_size
+from manylora.adapters.weight_file import WeightFile, check_size
 from manylora.adapters.weight_source import parse_header, read_header_bytes
 from manylora.types import AdapterVersion
 
@@ -78,33 +78,24 @@ class HeaderReader:
         """
         folder = open_folder(name, path, self._roots, self._registry)
         config = read_config_file(folder)
-        weights = folder.find_weights()
-        if weights.endswith(".bin"):
-            return self._read_whole(name, path)
-        source = folder.open(weights, self._max_bytes)
-        try:
-            identity, num_bytes = source.identity, source.size
-            header = read_header_bytes(name, source)
-        finally:
-            source.close()
+        shape_in: Callable[[str | None], AdapterVersion]
+        if (weights := folder.find_weights()).endswith(".bin"):
+            with WeightFile(folder, self._max_bytes) as file:
+                identity, num_bytes = file.identity, file.num_bytes
+            shape_in = partial(self._check, name, parse_config(name, config), file.tensors, num_bytes)
+        else:
+            source = folder.open(weights, self._max_bytes)
+            try:
+                identity, num_bytes = source.identity, source.size
+                shape_in = partial(self._shape, name, config, read_header_bytes(name, source), num_bytes)
+            finally:
+                source.close()
         stamp = make_stamp(self._base, self._dtype, config, identity)
         content = self._known(stamp)
-        shape = self._shape(name, config, header, num_bytes, None if content is None else content.dtype)
         if content is None:
-            return replace(shape, key=provisional_key(stamp), source=folder.place, stamp=stamp)
+            return replace(shape_in(None), key=provisional_key(stamp), source=folder.place, stamp=stamp)
+        shape = shape_in(content.dtype)
         return replace(shape, key=content.key, source=folder.place, layer_digests=content.layer_digests, stamp=stamp)
-
-    def _read_whole(self, name: str, path: str | Path) -> AdapterVersion:
-        return read_adapter(
-            name,
-            path,
-            self._base,
-            max_bytes=self._max_bytes,
-            max_pages=self._max_pages,
-            roots=self._roots,
-            registry=self._registry,
-            dtype=self._dtype,
-        ).version
 
     def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
         """Return the version of all adapters with this configuration and header, without key and source."""
