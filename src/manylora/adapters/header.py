@@ -34,7 +34,7 @@ from manylora.types import AdapterVersion
 __all__ = ["HeaderReader"]
 
 MAX_SHAPES = 4096
-"""Outcomes that are kept."""
+"""Outcomes that are kept, each of about a kilobyte: their keys are digests of what tenants wrote."""
 
 
 class HeaderReader:
@@ -68,7 +68,7 @@ class HeaderReader:
         self._registry = registry
         self._dtype = dtype or base.page.dtype
         self._known = known
-        self._shapes: dict[tuple[object, ...], AdapterVersion] = {}
+        self._shapes: dict[bytes, AdapterVersion] = {}
 
     def read(self, name: str, path: str | Path) -> AdapterVersion:
         """Return the version of an adapter, by content hash if that is known, else with a provisional key.
@@ -99,13 +99,13 @@ class HeaderReader:
 
     def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
         """Return the version of all adapters with this configuration and header, without key and source."""
-        tensors = hashlib.blake2b(header, digest_size=16).digest(), num_bytes, dtype
-        written = (config, *tensors)
+        tensors = _digest(header) + repr((num_bytes, dtype)).encode()
+        written = _digest(config + tensors)
         shape = self._shapes.get(written)
         if shape is not None:
             return shape
         fields = parse_config(name, config)
-        meant = (_in_order(fields), *tensors)
+        meant = _digest(_in_order(fields).encode() + tensors)
         shape = self._shapes.get(meant)
         if shape is None:
             shape = self._check(name, fields, parse_header(name, header, num_bytes), num_bytes, dtype)
@@ -128,6 +128,10 @@ class HeaderReader:
         ranks = {w.module.name: w.rank for w in weights}
         layout = method.lay_out(ranks, self._base, dtype or choose_dtype_unread(weights, self._dtype))
         return make_version(layout, self._base.page, key="", source="", disk_bytes=num_bytes)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _in_order(config: Mapping[str, Any]) -> str:
