@@ -273,7 +273,7 @@ def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpReg
     (server.root / "org" / "a" / "adapter_config.json").write_bytes(b" " * (1 << 21))
     with pytest.raises(AdapterError, match=r"adapter_config\.json has 2097152 bytes, at most 1048576"):
         read(server, registry)
-    with pytest.raises(AdapterNotFound, match="there is no http"):
+    with pytest.raises(AdapterNotFound, match=r"there is no adapter_config\.json$"):
         read_adapter("mine", f"{server.url}/org/b", BASE, max_bytes=LIMIT, registry=registry)
 
 

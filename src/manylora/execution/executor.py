@@ -259,5 +259,5 @@ def _carry_out(load_to_tier: Callable[[AdapterLoad], object], load: AdapterLoad)
         load_to_tier(load)
     except Exception as error:
         logger.warning("load_failed adapter=%s tier=%s error=%s", load.version.key, load.tier.value, error)
-        return LoadResult(error=str(error) or type(error).__name__)
+        return LoadResult(error=reason_of(error))  # clients read it: not the folder, which the log names
     return LoadResult(device_s=time.perf_counter() - began_at)

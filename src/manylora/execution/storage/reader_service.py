@@ -46,6 +46,7 @@ from manylora.execution.storage.reader_messages import (
 )
 from manylora.execution.storage.registry_process import PipedRegistry
 from manylora.isolation import READABLE_OF_SYSTEM, Confinement, confine
+from manylora.logs import configure_logging
 from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = ["main", "serve"]
@@ -61,7 +62,7 @@ MAX_CACHE_BYTES = 128 * 1024 * 1024
 
 def main(descriptor: int) -> None:
     """Run the reader process at the other end of a pipe."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    configure_logging(logging.WARNING, "reader")
     pipe = Connection(descriptor)
     try:
         settings: ReaderSettings = pipe.recv()
