@@ -137,10 +137,10 @@ def write_sparse(folder: Path, base: BaseShape, rank: int) -> Path:
 @LINUX
 def test_a_sparse_file_is_refused_by_its_header(helper: ReaderProcess, tmp_path: Path) -> None:
     folder = write_sparse(tmp_path / "root" / "a", BASE, rank=65_536)
-    with pytest.raises(AdapterError, match="and the pool has 64 in all"):
+    with pytest.raises(AdapterError, match="one adapter may take 64"):
         helper.read("mine", str(folder))
     (refused,) = helper.check([("mine", str(folder))])
-    assert isinstance(refused, AdapterError) and "the pool has" in refused.reason
+    assert isinstance(refused, AdapterError) and "one adapter may take 64" in refused.reason
     with (folder / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(1 << 31)
     with pytest.raises(AdapterError, match="damaged"):

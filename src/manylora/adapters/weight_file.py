@@ -85,4 +85,4 @@ def check_size(name: str, weights: Iterable[ModuleWeights], base: BaseShape, max
     least = LEAST_ELEMENT_BYTES * sum(w.rank * (w.module.in_features + w.module.out_features) for w in weights)
     if least > max_pages * base.page.num_bytes:
         pages = -(-least // base.page.num_bytes)
-        raise AdapterError(name, f"needs {pages} pages or more, and the pool has {max_pages} in all")
+        raise AdapterError(name, f"needs {pages} pages or more; one adapter may take {max_pages} (--max-adapter-share)")
