@@ -194,7 +194,7 @@ class AdapterConfig:
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
     max_adapter_share: float = _adapters(
-        0.5,
+        0.75,
         above=0,
         at_most=1,
         help="Largest adapter, as a share of the pages of the pool; a larger one is refused.",
