@@ -193,6 +193,12 @@ class AdapterConfig:
     )
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
+    max_adapter_share: float = _adapters(
+        0.75,
+        above=0,
+        at_most=1,
+        help="Largest adapter, as a share of the pages of the pool; a larger one is refused.",
+    )
     read_timeout_s: float = option(
         300.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
     )
@@ -248,6 +254,10 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    def most_pages(self, num_pages: int) -> int:
+        """Return the pages that one adapter may take of a pool: a token has room beside it."""
+        return max(1, min(int(self.max_adapter_share * num_pages), num_pages - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

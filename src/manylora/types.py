@@ -365,7 +365,7 @@ class AdapterVersion:
             where they are not known. ``key`` is the hash over them.
         stamp: Identity of the files that it was registered from (``adapters.stamp``); empty without one.
         is_whole: Whether no layer of its image may be used before the whole file was read: its content is not known yet
-            and is not vouched for by a server, or the file has no header.
+            and is not vouched for by a server.
     """
 
     key: AdapterKey

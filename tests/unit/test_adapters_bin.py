@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from manylora.adapters.bin_file import read_bin as read_open
+from manylora.adapters.bin_file import describe_bin
+from manylora.adapters.opened import LocalFile
 from manylora.adapters.tensors import StoredTensor
 from manylora.errors import AdapterError
 
@@ -17,7 +18,18 @@ REBUILD = torch._utils._rebuild_parameter
 
 def read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
-        return read_open(name, file, max_bytes)
+        source = LocalFile(name, file, path)
+        described = describe_bin(name, file, max_bytes)
+        return {
+            key: one if one.place is None else one.filled(np.frombuffer(source.read(*_range(one)), np.uint8))
+            for key, one in described.items()
+        }
+
+
+def _range(tensor: StoredTensor) -> tuple[int, int]:
+    assert tensor.place is not None and tensor.data.size == 0
+    begin, end = tensor.place
+    return begin, end - begin
 
 
 def saved(path: Path, content: Any, **options: Any) -> Path:
@@ -115,6 +127,20 @@ def test_a_tensor_lies_in_its_storage(arguments: tuple, tmp_path: Path) -> None:
         return
     with pytest.raises(AdapterError, match="damaged"):
         read_bin("mine", path, LIMIT)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_only_the_ranges_of_tensors_are_read(tmp_path: Path) -> None:
+    fused = torch.arange(3000.0).reshape(100, 30)
+    tensors = read_bin("mine", saved(tmp_path / "adapter_model.bin", {"a": fused[:, 10:20], "b": fused[7]}), LIMIT)
+    for key, expected in (("a", fused[:, 10:20]), ("b", fused[7])):
+        np.testing.assert_array_equal(tensors[key].as_float32(), expected.numpy())
+    with (tmp_path / "adapter_model.bin").open("rb") as file:
+        _, length = _range(describe_bin("mine", file, LIMIT)["b"])
+    assert length == 4 * 30
+    window = Built(torch._utils._rebuild_tensor_v2, (fused.storage(), 0, (2,), (2000,), False, OrderedDict()), None)
+    with pytest.raises(AdapterError, match="spread over more than"):
+        read_bin("mine", saved(tmp_path / "spread.bin", {"a": window}), LIMIT)
 
 
 def test_a_memo_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:

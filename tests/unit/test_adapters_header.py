@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,22 @@ def test_adapters_of_one_shape_are_checked_once(tmp_path: Path, monkeypatch: pyt
     assert parsed == ["0"]
     headers.read("wide", write_good_adapter(tmp_path / "wide", BASE, rank=9))
     assert parsed == ["0", "wide"]
+
+
+def test_the_shapes_that_are_kept_hold_nothing_that_a_tenant_wrote(tmp_path: Path) -> None:
+    directory = write_good_adapter(tmp_path / "a", BASE)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    headers = reader()
+    headers.read("a", directory)
+    tracemalloc.start()
+    try:
+        for index in range(20):
+            written = json.dumps({**config, "auto_mapping": {"x": str(index) + "x" * 500_000}})
+            (directory / "adapter_config.json").write_text(written)
+            headers.read("a", directory)
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def rewrite(directory: Path) -> None:

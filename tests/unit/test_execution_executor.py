@@ -302,7 +302,9 @@ def test_a_bin_file_holds_the_same_version(parts: EngineParts, folders: dict[str
     assert parts.reader.read("bin", str(path)).key == parts.reader.read("one", str(folders["one"])).key
 
 
-def test_a_host_load_reads_the_files_again(parts: EngineParts, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_host_load_reads_the_files_again(
+    parts: EngineParts, folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = shutil.copytree(folders["one"], tmp_path / "adapter")
     version = parts.reader.read("mine", str(path))
     parts.executor.drop_adapter(version.key, Tier.HOST)
@@ -313,7 +315,8 @@ def test_a_host_load_reads_the_files_again(parts: EngineParts, folders: dict[str
     shutil.copy(folders["two"] / "adapter_model.safetensors", path / "adapter_model.safetensors")
     assert "changed" in (load(parts, version, Tier.HOST) or "")
     shutil.rmtree(path)
-    assert str(path) in (load(parts, version, Tier.HOST) or "")
+    assert load(parts, version, Tier.HOST) == "there is no directory at its path", "clients are not told the path"
+    assert str(path) in caplog.text
 
 
 def test_dropping_gives_host_memory_back(parts: EngineParts, folders: dict[str, Path]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
-from manylora.hosting.logs import LineFormatter
+from manylora.logs import LineFormatter
 from manylora.server.errors import hide_paths
 
 
@@ -26,6 +28,21 @@ def test_a_traceback_keeps_its_lines() -> None:
     assert len(LineFormatter("%(message)s").format(record).splitlines()) > 2
 
 
+def test_a_reader_process_escapes_its_lines() -> None:
+    code = """import logging, os, {module} as here
+from multiprocessing.connection import Pipe
+there, pipe = Pipe()
+there.close()
+try: here.main(os.dup(pipe.fileno()))
+except OSError: pass
+logging.getLogger("x").warning("name=%s", "a\\nWARNING forged")
+"""
+    for module in ("reader_service", "registry_process"):
+        program = code.format(module=f"manylora.execution.storage.{module}")
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stderr.count("\n") == 1 and "a\\nWARNING forged" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -34,6 +51,7 @@ def test_a_traceback_keeps_its_lines() -> None:
             "[Errno 2] No such file: 'adapter_model.safetensors'",
         ),
         ("adapter 'a/b': 3/4 of /tmp/one/two is missing", "adapter 'a/b': 3/4 of two is missing"),
+        ("'/srv/my adapters/t/x' and '/srv/y z' are gone", "'x' and 'y z' are gone"),
         ("see https://host/a/b and/or try again", "see https://host/a/b and/or try again"),
     ],
 )

@@ -87,9 +87,9 @@ class Made:
 
 def amplified() -> bytes:
     """A thousand calls on one long list: each would copy it."""
-    pairs = b"]q\x00(" + b"".join(b"K\x01K\x02\x86" for _ in range(20_000)) + b"e\x85q\x01"
-    call = b"ccollections\nOrderedDict\nq\x02h\x01R0"
-    return b"\x80\x02" + pairs + b"0" + call * 1000 + b"}."
+    pairs = b"]q\x00(" + b"".join(b"M%sK\x02\x86" % struct.pack("<H", key) for key in range(20_000)) + b"e\x85q\x01"
+    call = b"ccollections\nOrderedDict\nq\x02h\x01R"
+    return b"\x80\x02" + pairs + call * 1000 + b"}."
 
 
 PICKLES = {
@@ -137,10 +137,10 @@ def write_sparse(folder: Path, base: BaseShape, rank: int) -> Path:
 @LINUX
 def test_a_sparse_file_is_refused_by_its_header(helper: ReaderProcess, tmp_path: Path) -> None:
     folder = write_sparse(tmp_path / "root" / "a", BASE, rank=65_536)
-    with pytest.raises(AdapterError, match="and the pool has 64 in all"):
+    with pytest.raises(AdapterError, match="one adapter may take 64"):
         helper.read("mine", str(folder))
     (refused,) = helper.check([("mine", str(folder))])
-    assert isinstance(refused, AdapterError) and "the pool has" in refused.reason
+    assert isinstance(refused, AdapterError) and "one adapter may take 64" in refused.reason
     with (folder / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(1 << 31)
     with pytest.raises(AdapterError, match="damaged"):

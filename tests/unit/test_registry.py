@@ -6,7 +6,9 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from manylora.adapters.stamp import is_provisional
 from manylora.adapters.urls import check_registry, resolve_url
 from manylora.adapters.weight_source import read_header
 from manylora.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
+from manylora.execution.storage import reader_process
 from manylora.execution.storage.http_registry import HttpRegistry
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
@@ -273,8 +276,37 @@ def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpReg
     (server.root / "org" / "a" / "adapter_config.json").write_bytes(b" " * (1 << 21))
     with pytest.raises(AdapterError, match=r"adapter_config\.json has 2097152 bytes, at most 1048576"):
         read(server, registry)
-    with pytest.raises(AdapterNotFound, match="there is no http"):
+    with pytest.raises(AdapterNotFound, match=r"there is no adapter_config\.json$"):
         read_adapter("mine", f"{server.url}/org/b", BASE, max_bytes=LIMIT, registry=registry)
+
+
+def test_slow_headers_are_refused_alone_and_soon(
+    server: RegistryServer, folder: Path, known: PackedAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters on a server that begins to answer and never ends, among those of others."""
+    monkeypatch.setattr(reader_process, "CHECK_S", 3.0)
+    monkeypatch.setattr(reader_process, "SLOW_CHECKS_S", 6.0)
+    limits: list[float] = []
+    receive = reader_process.receive
+
+    def timed(pipe: Connection, limit_s: float) -> Any:
+        limits.append(limit_s)
+        return receive(pipe, limit_s)
+
+    monkeypatch.setattr(reader_process, "receive", timed)
+    server.faults.held_from = 0
+    process = ReaderProcess()
+    process.configure(ReaderSettings(base=BASE, max_bytes=LIMIT, registries=(f"{server.url}/org",), limit_s=600.0))
+    asked = [("good", str(folder)), *((f"slow-{n}", f"{server.url}/org/a") for n in range(3)), ("last", str(folder))]
+    try:
+        found = process.check(asked)
+        assert [one.adapter for one in found if isinstance(one, AdapterError)] == ["slow-0", "slow-1", "slow-2"]
+        assert all("took longer than" in one.reason for one in found if isinstance(one, AdapterError))
+        assert not any(isinstance(found[place], AdapterError) for place in (0, 4))
+        assert limits[1] == 3.0 and limits[-1] == reader_process.HURRIED_CHECK_S
+    finally:
+        server.faults.released.set()
+        process.close()
 
 
 def test_a_reader_without_network_hands_on_layers_while_later_ones_are_held_back(

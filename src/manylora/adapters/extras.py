@@ -1,20 +1,23 @@
 """The files beside an adapter's weights that concern its requests: generation defaults, chat template, tokens.
 
-A tenant may have written them: sizes are bounded, and a file that cannot be used is named with the reason.
+A tenant may have written them, and the process that serves requests reads them. So they are small, all of them lie in
+the folder, and a file that cannot be used is named with the reason. ``tokenizer.json``, which may have 20 MB, is left
+alone: ``tokenizer_config.json`` lists the tokens that were added.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from manylora.adapters.folder import CONFIG_FILE, open_regular
+from manylora.adapters.folder import CONFIG_FILE, lies_in, open_regular
 from manylora.adapters.urls import is_url
-from manylora.errors import AdapterError, ConfigError
+from manylora.errors import AdapterError, AdapterForbidden, ConfigError
 from manylora.generation import (
     GENERATION_FILE,
     MAX_FILE_BYTES,
@@ -28,7 +31,9 @@ __all__ = ["AdapterExtras", "read_extras"]
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_NAME_CHARS = 200
-MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
+MAX_JSON_BYTES = 2 * 1024 * 1024
+"""The largest configurations of tokenizers list some thousands of added tokens, in a megabyte."""
+MAX_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +61,7 @@ class _AdapterConfig(msgspec.Struct):
 
 
 class _AddedToken(msgspec.Struct):
-    id: int
     content: str
-
-
-class _TokenizerFile(msgspec.Struct):
-    added_tokens: list[_AddedToken] = []
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -71,30 +71,41 @@ class _NamedTemplate(msgspec.Struct):
 
 class _TokenizerConfig(msgspec.Struct):
     chat_template: str | list[_NamedTemplate] | None = None
+    added_tokens_decoder: dict[int, _AddedToken] = {}
 
 
-def read_extras(name: str, path: str) -> AdapterExtras:
-    """Read the settings in the folder of an adapter of that name; never raises. A folder in a registry has none."""
+def read_extras(name: str, path: str, roots: Collection[str] | None = None) -> AdapterExtras:
+    """Read the settings in the folder of an adapter of that name; never raises. A folder in a registry has none.
+
+    Args:
+        name: The adapter.
+        path: Its folder.
+        roots: Real paths below which it must lie, as of ``AdapterFolder``.
+    """
     if is_url(path):
         return AdapterExtras()
-    directory = Path(path)
+    # Where the folder is now: one that is replaced by a link while it is read leads to no other files.
+    directory = Path(os.path.realpath(path))
+    blobs = directory.parent.parent / "blobs"  # of a hub's cache, whose snapshots link to them
+    places = [str(place) for place in (directory, blobs) if roots is None or lies_in(str(place), roots)]
+    if str(directory) not in places:
+        return AdapterExtras(problems=("its path leads outside the directories adapters may be loaded from",))
     problems: list[str] = []
 
     def read(file: str, max_bytes: int) -> bytes | None:
         if not os.path.lexists(directory / file):
             return None
-        if not _stays_inside(directory, file):
-            problems.append(f"{file}: it is a link that leads out of the folder")
-            return None
         try:
-            with open_regular(name, directory / file, max_bytes) as opened:
+            with open_regular(name, directory / file, max_bytes, places) as opened:
                 return opened.read(max_bytes)
+        except AdapterForbidden:
+            problems.append(f"{file}: it is a link that leads out of the folder")
         except (AdapterError, OSError) as error:
             problems.append(f"{file}: {error.reason if isinstance(error, AdapterError) else error.strerror}")
-            return None
+        return None
 
     def decode(file: str, kind: Any) -> Any:
-        content = read(file, MAX_TOKENIZER_BYTES)
+        content = read(file, MAX_JSON_BYTES)
         try:
             return None if content is None else msgspec.json.decode(content, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -111,9 +122,12 @@ def read_extras(name: str, path: str) -> AdapterExtras:
         else:
             problems += [f"{GENERATION_FILE}: {key} has no effect" for key in without_effect]
     tokens = dict(decode("added_tokens.json", dict[str, int]) or {})
-    if (file := decode("tokenizer.json", _TokenizerFile)) is not None:
-        tokens |= {token.content: token.id for token in file.added_tokens}
-    template = _template(read(TEMPLATE_FILE, MAX_TEMPLATE_BYTES), decode("tokenizer_config.json", _TokenizerConfig))
+    if (tokenizer := decode("tokenizer_config.json", _TokenizerConfig)) is not None:
+        tokens |= {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    if len(tokens) > MAX_TOKENS:
+        problems.append(f"its tokenizer adds more than {MAX_TOKENS} tokens")
+        tokens = {}
+    template = _template(read(TEMPLATE_FILE, MAX_TEMPLATE_BYTES), tokenizer)
     if template is not None and len(template) > MAX_TEMPLATE_BYTES:
         problems.append(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
         template = None
@@ -126,13 +140,6 @@ def read_extras(name: str, path: str) -> AdapterExtras:
         base_model=None if not base_model else base_model[:MAX_NAME_CHARS],
         problems=tuple(problems),
     )
-
-
-def _stays_inside(directory: Path, file: str) -> bool:
-    """Return whether a file is in the folder, or among the files of a hub's cache that its snapshots link to."""
-    real = Path(os.path.realpath(directory))
-    blobs = real.parent.parent / "blobs"
-    return any(Path(os.path.realpath(real / file)).is_relative_to(place) for place in (real, blobs))
 
 
 def _template(content: bytes | None, config: _TokenizerConfig | None) -> str | None:

@@ -4,7 +4,7 @@ Thousands of adapters are registered at a start, and few of them are used soon. 
 megabytes of weights. Every fault but one of the numbers themselves shows in it, and so do all sizes of the version.
 Most adapters of a service have one of a few shapes, so that all checks are done once per shape.
 
-A ``.bin`` file has no header and is read whole.
+The pickle of a ``.bin`` file takes the place of a header.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,18 @@ from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.layout import make_version
 from manylora.adapters.methods import find_method
 from manylora.adapters.precision import choose_dtype_unread
-from manylora.adapters.read import read_adapter
 from manylora.adapters.remote import Registry
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import make_stamp, provisional_key
 from manylora.adapters.tensors import StoredTensor
-from manylora.adapters.weight_file import check_size
+from manylora.adapters.weight_file import WeightFile, check_size
 from manylora.adapters.weight_source import parse_header, read_header_bytes
 from manylora.types import AdapterVersion
 
 __all__ = ["HeaderReader"]
 
 MAX_SHAPES = 4096
-"""Outcomes that are kept."""
+"""Outcomes that are kept, each of about a kilobyte: their keys are digests of what tenants wrote."""
 
 
 class HeaderReader:
@@ -68,7 +68,7 @@ class HeaderReader:
         self._registry = registry
         self._dtype = dtype or base.page.dtype
         self._known = known
-        self._shapes: dict[tuple[object, ...], AdapterVersion] = {}
+        self._shapes: dict[bytes, AdapterVersion] = {}
 
     def read(self, name: str, path: str | Path) -> AdapterVersion:
         """Return the version of an adapter, by content hash if that is known, else with a provisional key.
@@ -78,44 +78,35 @@ class HeaderReader:
         """
         folder = open_folder(name, path, self._roots, self._registry)
         config = read_config_file(folder)
-        weights = folder.find_weights()
-        if weights.endswith(".bin"):
-            return self._read_whole(name, path)
-        source = folder.open(weights, self._max_bytes)
-        try:
-            identity, num_bytes, is_pinned = source.identity, source.size, source.is_pinned
-            header = read_header_bytes(name, source)
-        finally:
-            source.close()
+        shape_in: Callable[[str | None], AdapterVersion]
+        if (weights := folder.find_weights()).endswith(".bin"):
+            with WeightFile(folder, self._max_bytes) as file:
+                identity, num_bytes, is_pinned = file.identity, file.num_bytes, file.is_pinned
+            shape_in = partial(self._check, name, parse_config(name, config), file.tensors, num_bytes)
+        else:
+            source = folder.open(weights, self._max_bytes)
+            try:
+                identity, num_bytes, is_pinned = source.identity, source.size, source.is_pinned
+                shape_in = partial(self._shape, name, config, read_header_bytes(name, source), num_bytes)
+            finally:
+                source.close()
         stamp = make_stamp(self._base, self._dtype, config, identity)
         content = self._known(stamp)
-        shape = self._shape(name, config, header, num_bytes, None if content is None else content.dtype)
         if content is None:
             key = provisional_key(stamp)
-            return replace(shape, key=key, source=folder.place, stamp=stamp, is_whole=not is_pinned)
+            return replace(shape_in(None), key=key, source=folder.place, stamp=stamp, is_whole=not is_pinned)
+        shape = shape_in(content.dtype)
         return replace(shape, key=content.key, source=folder.place, layer_digests=content.layer_digests, stamp=stamp)
-
-    def _read_whole(self, name: str, path: str | Path) -> AdapterVersion:
-        return read_adapter(
-            name,
-            path,
-            self._base,
-            max_bytes=self._max_bytes,
-            max_pages=self._max_pages,
-            roots=self._roots,
-            registry=self._registry,
-            dtype=self._dtype,
-        ).version
 
     def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
         """Return the version of all adapters with this configuration and header, without key and source."""
-        tensors = hashlib.blake2b(header, digest_size=16).digest(), num_bytes, dtype
-        written = (config, *tensors)
+        tensors = _digest(header) + repr((num_bytes, dtype)).encode()
+        written = _digest(config + tensors)
         shape = self._shapes.get(written)
         if shape is not None:
             return shape
         fields = parse_config(name, config)
-        meant = (_in_order(fields), *tensors)
+        meant = _digest(_in_order(fields).encode() + tensors)
         shape = self._shapes.get(meant)
         if shape is None:
             shape = self._check(name, fields, parse_header(name, header, num_bytes), num_bytes, dtype)
@@ -138,6 +129,10 @@ class HeaderReader:
         ranks = {w.module.name: w.rank for w in weights}
         layout = method.lay_out(ranks, self._base, dtype or choose_dtype_unread(weights, self._dtype))
         return make_version(layout, self._base.page, key="", source="", disk_bytes=num_bytes)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _in_order(config: Mapping[str, Any]) -> str:

@@ -43,10 +43,10 @@ class NotTensorsError(Exception):
 
 
 class Storage(NamedTuple):
-    """A storage: its type and its numbers."""
+    """A storage: its type, and the range of bytes in the file that has its numbers."""
 
     dtype: str
-    data: bytes
+    place: tuple[int, int]
 
 
 class Window(NamedTuple):
@@ -70,25 +70,25 @@ class _Function(NamedTuple):
     call: Callable[..., object]
 
 
-def run_pickle(program: bytes, read_storage: Callable[[str], bytes]) -> object:
+def run_pickle(program: bytes, find_storage: Callable[[str], tuple[int, int]]) -> object:
     """Return the object that a pickle describes, with tensors as windows.
 
     Args:
         program: The pickle.
-        read_storage: Returns the bytes of a storage by its key; called once for each.
+        find_storage: Returns the place of a storage by its key; called once for each.
 
     Raises:
         NotTensorsError: It holds more than tensors by name.
         Exception: It is damaged.
     """
-    return _Machine(read_storage).run(program)
+    return _Machine(find_storage).run(program)
 
 
 class _Machine:
     """A stack, marks on it, and a memo."""
 
-    def __init__(self, read_storage: Callable[[str], bytes]) -> None:
-        self._read = read_storage
+    def __init__(self, find_storage: Callable[[str], tuple[int, int]]) -> None:
+        self._find = find_storage
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, object] = {}
@@ -182,7 +182,7 @@ class _Machine:
         if kind != "storage" or dtype not in STORAGES.values() or type(key) is not str:
             raise ValueError("it refers to an object that is no storage")
         if key not in self._storages:
-            self._storages[key] = Storage(dtype, self._read(key))
+            self._storages[key] = Storage(dtype, self._find(key))
         if self._storages[key].dtype != dtype:
             raise ValueError("a storage has two types")
         self.push(self._storages[key])
@@ -197,12 +197,19 @@ def _window(storage: object, offset: object, shape: Any, strides: Any, *_: objec
     return Window(storage, offset, shape, strides)
 
 
+def _empty_dict(*arguments: object) -> dict[str, object]:
+    """Begin an ``OrderedDict``, whose items follow; ``dict`` itself would copy a list of any length."""
+    if arguments:
+        raise NotTensorsError("holds more than tensors, and is not executed")
+    return {}
+
+
 def _other(*_: object) -> None:
     """Replace a tensor that is not plain, which is refused where its name is known."""
 
 
 _FUNCTIONS: Mapping[tuple[str, str], Callable[..., object]] = {
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _empty_dict,
     ("torch._utils", "_rebuild_tensor_v2"): _window,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch._utils", "_rebuild_sparse_tensor"): _other,

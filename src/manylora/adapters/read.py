@@ -45,7 +45,7 @@ def read_adapter(
         path: The directory, or its URL.
         base: The base model.
         max_bytes: Largest weight file.
-        max_pages: Pages of the pool; an adapter that cannot fit is refused before its weights are read.
+        max_pages: Most pages of an adapter; a larger one is refused before its weights are read.
         roots: As of ``AdapterFolder``.
         registry: Asked for URLs; ``None`` if none is allowed.
         dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``precision``), the page's own when
@@ -75,7 +75,6 @@ def read_adapter(
         source=folder.place,
         disk_bytes=file.num_bytes,
         layer_digests=b"".join(digests),
-        is_whole=file.is_whole,
     )
     return PackedAdapter(version, layout, image)
 

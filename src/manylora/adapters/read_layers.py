@@ -47,8 +47,6 @@ __all__ = ["LayerReader"]
 class LayerReader:
     """A registered version whose files are open; a context, which closes them.
 
-    A ``.bin`` file has no header that could be read alone, and is read whole.
-
     Args:
         version: The version, as it was registered.
         base: The base model.

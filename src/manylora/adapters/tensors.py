@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 __all__ = ["FLOAT_DTYPES", "StoredTensor"]
@@ -29,12 +30,23 @@ class StoredTensor:
         shape: Sizes.
         data: Bytes, little-endian and row-major, ``[num_bytes]`` uint8; empty where only the header was read.
         place: Range of bytes in the file that is still to be read, ``None`` once ``data`` is there.
+        strides: Distances in the range at ``place``, in elements; ``None`` if it is row-major.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
     place: tuple[int, int] | None = None
+    strides: tuple[int, ...] | None = None
+
+    def filled(self, content: NDArray[np.uint8]) -> StoredTensor:
+        """Return the tensor with its bytes, from those at ``place``."""
+        if self.strides is not None:
+            numbers = content.view(FLOAT_DTYPES[self.dtype])
+            steps = [stride * numbers.itemsize for stride in self.strides]
+            view = as_strided(numbers, self.shape, steps, writeable=False)
+            content = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+        return StoredTensor(self.dtype, self.shape, content)
 
     def as_float32(self) -> NDArray[np.float32]:
         """Return float32 values of ``shape``, a view if stored so. Float64 beyond its range becomes infinite."""

@@ -1,8 +1,8 @@
 """The weight file of an adapter, open: its tensors first, their bytes when they are wanted.
 
-The header of a safetensors file is read alone. So the names, types, shapes and sizes of all tensors are checked before
-a byte of them is read, and a large file costs no more than a small one until it has been found to fit. A ``.bin`` file
-has no header and is read whole.
+The header of a safetensors file is read alone, or the pickle of a ``.bin`` file. So the names, types, shapes and sizes
+of all tensors are checked before a byte of them is read, and a large file costs no more than a small one until it has
+been found to fit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from manylora.adapters.bin_file import read_bin
+from manylora.adapters.bin_file import describe_bin
 from manylora.adapters.folder import Folder
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.opened import FileIdentity, LocalFile, OpenFile
@@ -43,20 +43,17 @@ class WeightFile:
         name, file = folder.name, folder.find_weights()
         opened = folder.open(file, max_bytes)
         self.num_bytes = opened.size
+        self.identity = opened.identity
         self.is_pinned = opened.is_pinned
         """Whether ``fetch`` fails for bytes that were written after the opening."""
         self.tensors: Mapping[str, StoredTensor]
-        """Its tensors by key; without their bytes where ``fetch`` reads them."""
-        self._source: OpenFile | None = None
+        """Its tensors by key, without their bytes."""
+        self._source: OpenFile = opened
         try:
-            admit(opened.identity)
-            self.is_whole = isinstance(opened, LocalFile) and file.endswith(".bin")
-            """Whether it was read whole, for lack of a header."""
-            if isinstance(opened, LocalFile) and self.is_whole:
-                self.tensors = read_bin(name, opened.file, max_bytes)
-                opened.close()
+            admit(self.identity)
+            if isinstance(opened, LocalFile) and file.endswith(".bin"):
+                self.tensors = describe_bin(name, opened.file, max_bytes)
             else:
-                self._source = opened
                 self.tensors = read_header(name, opened)
         except BaseException:
             opened.close()
@@ -74,12 +71,11 @@ class WeightFile:
         Raises:
             AdapterError: They cannot be read.
         """
-        return weights if self._source is None else fetch(self._source, weights)
+        return fetch(self._source, weights)
 
     def close(self) -> None:
         """Close the file."""
-        if self._source is not None:
-            self._source.close()
+        self._source.close()
 
 
 def check_size(name: str, weights: Iterable[ModuleWeights], base: BaseShape, max_pages: int | None) -> None:
@@ -89,4 +85,4 @@ def check_size(name: str, weights: Iterable[ModuleWeights], base: BaseShape, max
     least = LEAST_ELEMENT_BYTES * sum(w.rank * (w.module.in_features + w.module.out_features) for w in weights)
     if least > max_pages * base.page.num_bytes:
         pages = -(-least // base.page.num_bytes)
-        raise AdapterError(name, f"needs {pages} pages or more, and the pool has {max_pages} in all")
+        raise AdapterError(name, f"needs {pages} pages or more; one adapter may take {max_pages} (--max-adapter-share)")

@@ -95,7 +95,7 @@ def fetch(source: WeightSource, weights: Iterable[ModuleWeights]) -> list[Module
             first = number + 1
 
     def whole(tensor: StoredTensor) -> StoredTensor:
-        return tensor if tensor.place is None else StoredTensor(tensor.dtype, tensor.shape, data[tensor.place])
+        return tensor if tensor.place is None else tensor.filled(data[tensor.place])
 
     return [
         replace(w, a=whole(w.a), b=whole(w.b), column_scale=None if w.column_scale is None else whole(w.column_scale))

@@ -14,7 +14,7 @@ from manylora.agent.agent import Agent
 from manylora.agent.setup import AgentSetup
 from manylora.controller.client import ControllerClient
 from manylora.controller.process import exit_code_of
-from manylora.hosting.logs import configure_logging
+from manylora.logs import configure_logging
 from manylora.server.listening import bind, run_until_stopped
 
 __all__ = ["run_agent"]

@@ -21,7 +21,7 @@ from manylora.controller.store import Store
 from manylora.controller.tls import TlsFiles, server_context
 from manylora.errors import ConfigError, ManyloraError
 from manylora.functions.deployment import read_deployment
-from manylora.hosting.logs import configure_logging
+from manylora.logs import configure_logging
 from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 
 __all__ = ["LEDGER", "ControllerSetup", "bind_guarded", "exit_code_of", "run_controller"]

@@ -121,6 +121,7 @@ class EngineCore:
             registry=self._registry,
             cache=self._cache,
             num_pages=num_pages,
+            max_pages=adapters.most_pages(num_pages),
             block_size=memory.block_size,
             in_flight=lambda: list(self._sequences.values()),
             on_unread=lambda version: self._prefetcher.add_unread(version),

@@ -183,7 +183,7 @@ def _build(
     settings = ReaderSettings(
         base=base,
         max_bytes=config.adapters.max_adapter_bytes,
-        max_pages=num_pages,
+        max_pages=config.adapters.most_pages(num_pages),
         roots=config.adapters.real_roots,
         registries=config.adapters.registries,
         dtype=dtype,

@@ -297,5 +297,5 @@ def _carry_out(read: Callable[[AdapterLoad], bytes], load: AdapterLoad) -> LoadR
         layer_digests = read(load)
     except Exception as error:
         logger.warning("load_failed adapter=%s tier=%s error=%s", load.version.key, load.tier.value, error)
-        return LoadResult(error=str(error) or type(error).__name__)
+        return LoadResult(error=reason_of(error))  # clients read it: not the folder, which the log names
     return LoadResult(device_s=time.perf_counter() - began_at, layer_digests=layer_digests)

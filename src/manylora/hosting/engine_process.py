@@ -22,10 +22,10 @@ import zmq
 from manylora.clock import WallClock
 from manylora.hosting.engine_sockets import EngineSockets, UnixSockets, open_sockets
 from manylora.hosting.gc_freeze import collector_paused, freeze_imports, freeze_start_up_heap
-from manylora.hosting.logs import configure_logging
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.hosting.service import EngineService, load_builder
 from manylora.isolation.system import end_with_parent
+from manylora.logs import configure_logging
 
 __all__ = ["main"]
 

@@ -341,7 +341,8 @@ class EngineService:
             fault = Fault.of(error)
         except (OSError, ValueError, MemoryError) as error:
             logger.warning("adapter_unreadable name=%s error=%r", command.name, error)
-            fault = Fault.of(AdapterError(command.name, f"could not be read: {error}"))
+            reason = error.strerror if isinstance(error, OSError) else error  # not the path, which tenants may read
+            fault = Fault.of(AdapterError(command.name, f"could not be read: {reason}"))
         except Exception as error:
             logger.exception("adapter_reader_failed name=%s", command.name)
             fault = Fault.of(AdapterError(command.name, f"reading it failed inside the server: {error!r}"))

@@ -19,7 +19,10 @@ from manylora.errors import AdapterExists, CapacityError, ContextExceeded, Manyl
 
 __all__ = ["HttpError", "error_body", "error_response", "hide_paths", "on_error", "on_http_exception"]
 
-_PATH = re.compile(r"(?<![\w./:])/(?:[^\s/'\"]+/)+([^\s/'\"]*)")
+_PATH = re.compile(
+    r"""(?<=')/(?:[^/'\n]+/)+([^/'\n]*)(?=')|(?<=")/(?:[^/"\n]+/)+([^/"\n]*)(?=")"""  # quoted: it may hold spaces
+    r"""|(?<![\w./:])/(?:[^\s/'"]+/)+([^\s/'"]*)"""
+)
 
 TYPES = {
     400: "BadRequestError",
@@ -67,7 +70,7 @@ class HttpError(ManyloraError):
 
 def hide_paths(text: str) -> str:
     """Return a message for an inference client: of a path on this machine only the last part is left."""
-    return _PATH.sub(lambda match: match.group(1), text)
+    return _PATH.sub(lambda match: match[1] or match[2] or match[3] or "", text)
 
 
 def error_body(error: ManyloraError) -> dict[str, Any]:

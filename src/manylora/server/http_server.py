@@ -85,6 +85,7 @@ def make_http_server(
             tokenizer=tokenizer,
             trusts_templates=server.trust_adapter_templates,
             base_names=names_of_base(model.model, fleet.served_name, *web.aliases),
+            roots=engine.adapters.real_roots,
         ),
         metrics=metrics,
         lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),

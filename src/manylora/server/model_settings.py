@@ -1,7 +1,7 @@
 """Settings of requests by model: sampling defaults and chat template, of the base and of adapters' folders.
 
 The folder of an adapter is read on a thread at the first request for it, and again when the adapter is replaced, so
-that a start with thousands of adapters reads none of them.
+that a start with thousands of adapters reads none of them. Requests that come meanwhile wait for the same read.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from manylora.adapters.base_name import is_same_base
@@ -27,6 +28,12 @@ MAX_OTHER_BASES = 100
 
 MAX_KEPT = 4096
 """Adapters whose settings are kept; the least recently requested are read again."""
+
+MAX_KEPT_CHARS = 32 * 1024 * 1024
+"""Characters of chat templates that are kept."""
+
+NUM_READERS = 2
+"""Threads that read folders: a disk that hangs takes no others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,7 @@ class ModelSettings:
         tokenizer: The base's tokenizer.
         trusts_templates: Whether chat templates of adapters are used.
         base_names: All names of the base's model; an adapter that was trained on another one is logged.
+        roots: Real paths below which folders of adapters must lie; ``None`` for no limit.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class ModelSettings:
         tokenizer: Tokenizer,
         trusts_templates: bool,
         base_names: Collection[str],
+        roots: Collection[str] | None = None,
     ) -> None:
         self.base = Settings(defaults=base or GenerationDefaults())
         self._has_defaults = base is not None
@@ -67,7 +76,11 @@ class ModelSettings:
         self._trusts_templates = trusts_templates
         self._base_names = tuple(base_names)
         self._other_bases: set[str] = set()
+        self._roots = roots
         self._kept: OrderedDict[str, tuple[str, int, Settings]] = OrderedDict()
+        self._num_kept_chars = 0
+        self._reading: dict[tuple[str, str, int], asyncio.Future[Settings]] = {}
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-settings")
 
     async def of(self, model: str) -> Settings:
         """Return the settings for a model's name; those of the base for a name that does not exist."""
@@ -79,17 +92,39 @@ class ModelSettings:
             return self.base
         kept = self._kept.get(name)
         if kept is None or kept[:2] != (entry.path, entry.num_loads):
-            settings = await asyncio.to_thread(self._read, name, entry.path)
-            kept = self._kept[name] = (entry.path, entry.num_loads, settings)
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-        elif len(self._adapters) > MAX_KEPT:
-            self._kept.move_to_end(name)
+            return await self._read_once(name, entry.path, entry.num_loads)
+        self._kept.move_to_end(name)
         return kept[2]
+
+    async def _read_once(self, name: str, path: str, num_loads: int) -> Settings:
+        """Read an adapter's settings and keep them; requests that ask at once share the read."""
+        asked = name, path, num_loads
+        reading = self._reading.get(asked)
+        if reading is None:
+            read = asyncio.get_running_loop().run_in_executor(self._readers, self._read, name, path)
+            reading = self._reading[asked] = asyncio.ensure_future(self._keep(asked, read))
+        return await asyncio.shield(reading)  # a client that leaves ends it for no other
+
+    async def _keep(self, asked: tuple[str, str, int], read: Awaitable[Settings]) -> Settings:
+        name, path, num_loads = asked
+        try:
+            settings = await read
+        finally:
+            del self._reading[asked]
+        self._drop(self._kept.pop(name, None))
+        self._kept[name] = path, num_loads, settings
+        self._num_kept_chars += len(settings.chat_template or "")
+        while len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS:
+            self._drop(self._kept.popitem(last=False)[1])
+        return settings
+
+    def _drop(self, kept: tuple[str, int, Settings] | None) -> None:
+        if kept is not None:
+            self._num_kept_chars -= len(kept[2].chat_template or "")
 
     def _read(self, name: str, path: str) -> Settings:
         """Read an adapter's folder, and log its settings and those that have no effect."""
-        extras = read_extras(name, path)
+        extras = read_extras(name, path, self._roots)
         defaults, template = self.base.defaults, None
         ignored = list(extras.problems)
         if given := extras.defaults.given():

@@ -9,7 +9,7 @@ import typer
 
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.errors import ConfigError
-from manylora.hosting.logs import configure_logging
+from manylora.logs import configure_logging
 
 __all__ = ["DEMO", "LogLevel", "LoraDirs", "LoraModules", "ModelArgument", "log_to_stderr", "panel", "resolve_model"]
 

@@ -27,6 +27,7 @@ class AdapterCatalog:
 
     Args:
         num_pages: Pages in the pool.
+        max_pages: Most pages of one adapter.
         block_size: Tokens of KV in a page.
         in_flight: Returns every waiting and running sequence.
         on_unread: Called with each version that was registered without its weights.
@@ -38,6 +39,7 @@ class AdapterCatalog:
         registry: AdapterRegistry,
         cache: AdapterCache,
         num_pages: int,
+        max_pages: int,
         block_size: int,
         in_flight: Callable[[], list[Sequence]],
         on_unread: Callable[[AdapterVersion], None],
@@ -45,6 +47,7 @@ class AdapterCatalog:
         self._registry = registry
         self._cache = cache
         self._num_pages = num_pages
+        self._max_pages = max_pages
         self._block_size = block_size
         self._in_flight = in_flight
         self._on_unread = on_unread
@@ -100,7 +103,7 @@ class AdapterCatalog:
 
         Raises:
             AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
-            AdapterError: It leaves no room for a single token.
+            AdapterError: It is larger than one adapter may be.
             CapacityError: Too many adapters, or the name is pinned and there is no room to pin the new version.
         """
         try:
@@ -225,8 +228,9 @@ class AdapterCatalog:
     def _check_can_register(self, name: str, version: AdapterVersion, *, replace: bool) -> bool:
         """Raise the errors of ``register``; return whether the name is pinned."""
         self._registry.check_can_add(name, replace=replace)
-        if version.num_pages >= self._num_pages:
-            raise AdapterError(name, f"needs {version.num_pages} pages, and the pool has {self._num_pages} in all")
+        if version.num_pages > self._max_pages:
+            reason = f"needs {version.num_pages} pages; one adapter may take {self._max_pages} of {self._num_pages}"
+            raise AdapterError(name, f"{reason} (--max-adapter-share)")
         is_pinned = name in self._registry and self._registry.get(name).is_pinned
         if is_pinned and not self._registry.is_pinned(version.key):
             self._check_can_pin(name, version)

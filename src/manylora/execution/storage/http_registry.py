@@ -7,6 +7,8 @@
              broken at c, or 5xx  wait, GET bytes=c-b
     a server that ignores Range:  its one body is kept in a temporary file as it comes, and ranges are read from there
 
+Messages name the file and not its URL, since clients of the adapter read them.
+
 Redirects are not followed, and no proxy of the environment is asked: a request goes to the host that was allowed.
 """
 
@@ -82,7 +84,7 @@ class HttpRegistry:
                 try:
                     return self._open(name, url, max_bytes)
                 except (httpx.TransportError, _BrokenOff) as error:
-                    self._wait(name, url, waits, error)
+                    self._wait(name, _file(url), waits, error)
 
     def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
         """Return a range of a file; see ``Registry.read``."""
@@ -102,7 +104,7 @@ class HttpRegistry:
                         waits = iter(self._retries_s)
                         yield part
                 except (httpx.TransportError, _BrokenOff) as error:
-                    self._wait(name, f"{url} from byte {offset} on", waits, error)
+                    self._wait(name, f"{_file(url)} from byte {offset} on", waits, error)
 
     def close(self) -> None:
         """Close all connections."""
@@ -114,12 +116,12 @@ class HttpRegistry:
         with closing(self._ask(name, url, f"bytes=0-{FIRST_BYTES - 1}")) as answer:
             size = _size(answer)
             if size is None:
-                raise AdapterError(name, f"the server does not say how many bytes {url} has")
+                raise AdapterError(name, f"the server does not say how many bytes {_file(url)} has")
             if size > max_bytes:
-                raise AdapterError(name, f"{url} has {size} bytes, at most {max_bytes} are accepted")
+                raise AdapterError(name, f"{_file(url)} has {size} bytes, at most {max_bytes} are accepted")
             etag, modified = _identity(answer)
             if not (etag or modified):
-                raise AdapterError(name, f"the server sends neither ETag nor Last-Modified for {url}")
+                raise AdapterError(name, f"the server sends neither ETag nor Last-Modified for {_file(url)}")
             length = min(size, FIRST_BYTES)
             if answer.status_code == 206:
                 length = _length(name, answer, 0, length)
@@ -242,21 +244,25 @@ class _WholeBody:
             self._answer = None
 
 
+def _file(url: str) -> str:
+    return url.rpartition("/")[2]
+
+
 def _check_status(name: str, url: str, answer: httpx.Response) -> None:
     """Raise unless an answer has bytes of the file."""
     status = answer.status_code
     if status == 404:
-        raise AdapterNotFound(name, f"there is no {url}")
+        raise AdapterNotFound(name, f"there is no {_file(url)}")
     if status == 412:
         raise _changed(name, url)
     if status == 429 or status >= 500:
         raise _BrokenOff(f"the server answers {status}")
     if 300 <= status < 400:
-        raise AdapterError(name, f"the server answers {status} to {url}, and redirects are not followed")
+        raise AdapterError(name, f"the server answers {status} to {_file(url)}, and redirects are not followed")
     if status not in (200, 206):
-        raise AdapterError(name, f"the server answers {status} to {url}")
+        raise AdapterError(name, f"the server answers {status} to {_file(url)}")
     if answer.headers.get("content-encoding", "identity") != "identity":
-        raise AdapterError(name, f"the server sends {url} encoded, which was not asked for")
+        raise AdapterError(name, f"the server sends {_file(url)} encoded, which was not asked for")
 
 
 def _size(answer: httpx.Response) -> int | None:
@@ -283,4 +289,4 @@ def _length(name: str, answer: httpx.Response, begin: int, end: int) -> int:
 
 
 def _changed(name: str, url: str) -> AdapterError:
-    return AdapterError(name, f"{url} changed while it was read; register it again")
+    return AdapterError(name, f"{_file(url)} changed while it was read; register it again")

@@ -6,7 +6,8 @@ nothing else: the reader may have been taken over by a file that it read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import NamedTuple, TypeAlias
 
@@ -21,6 +22,7 @@ from manylora.types import AdapterKey, AdapterVersion
 __all__ = [
     "Again",
     "Answer",
+    "Check",
     "Checked",
     "Identity",
     "Packed",
@@ -41,7 +43,7 @@ class ReaderSettings:
     Args:
         base: The base model.
         max_bytes: Largest weight file accepted.
-        max_pages: Pages of the pool, which an adapter must fit in; ``None`` for no limit.
+        max_pages: Most pages of an adapter; ``None`` for no limit.
         roots: Real paths below which all files of adapters must lie; ``None`` for no limit.
         registries: URLs below which adapters may be read from servers; empty for no such adapters.
         dtype: Type of the packed weights, as of ``read_adapter``.
@@ -66,6 +68,16 @@ class Again(NamedTuple):
 
     version: AdapterVersion
     is_urgent: bool
+
+
+class Check(NamedTuple):
+    """The question for adapters by name and path, from their headers alone.
+
+    It is answered by an empty ``Checked``, then in order by one for each with ``is_each``, else for some at a time.
+    """
+
+    adapters: Sequence[tuple[str, str]]
+    is_each: bool
 
 
 class Packed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -143,6 +155,22 @@ class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
     shape_of: list[int]
     identities: list[Identity]
     refused: list[Refused]
+
+    @classmethod
+    def of(cls, found: Sequence[AdapterVersion | AdapterError]) -> Checked:
+        """Return versions and refusals as an answer, in which versions of one shape share most of it."""
+        numbers: dict[AdapterVersion, int] = {}
+        checked = cls([], [], [], [])
+        for one in found:
+            if isinstance(one, AdapterError):
+                checked.shape_of.append(-1)
+                checked.refused.append(Refused.of(one))
+            else:
+                shape = replace(one, key=AdapterKey(""), source="", layer_digests=b"", stamp="")
+                checked.shape_of.append(numbers.setdefault(shape, len(numbers)))
+                checked.identities.append(Identity(one.key, one.layer_digests, one.stamp))
+        checked.shapes.extend(numbers)
+        return checked
 
 
 Answer: TypeAlias = Packed | Pages | Checked | Refused

@@ -7,8 +7,8 @@
               map the file: the image is in host memory, without a copy
     here      a version that was registered  ----->  reader   as above, and the image fills layer by layer
               layout, descriptor, then a number of full pages after each layer  <-----
-    here      [(name, path), ...]  ----->  reader   check configurations and headers alone
-              for each the number of its shape, its key and digests, or a refusal; the shapes  <-----
+    here      [(name, path), ...]  ----->  reader   check configurations and headers alone, in order
+              some at a time: the number of its shape, its key and digests, or a refusal; the shapes  <-----
 
 The process starts with the first adapter, or earlier (``start``), and ends when the pipe closes. It works at a lower
 priority, since loading may take longer but tokens may not. An *urgent* read is an exception: a step waits for its
@@ -43,7 +43,16 @@ from numpy.typing import NDArray
 from manylora.adapters.layout import AdapterLayout, lay_out
 from manylora.adapters.packed import PackedAdapter, image_of
 from manylora.errors import AdapterError, CapacityError
-from manylora.execution.storage.reader_messages import Again, Answer, Checked, Packed, Pages, ReaderSettings, receive
+from manylora.execution.storage.reader_messages import (
+    Again,
+    Answer,
+    Check,
+    Checked,
+    Packed,
+    Pages,
+    ReaderSettings,
+    receive,
+)
 from manylora.execution.storage.registry_process import start_registry
 from manylora.types import AdapterVersion
 
@@ -57,6 +66,11 @@ logger = logging.getLogger(__name__)
 SERVICE = "manylora.execution.storage.reader_service"
 RETRIES_S = (0.1, 0.5, 2.0, 5.0)
 """Waits between attempts to start a process, which may fail for lack of descriptors, processes or memory."""
+CHECK_S = 10.0
+"""Time for a header: two requests to a registry, each tried again as long as a server may take to come back."""
+SLOW_CHECKS_S = 60.0
+HURRIED_CHECK_S = 2.0
+"""Time for a header, once headers that were given up took ``SLOW_CHECKS_S``: a start has an end."""
 
 
 class ReaderProcess:
@@ -73,6 +87,7 @@ class ReaderProcess:
         self._pipe: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._registry: subprocess.Popen[bytes] | None = None
+        self._slow_s = 0.0  # of checks that were given up
         self._lay_out = lru_cache(maxsize=256)(self._lay_out_again)
 
     def start(self) -> None:
@@ -88,21 +103,32 @@ class ReaderProcess:
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Return the version of each adapter by name and path, from its header alone, or the reason against it.
 
+        A header costs a millisecond, or a few requests to a registry. One that takes seconds is refused alone, and a
+        folder with many such delays a start by little: then they have less time.
+
         Raises:
             CapacityError: No process could be started.
         """
+        found: list[AdapterVersion | AdapterError] = []
+        is_each = False
         with self._lock:
-            pipe = self._running()
-            try:
-                pipe.send(list(adapters))
-                answer = self._receive(pipe)
-                if not isinstance(answer, Checked) or len(answer.shape_of) != len(adapters):
-                    raise OSError("its answer is malformed")
-                return list(_versions(answer, adapters))
-            except OSError as error:
-                lost = self._lost(adapters[0][0], error)
-        # Each by itself, so that the one at fault is refused alone.
-        return [lost] if len(adapters) == 1 else [one for each in adapters for one in self.check([each])]
+            while len(found) < len(adapters):
+                pipe = self._running()
+                limit_s = self._check_limit_s()
+                try:
+                    pipe.send(Check(adapters[len(found) :], is_each))
+                    self._receive(pipe)  # it runs
+                    while len(found) < len(adapters):
+                        self._take_checked(receive(pipe, limit_s), adapters[len(found) :], found)
+                except OSError as error:
+                    if isinstance(error, TimeoutError):
+                        self._slow_s += limit_s
+                    name = adapters[len(found)][0]
+                    lost = self._lost(name, error, limit_s)
+                    if is_each:
+                        found.append(lost)
+                    is_each = True  # before, the one at fault may be any of those without an answer
+        return found
 
     def read(self, name: str, path: str) -> PackedAdapter:
         """Return the adapter in ``path``.
@@ -213,13 +239,27 @@ class ReaderProcess:
         assert self._settings is not None
         return receive(pipe, self._settings.limit_s)
 
-    def _lost(self, name: str, error: OSError) -> AdapterError:
+    def _check_limit_s(self) -> float:
+        """Return the time for the next header: less, once headers have taken much of this engine's time."""
+        assert self._settings is not None
+        limit_s = CHECK_S if self._slow_s < SLOW_CHECKS_S else HURRIED_CHECK_S
+        return min(limit_s, self._settings.limit_s)
+
+    def _take_checked(
+        self, answer: Answer, asked: Sequence[tuple[str, str]], found: list[AdapterVersion | AdapterError]
+    ) -> None:
+        if not isinstance(answer, Checked) or not 0 < len(answer.shape_of) <= len(asked):
+            raise OSError("its answer is malformed")
+        found += _versions(answer, asked[: len(answer.shape_of)])
+
+    def _lost(self, name: str, error: OSError, limit_s: float | None = None) -> AdapterError:
         """Stop a process that does not answer, and return the error for the adapter that it read."""
         logger.warning("reader_process_lost adapter=%r error=%r", name, error)
         self._stop()
         if isinstance(error, TimeoutError):
             assert self._settings is not None
-            reason = f"reading it took longer than {self._settings.limit_s:g} s, and was given up"
+            limit_s = self._settings.limit_s if limit_s is None else limit_s
+            reason = f"reading it took longer than {limit_s:g} s, and was given up"
         elif isinstance(error, ConnectionError):
             reason = "the process that reads adapters died while it read this one; its files may be broken"
         else:

@@ -36,8 +36,8 @@ from manylora.adapters.stamp import provisional_key, stamp_files
 from manylora.errors import AdapterError
 from manylora.execution.storage.reader_messages import (
     Again,
+    Check,
     Checked,
-    Identity,
     Packed,
     Pages,
     ReaderSettings,
@@ -46,7 +46,8 @@ from manylora.execution.storage.reader_messages import (
 )
 from manylora.execution.storage.registry_process import PipedRegistry
 from manylora.isolation import READABLE_OF_SYSTEM, Confinement, confine
-from manylora.types import AdapterKey, AdapterVersion
+from manylora.logs import configure_logging
+from manylora.types import AdapterVersion
 
 __all__ = ["main", "serve"]
 
@@ -57,11 +58,13 @@ logger = logging.getLogger(__name__)
 NICENESS = 10
 MAX_CACHE_BYTES = 128 * 1024 * 1024
 """Largest file that a reader may write, beside the image of an adapter."""
+TOLD_EVERY_S = 0.02
+"""Time of checks between two answers, so that many quick ones share an answer."""
 
 
 def main(descriptor: int) -> None:
     """Run the reader process at the other end of a pipe."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    configure_logging(logging.WARNING, "reader")
     pipe = Connection(descriptor)
     try:
         settings: ReaderSettings = pipe.recv()
@@ -111,8 +114,8 @@ def serve(
                     served.read_layers(asked.version)
                 elif isinstance(asked, Again):
                     at_low_priority.submit(served.read_layers, asked.version).result()
-                elif isinstance(asked, list):
-                    at_low_priority.submit(served.check, asked).result()
+                elif isinstance(asked, Check):
+                    at_low_priority.submit(served.check, *asked).result()
                 else:
                     at_low_priority.submit(served.read, *asked).result()
     except EOFError:
@@ -156,23 +159,23 @@ class _Served:
         finally:
             memory.close()
 
-    def check(self, adapters: Sequence[tuple[str, str]]) -> None:
-        """Check adapters by header and send their versions; those of one shape share most of the answer."""
-        numbers: dict[AdapterVersion, int] = {}
-        shape_of: list[int] = []
-        identities: list[Identity] = []
-        refused: list[Refused] = []
-        for name, path in adapters:
+    def check(self, adapters: Sequence[tuple[str, str]], is_each: bool) -> None:
+        """Check adapters by header and send their versions, some at a time.
+
+        An empty answer comes first, since the process may just have started. An adapter that is slow holds back no
+        answer for those before it for long.
+        """
+        send(self._pipe, Checked.of([]))
+        first, sent_at = 0, time.monotonic()
+        found: list[AdapterVersion | AdapterError] = []
+        for number, (name, path) in enumerate(adapters, 1):
             try:
-                version = _named(name, partial(self._headers.read, name, path))
+                found.append(_named(name, partial(self._headers.read, name, path)))
             except AdapterError as error:
-                shape_of.append(-1)
-                refused.append(Refused.of(error))
-            else:
-                shape = replace(version, key=AdapterKey(""), source="", layer_digests=b"", stamp="")
-                shape_of.append(numbers.setdefault(shape, len(numbers)))
-                identities.append(Identity(version.key, version.layer_digests, version.stamp))
-        send(self._pipe, Checked(list(numbers), shape_of, identities, refused))
+                found.append(error)
+            if is_each or number == len(adapters) or time.monotonic() - sent_at > TOLD_EVERY_S:
+                send(self._pipe, Checked.of(found[first:]))
+                first, sent_at = number, time.monotonic()
 
     def _answer(self, name: str, work: Callable[[], None]) -> None:
         try:

@@ -25,6 +25,7 @@ import msgspec
 from manylora.adapters.remote import RemoteHead
 from manylora.errors import AdapterError
 from manylora.execution.storage.reader_messages import Refused
+from manylora.logs import configure_logging
 
 if TYPE_CHECKING:
     import subprocess
@@ -136,7 +137,7 @@ def main(descriptor: int) -> None:
     """Run the process at the other end of a pipe."""
     from manylora.execution.storage.http_registry import HttpRegistry  # here, since a reader has no use for it
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    configure_logging(logging.WARNING, "registry")
     pipe = Connection(descriptor)
     try:
         prefixes, limit_s = pipe.recv()  # from the engine; all else is from the reader

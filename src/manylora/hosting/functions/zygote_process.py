@@ -36,9 +36,9 @@ from manylora.hosting.functions.messages import (
     Warm,
     ZygoteSetup,
 )
-from manylora.hosting.logs import configure_logging
 from manylora.hosting.service import BuildParts, load_builder
 from manylora.isolation import Cgroup, Measure
+from manylora.logs import configure_logging
 
 __all__ = ["main"]
 
