@@ -35,6 +35,8 @@ class Gate:
     def __init__(self, api_keys: Iterable[str] = (), admin_key: str | None = None) -> None:
         self._api_keys = tuple(_digest(key) for key in api_keys)
         self._admin_key = None if admin_key is None else _digest(admin_key)
+        self.tells_tenants = len(set(self._api_keys)) > 1
+        """Whether there are several API keys: one alone names no tenant among others."""
 
     def check_inference(self, request: Request) -> str:
         """Return the tenant of a request to an inference route: a digest of its key, empty without ``api_keys``.
@@ -49,6 +51,19 @@ class Gate:
         if not self._matches(given, keys):
             raise _unauthorized()
         return "key-" + given.hex()[:12]
+
+    def caller_of(self, request: Request) -> str:
+        """Return the name of an inference request's caller, among whom turns are shared: its tenant, else its address.
+
+        Behind a proxy all callers have the proxy's address; of several keys each is a caller.
+
+        Raises:
+            HttpError: As of ``check_inference``.
+        """
+        tenant = self.check_inference(request)
+        if self.tells_tenants or request.client is None:
+            return tenant
+        return request.client.host
 
     def check_admin(self, request: Request) -> None:
         """Raise unless a request may use the admin routes.

@@ -190,7 +190,7 @@ async def chat_tokens(
 
     Raises:
         RequestError: The chat is out of bounds, or the template refuses it.
-        ManyloraError: As of ``TextWork.run``.
+        ManyloraError: As of ``FairWork.run``.
     """
     tokenizer = context.tokenizer
     num_items = _count(messages)

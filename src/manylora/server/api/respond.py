@@ -27,9 +27,9 @@ from manylora.server.api.prompt_part import NO_DETAILS, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.errors import error_body, error_response
+from manylora.server.fair_work import ClientGone
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
-from manylora.server.text_work import ClientGone
 from manylora.types import Constraint, PromptLogprobs, Request, SamplingParams
 
 __all__ = [
