@@ -42,6 +42,7 @@ TEXT = "the quick fox jumps " * ((CONTEXT - 4_000) // 20)
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3_000)}}
 TOOL = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x"} for i in range(20)}}
 TOOLS = [{"type": "function", "function": {"name": f"f{i}", "parameters": TOOL}} for i in range(128)]
+LISTS = json.dumps({"x": [[[]]] * 12_800}, separators=(",", ":"))
 SMALL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 BIAS = {str(i): 1.2345678901234567e-300 for i in range(20, 110)}
 MAXIMA = [
@@ -104,6 +105,18 @@ MAXIMA = [
                 "role": "assistant",
                 "content": "",
                 "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}] * 2_000,
+            },
+            *user("a"),
+        ],
+    ),
+    allowed(
+        "arguments of many lists",
+        CHAT,
+        messages=[
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": LISTS}}] * 15,
             },
             *user("a"),
         ],
