@@ -39,7 +39,7 @@ class FairWork:
     """The turns of one kind of work. For the event loop's thread alone.
 
     Args:
-        things: What is worked on, for messages.
+        things: The kind of pieces, for messages.
         caller_of: Returns the caller of a request, by whom turns are shared.
         max_waiting: Pieces that wait; more get a 429. One caller has half of them at most.
         num_at_once: Pieces at once; by default half of the processors, at most four.
