@@ -121,6 +121,12 @@ MAXIMA = [
             *user("a"),
         ],
     ),
+    allowed(
+        "a schema",
+        CHAT,
+        messages=user("a"),
+        response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
+    ),
     allowed("tools", CHAT, messages=user("a"), tools=TOOLS, tool_choice="none"),
     allowed("variables", CHAT, messages=user("a"), chat_template_kwargs={"x": ["a"] * 3_000}),
     allowed("a long response", RESPONSES, input=TEXT),

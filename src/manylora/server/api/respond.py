@@ -10,6 +10,7 @@ import asyncio
 import functools
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -212,9 +213,13 @@ def check_lengths(context: Context, prompts: Sequence[Sequence[int]]) -> None:
         )
 
 
+_CHECKS = ThreadPoolExecutor(2, thread_name_prefix="constraint-check")
+"""Threads of their own: a check takes up to half a second, and the loop's threads also end engines."""
+
+
 async def _check(constraint: Constraint, param: str | None) -> None:
     try:
-        await asyncio.to_thread(check_constraint, constraint)  # some take milliseconds
+        await asyncio.get_running_loop().run_in_executor(_CHECKS, check_constraint, constraint)
     except RequestError as error:
         raise RequestError(str(error), param=param) from None
 
