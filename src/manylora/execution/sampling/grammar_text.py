@@ -85,7 +85,9 @@ def _check_multiples(text: str) -> None:
         raise ValueError(f"expected multipleOf between 1e-9 and {MAX_MULTIPLES}")
     scale = 10 ** max(0, *(-int(one.normalize().as_tuple().exponent) for one in divisors), 0)
     whole = [int(abs(one) * scale) for one in divisors]
-    num = max(sum(whole) // math.gcd(*whole), math.lcm(*whole) // math.gcd(*whole))
+    num = sum(whole) // math.gcd(*whole)
+    if num <= MAX_MULTIPLES:  # else their multiple may have a hundred thousand digits
+        num = max(num, math.lcm(*whole) // math.gcd(*whole))
     if num > MAX_MULTIPLES:
         raise ValueError(f"its multipleOf have {num} remainders, expected at most {MAX_MULTIPLES}")
 
