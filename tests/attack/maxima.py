@@ -42,6 +42,7 @@ TEXT = "the quick fox jumps " * ((CONTEXT - 4_000) // 20)
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3_000)}}
 TOOL = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x"} for i in range(20)}}
 TOOLS = [{"type": "function", "function": {"name": f"f{i}", "parameters": TOOL}} for i in range(128)]
+LISTS = json.dumps({"x": [[[]]] * 12_800}, separators=(",", ":"))
 SMALL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 ALLOWED = [i % 90 + 20 for i in range(100)]
 BIAS = {str(i): 1.2345678901234567e-300 for i in range(20, 110)}
@@ -114,6 +115,24 @@ MAXIMA = [
             },
             *user("a"),
         ],
+    ),
+    allowed(
+        "arguments of many lists",
+        CHAT,
+        messages=[
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": LISTS}}] * 15,
+            },
+            *user("a"),
+        ],
+    ),
+    allowed(
+        "a schema",
+        CHAT,
+        messages=user("a"),
+        response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
     ),
     allowed("tools", CHAT, messages=user("a"), tools=TOOLS, tool_choice="none"),
     allowed("variables", CHAT, messages=user("a"), chat_template_kwargs={"x": ["a"] * 3_000}),

@@ -13,6 +13,7 @@ from reciter import engine_config
 
 from manylora.config import ServerConfig
 from manylora.server import BackgroundServer
+from manylora.server.auth import exposure
 
 SAY = {"model": "base", "prompt": "say", "max_tokens": 1}
 
@@ -138,3 +139,21 @@ def test_without_keys_adapters_are_for_this_machine_and_no_web_page(
     assert http.get("/adapters", headers={"Origin": str(http.base_url).rstrip("/")}).status_code == 200
     answer = http.get("/adapters", headers=headers)
     assert (answer.status_code, answer.json()["error"]["type"]) == (403, "PermissionDeniedError")
+
+
+@pytest.mark.parametrize(
+    ("api_keys", "admin_key", "has_address", "part"),
+    [
+        ((), None, True, "reverse proxy"),
+        ((), None, False, None),
+        ((), "root", True, None),
+        (("one",), None, True, None),
+        (("one", "two"), None, False, "each of the 2 API keys"),
+        (("one", "two"), "root", True, None),
+    ],
+)
+def test_open_admin_routes_are_named(
+    api_keys: tuple[str, ...], admin_key: str | None, has_address: bool, part: str | None
+) -> None:
+    note = exposure(api_keys, admin_key, has_address=has_address)
+    assert note is None if part is None else part in str(note)

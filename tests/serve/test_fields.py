@@ -92,3 +92,10 @@ def test_an_unknown_field_is_reported_once(caplog: pytest.LogCaptureFixture) -> 
     for _ in range(3):
         asyncio.run(parse(b'{"model": "m", "prompt": "p", "reported_once": 1}', CompletionBody))
     assert [record.getMessage() for record in caplog.records] == ["unknown_field_ignored name='reported_once'"]
+
+
+def test_long_unknown_names_with_one_beginning_are_one(caplog: pytest.LogCaptureFixture) -> None:
+    fields = {"y" * 100 + str(i): 1 for i in range(50)}
+    for _ in range(2):
+        asyncio.run(parse(json.dumps({"model": "m", "prompt": "p", **fields}).encode(), CompletionBody))
+    assert [record.getMessage() for record in caplog.records] == [f"unknown_field_ignored name={'y' * 100!r}"]

@@ -441,13 +441,13 @@ def test_log_probabilities_of_a_chunk_wait_for_the_head(
     copies.pages.flat[40:] = float("nan")
     asked, wait = [0], Arrival.wait
 
-    def let_through(arrival: Arrival, num_pages: int) -> object:
+    def let_through(arrival: Arrival, num_pages: int, limit_s: float | None = None) -> object:
         if breaks and num_pages == version.num_pages:
             link.break_with("the link broke")
         for _ in range(max(asked), num_pages):
             link.permits.release()
         asked.append(num_pages)
-        return wait(arrival, num_pages)
+        return wait(arrival, num_pages, limit_s)
 
     monkeypatch.setattr(Arrival, "wait", let_through)
     try:

@@ -150,6 +150,9 @@ def test_compiled_schemas_are_bounded(saved: tuple[str, Tokenizer]) -> None:
         ('{"type": "string", "pattern": "(?=x)"}', "regex"),
         ('{"$ref": "http://example.com/x"}', "http://example.com/x"),
         ("[" * 100_000, "recursion"),
+        ('{"type": "integer", "multipleOf": 99440891}', "multipleOf"),
+        ('{"type": "integer", "multiple\\u004ff": 99440891}', "multipleOf"),
+        ('{"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}', "remainders"),
     ],
 )
 def test_bad_schemas_are_refused_early(schema: str, part: str) -> None:
@@ -230,6 +233,23 @@ def test_bad_constraints_are_refused_early(kind: str, text: str, part: str) -> N
     with pytest.raises(RequestError, match="cannot be followed") as caught:
         check_constraint(Constraint(kind, text))
     assert part in str(caught.value)
+
+
+def test_a_form_that_is_too_ambiguous_is_refused_before_its_first_step(saved: tuple[str, Tokenizer]) -> None:
+    source, tokenizer = saved
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3_000)}}
+    constraint = Constraint("json", json.dumps(schema))
+    check_constraint(constraint)
+    with pytest.raises(RequestError, match="cannot be followed"):
+        Grammars(source, tokenizer.vocab_size, tokenizer.eos_token_ids).prepare(constraint)
+
+
+def test_as_many_choices_as_are_allowed_can_be_followed(saved: tuple[str, Tokenizer]) -> None:
+    source, tokenizer = saved
+    constraint = Constraint("choice", json.dumps([f"{i:x}" for i in range(4_096)]))
+    grammar = Grammars(source, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    grammar.prepare(constraint)
+    assert grammar.masks([bound(constraint)]).any()
 
 
 def test_constraints_are_bounded() -> None:

@@ -14,15 +14,37 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.requests import Request
 
 from manylora.server.errors import HttpError
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "exposure"]
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+def exposure(api_keys: Collection[str], admin_key: str | None, *, has_address: bool = True) -> str | None:
+    """Return the callers that may use the admin routes beside an administrator, in words; ``None`` if there are none.
+
+    Args:
+        api_keys: The keys of callers.
+        admin_key: The key of administrators.
+        has_address: Whether the server listens on an address; on a Unix socket no caller is local.
+    """
+    if admin_key is not None or len(set(api_keys)) == 1:
+        return None
+    if api_keys:
+        return (
+            f"each of the {len(set(api_keys))} API keys may load and unload adapters: set --admin-key to prevent that"
+        )
+    if not has_address:
+        return None
+    return (
+        "without a key every program on this machine may load and unload adapters, and so may all clients of a reverse "
+        "proxy here that adds no X-Forwarded-For (nginx's proxy_pass alone adds none): behind a proxy set --admin-key"
+    )
 
 
 def _digest(key: str) -> bytes:
@@ -35,6 +57,8 @@ class Gate:
     def __init__(self, api_keys: Iterable[str] = (), admin_key: str | None = None) -> None:
         self._api_keys = tuple(_digest(key) for key in api_keys)
         self._admin_key = None if admin_key is None else _digest(admin_key)
+        self.tells_tenants = len(set(self._api_keys)) > 1
+        """Whether there are several API keys: one alone names no tenant among others."""
 
     def check_inference(self, request: Request) -> str:
         """Return the tenant of a request to an inference route: a digest of its key, empty without ``api_keys``.
@@ -49,6 +73,19 @@ class Gate:
         if not self._matches(given, keys):
             raise _unauthorized()
         return "key-" + given.hex()[:12]
+
+    def caller_of(self, request: Request) -> str:
+        """Return the name of an inference request's caller, among whom turns are shared: its tenant, else its address.
+
+        Behind a proxy all callers have the proxy's address; of several keys each is a caller.
+
+        Raises:
+            HttpError: As of ``check_inference``.
+        """
+        tenant = self.check_inference(request)
+        if self.tells_tenants or request.client is None:
+            return tenant
+        return request.client.host
 
     def check_admin(self, request: Request) -> None:
         """Raise unless a request may use the admin routes.

@@ -83,7 +83,7 @@ INLINE_CHARS = 4_000
 """Characters up to which text is tokenized on the event loop, in a millisecond or two; more go to a thread."""
 
 MAX_TEXT_WAITING = 256
-"""Long texts that wait for their turn to be tokenized; more get a 429."""
+"""Long texts that wait for their turn to be tokenized, half of them of one caller; more get a 429."""
 
 TOKENIZE_CONTEXTS = 4
 """``/tokenize`` and ``/detokenize`` take so many contexts, so that a caller sees how far a text is too long."""

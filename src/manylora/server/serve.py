@@ -39,6 +39,7 @@ from manylora.hosting.resumption import ResumePolicy
 from manylora.hosting.service import builder_for
 from manylora.routing import Router, RouterContext, make_router
 from manylora.scaling import ScalingPolicy
+from manylora.server.auth import exposure
 from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 from manylora.server.metrics.prometheus import Metrics
 
@@ -250,5 +251,7 @@ def run(
         adapters = len(one.fleet.adapters.loaded)
         freeze_start_up_heap()
         print(f"manylora serves {one.fleet.served_name} with {adapters} adapters at {one.url}", flush=True)
+        if note := exposure(server.api_keys, server.admin_key, has_address=server.web.uds is None):
+            logger.warning("adapter_routes_are_open note=%r", note)
 
     return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)

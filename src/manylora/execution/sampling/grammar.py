@@ -9,6 +9,7 @@ conversion of the tokenizer (about a second for 128,000 tokens).
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
@@ -34,6 +35,19 @@ logger = logging.getLogger(__name__)
 MAX_COMPILED = 1024
 """Compiled constraints to keep; the least recently used is dropped first. Only when as many others arrived between its
 preparation and its first token does a step compile one."""
+
+MAX_GRAMMAR_SYMBOLS = 200_000
+MAX_LEXER_STATES = 50_000
+"""States of a grammar's lexer, one or two kB each."""
+
+MAX_STEP_FUEL = 50_000
+"""Work of the lexer on a mask; a ms is 14,000."""
+
+MAX_STEP_ITEMS = 20_000
+"""Items of the parser on a mask; a ms is 20,000."""
+
+NUM_TRIED = 3
+"""Tokens of an answer that are tried when a constraint is compiled."""
 
 PARAM = "structured_outputs"
 
@@ -70,11 +84,34 @@ def check_constraint(constraint: Constraint) -> None:
     from llguidance import LLMatcher
 
     try:
-        problem = LLMatcher.validate_grammar(grammar_text(constraint))
+        problem = LLMatcher.validate_grammar(grammar_text(constraint), limits=_limits())
     except ValueError as error:
         problem = str(error)
     if problem:
         raise _refusal(constraint, problem)
+
+
+def _begin_answer(matcher: Any) -> None:
+    """Follow a form for a few tokens: one that is too ambiguous fails here, in no step that others share."""
+    for _ in range(NUM_TRIED):
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if matcher.is_error() or matcher.is_stopped() or not allowed.size:
+            return
+        matcher.consume_token(int(allowed[-1]))
+
+
+@functools.cache
+def _limits() -> Any:
+    """Return the limits of a grammar: fewer than by default in a step, which other sequences wait for."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_grammar_size=MAX_GRAMMAR_SYMBOLS,
+        max_lexer_states=MAX_LEXER_STATES,
+        step_lexer_fuel=MAX_STEP_FUEL,
+        step_max_items=MAX_STEP_ITEMS,
+        verbose_errors=False,
+    )
 
 
 def _refusal(constraint: Constraint, problem: str) -> RequestError:
@@ -194,6 +231,9 @@ class Grammars:
             matcher = self._compile(constraint)
         except ValueError as error:
             raise _refusal(constraint, str(error)) from None
+        if not matcher.is_error():
+            matcher = matcher.deep_copy()
+            _begin_answer(matcher)
         if matcher.is_error():
             raise _refusal(constraint, matcher.get_error())
 
@@ -216,7 +256,7 @@ class Grammars:
         with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = self._load_tokenizer()
-        matcher = LLMatcher(self._tokenizer, grammar_text(constraint, self._special))
+        matcher = LLMatcher(self._tokenizer, grammar_text(constraint, self._special), limits=_limits())
         with self._lock:
             self._compiled[constraint] = matcher
             if len(self._compiled) > MAX_COMPILED:

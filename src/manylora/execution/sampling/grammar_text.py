@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Set
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -17,6 +20,11 @@ COMPILE_DEFAULTS = {"whitespace_pattern": r"[ \n\r\t]{0,16}"}
 
 MAX_CHOICES = 4096
 MAX_TAGS = 128
+MAX_MULTIPLES = 20_000
+"""Remainders of all ``multipleOf`` in a constraint. The compiler makes a state for each, 6 us, and no limit of its own
+ends that."""
+
+_NUMBERS = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][-+.0-9eE]*)')
 
 
 class _Structure(msgspec.Struct):
@@ -44,6 +52,8 @@ def grammar_text(constraint: Constraint, special: Set[str] = frozenset()) -> str
     from llguidance import LLMatcher
 
     text = constraint.text
+    if constraint.kind not in ("regex", "choice"):
+        _check_multiples(text)
     match constraint.kind:
         case "json":
             # Any value; but only an object takes options.
@@ -60,11 +70,33 @@ def grammar_text(constraint: Constraint, special: Set[str] = frozenset()) -> str
     return grammar
 
 
+def _check_multiples(text: str) -> None:
+    """Raise ``ValueError`` if divisors of numbers, alone or together (``allOf``), have too many remainders."""
+    divisors = []
+    for name, number in _NUMBERS.findall(text):
+        if name == "multipleOf" or ("\\" in name and json.loads(f'"{name}"', strict=False) == "multipleOf"):
+            try:
+                divisors.append(Decimal(number))
+            except ArithmeticError:
+                raise ValueError(f"Got multipleOf = {number[:50]}, expected a number") from None
+    if not divisors:
+        return
+    if not all(1e-9 <= abs(one) <= MAX_MULTIPLES for one in divisors):
+        raise ValueError(f"expected multipleOf between 1e-9 and {MAX_MULTIPLES}")
+    scale = 10 ** max(0, *(-int(one.normalize().as_tuple().exponent) for one in divisors), 0)
+    whole = [int(abs(one) * scale) for one in divisors]
+    num = sum(whole) // math.gcd(*whole)
+    if num <= MAX_MULTIPLES:  # else their multiple may have a hundred thousand digits
+        num = max(num, math.lcm(*whole) // math.gcd(*whole))
+    if num > MAX_MULTIPLES:
+        raise ValueError(f"its multipleOf have {num} remainders, expected at most {MAX_MULTIPLES}")
+
+
 def _choices(text: str) -> str:
     choices = msgspec.json.decode(text, type=list[str])
     if not choices or not all(choices) or len(choices) > MAX_CHOICES:
         raise ValueError(f"expected 1 to {MAX_CHOICES} texts that are not empty")
-    return "start: " + " | ".join(map(json.dumps, choices))
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))  # a terminal: rules would be ambiguous
 
 
 def _lark(text: str) -> str:

@@ -20,8 +20,8 @@ from manylora.errors import EngineDead, ManyloraError
 from manylora.hosting.output_stream import Flush, OutputStream
 from manylora.server.api.prompt_part import NO_DETAILS, Details, named_by_id
 from manylora.server.errors import hide_paths
+from manylora.server.fair_work import ClientGone
 from manylora.server.served import ServedFleet
-from manylora.server.text_work import ClientGone
 from manylora.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 from manylora.types import AdapterKey, FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
 

@@ -28,7 +28,7 @@ from manylora.server.api.prompt_part import Details, PromptPart
 from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.api.respond import NOTHING_ELSE, AnswerFormat, respond
 from manylora.server.api.schemas import ChatBody, ContentPart, Message, sampling_params, template_arguments
-from manylora.server.api.tools import called, tool_use
+from manylora.server.api.tools import arguments_bytes, called, read_tool_use
 from manylora.server.api.truncation import Truncation
 from manylora.server.bounds import (
     INLINE_CHARS,
@@ -191,10 +191,11 @@ async def chat_tokens(
 
     Raises:
         RequestError: The chat is out of bounds, or the template refuses it.
-        ManyloraError: As of ``TextWork.run``.
+        ManyloraError: As of ``FairWork.run``.
     """
     tokenizer = context.tokenizer
     num_items = _count(messages)
+    num_read = CHARS_PER_MESSAGE * num_items + sum(arguments_bytes(message.tool_calls) for message in messages)
 
     def flatten() -> tuple[list[dict[str, Any]], int]:
         chat = _flatten(messages)
@@ -214,11 +215,11 @@ async def chat_tokens(
         )
         return tuple(tokens)
 
-    if CHARS_PER_MESSAGE * num_items > INLINE_CHARS:
+    if num_read > INLINE_CHARS:
         return await context.text_work.run(request, lambda: render(flatten()[0]))
     chat, num_chars = flatten()
     is_plain = not variables and settings.chat_template is None and not any(one.tool_calls for one in messages)
-    if is_plain and num_chars + CHARS_PER_MESSAGE * num_items <= INLINE_CHARS:
+    if is_plain and num_chars + num_read <= INLINE_CHARS:
         return render(chat)
     return await context.text_work.run(request, lambda: render(chat))
 
@@ -288,7 +289,14 @@ async def create_chat_completion(request: Request) -> Response:
         prompt_logprobs=details.prompt_logprobs,
         defaults=settings.defaults,
     )
-    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, parser=context.config.tool_call_parser)
+    use = await read_tool_use(
+        request,
+        context.text_work,
+        body.tools,
+        body.tool_choice,
+        body.parallel_tool_calls,
+        parser=context.config.tool_call_parser,
+    )
     sampling = use.constrain(sampling)
     truncation = Truncation(context, body, sampling.max_tokens)
     tokens = await chat_tokens(

@@ -125,7 +125,7 @@ async def _tokens(
 
     Raises:
         RequestError: A prompt does not fit, or a token id is out of range.
-        ManyloraError: As of ``TextWork.run``.
+        ManyloraError: As of ``FairWork.run``.
     """
     info, tokenizer = context.fleet.info, context.tokenizer
     texts = [prompt for prompt in given if isinstance(prompt, str)]

@@ -65,6 +65,9 @@ REASONS = {
 MAX_NEUTRAL_BYTES = 64
 """JSON of a value in ``REFUSED`` is shorter."""
 
+MAX_REPORTED, MAX_NAME_CHARS = 100, 100
+"""Unknown fields that are logged, and characters of a name by which they are told apart."""
+
 _FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
 _KINDS = {"[": "list", '"': "str", "n": "NoneType", "t": "bool", "f": "bool"}
 _reported: set[str] = set()
@@ -176,6 +179,6 @@ def _check_fields(values: Mapping[str, msgspec.Raw], body: type[msgspec.Struct])
             if len(value) > MAX_NEUTRAL_BYTES or decode(raw, object, name) not in REFUSED[name]:
                 reason = f": {REASONS[name]}" if name in REASONS else ""
                 raise RequestError(f"{name} is not supported by this server{reason}", param=name)
-        elif name not in _reported and len(_reported) < 100:
-            _reported.add(name[:100])
-            logger.warning("unknown_field_ignored name=%.100r", name)
+        elif (short := name[:MAX_NAME_CHARS]) not in _reported and len(_reported) < MAX_REPORTED:
+            _reported.add(short)
+            logger.warning("unknown_field_ignored name=%r", short)

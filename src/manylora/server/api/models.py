@@ -19,7 +19,7 @@ from manylora.hosting.adapter_book import LoadedAdapter
 from manylora.server.api.chat import chat_tokens, template_kwargs, with_template
 from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, check_token_ids, template_arguments
-from manylora.server.api.tools import tool_use
+from manylora.server.api.tools import read_tool_use
 from manylora.server.bounds import INLINE_CHARS, TOKENIZE_CONTEXTS
 
 __all__ = ["json_response", "model_routes"]
@@ -101,8 +101,8 @@ async def tokenize(request: Request) -> Response:
         tokens = encode() if len(text) <= INLINE_CHARS else await context.text_work.run(request, encode)
     else:
         settings = with_template(context, await context.settings.of(body.model or ""), body.chat_template)
-        shown = tool_use(body.tools, "none", None, parser=None).template_variables
-        variables = {**template_kwargs(body.chat_template_kwargs), **shown}
+        use = await read_tool_use(request, context.text_work, body.tools, "none", None, parser=None)
+        variables = {**template_kwargs(body.chat_template_kwargs), **use.template_variables}
         tokens = await chat_tokens(
             request, context, settings, body.messages or [], variables, limit=limit, **template_arguments(body)
         )

@@ -23,14 +23,14 @@ from manylora.functions.wire import FunctionState
 from manylora.server.api.body_room import BodyRoom
 from manylora.server.api.json_body import parse
 from manylora.server.auth import Gate
-from manylora.server.bounds import MAX_MODEL_CHARS, SHORT_BODY_BYTES, default_body_bytes
+from manylora.server.bounds import MAX_MODEL_CHARS, MAX_TEXT_WAITING, SHORT_BODY_BYTES, default_body_bytes
 from manylora.server.errors import HttpError
+from manylora.server.fair_work import FairWork
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.metrics.shared_scrape import SharedScrape
 from manylora.server.model_settings import ModelSettings
 from manylora.server.refusals import RetryTimes
 from manylora.server.served import ServedFleet
-from manylora.server.text_work import TextWork
 from manylora.text import Tokenizer
 
 __all__ = ["Context", "context_of", "read_body"]
@@ -51,11 +51,11 @@ class Context:
         serves_base: Whether the base is a model of its own.
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
         gate: Checks API keys.
+        text_work: Takes long texts off the event loop, in turns.
         scrapes: Runs scrapes of ``/metrics``.
         retries: Tells refused clients when to try again.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
         bodies: The bytes of bodies that arrive.
-        text_work: Takes long texts off the event loop.
         started_at: Start of the server, in seconds since the epoch.
         epoch_s: Returns the time in seconds since the epoch.
         monotonic_s: Returns a time in seconds that never steps back.
@@ -73,11 +73,11 @@ class Context:
     serves_base: bool = True
     functions: Callable[[], Sequence[FunctionState]] = tuple
     gate: Gate = field(init=False)
+    text_work: FairWork = field(init=False)
     fingerprint: str = field(init=False)
     scrapes: SharedScrape = field(default_factory=SharedScrape)
     retries: RetryTimes = field(default_factory=RetryTimes)
     bodies: BodyRoom = field(default_factory=BodyRoom)
-    text_work: TextWork = field(default_factory=TextWork)
     started_at: int = field(default_factory=lambda: int(time.time()))
     epoch_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
@@ -85,6 +85,8 @@ class Context:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", Gate(self.config.api_keys, self.config.admin_key))
+        work = FairWork("long texts", self.gate.caller_of, max_waiting=MAX_TEXT_WAITING)
+        object.__setattr__(self, "text_work", work)
         model = self.engine_config.model
         answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
         digest = hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()

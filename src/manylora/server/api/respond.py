@@ -10,6 +10,7 @@ import asyncio
 import functools
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,9 +29,9 @@ from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.bounds import MAX_ANSWER_LOGPROBS, MAX_SALT_CHARS
 from manylora.server.errors import error_body, error_response
+from manylora.server.fair_work import ClientGone
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
-from manylora.server.text_work import ClientGone
 from manylora.types import Constraint, PromptLogprobs, Request, SamplingParams
 from manylora.web_config import MOST_LOGPROBS
 
@@ -236,9 +237,13 @@ def _check_logprobs(
         )
 
 
+_CHECKS = ThreadPoolExecutor(2, thread_name_prefix="constraint-check")
+"""Threads of their own: a check takes up to half a second, and the loop's threads also end engines."""
+
+
 async def _check(constraint: Constraint, param: str | None) -> None:
     try:
-        await asyncio.to_thread(check_constraint, constraint)  # some take milliseconds
+        await asyncio.get_running_loop().run_in_executor(_CHECKS, check_constraint, constraint)
     except RequestError as error:
         raise RequestError(str(error), param=param) from None
 

@@ -23,7 +23,7 @@ from manylora.server.api.request import context_of, read_body
 from manylora.server.api.respond import submit
 from manylora.server.api.responses_output import ResponsesStream, WholeResponse
 from manylora.server.api.schemas import ContentPart, Message, SamplingFields, sampling_params
-from manylora.server.api.tools import CalledFunction, Function, FunctionName, Tool, ToolCall, ToolChoice, tool_use
+from manylora.server.api.tools import CalledFunction, Function, FunctionName, Tool, ToolCall, ToolChoice, read_tool_use
 from manylora.server.bounds import MAX_MESSAGES
 from manylora.text import MessageReader
 
@@ -254,8 +254,13 @@ async def create_response(request: Request) -> Response:
         defaults=settings.defaults,
     )
     tools = _tools(body.tools)
-    use = tool_use(
-        tools, _tool_choice(body.tool_choice), body.parallel_tool_calls, parser=context.config.tool_call_parser
+    use = await read_tool_use(
+        request,
+        context.text_work,
+        tools,
+        _tool_choice(body.tool_choice),
+        body.parallel_tool_calls,
+        parser=context.config.tool_call_parser,
     )
     sampling = use.constrain(sampling)
     variables = {**template_kwargs(body.chat_template_kwargs), **use.template_variables}

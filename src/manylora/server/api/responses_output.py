@@ -16,8 +16,8 @@ from manylora.hosting.output_stream import Flush
 from manylora.server.api.answers import Answers, Piece
 from manylora.server.api.respond import HEADERS, send_body
 from manylora.server.errors import error_response
+from manylora.server.fair_work import ClientGone
 from manylora.server.http_protocol import chunk_writer
-from manylora.server.text_work import ClientGone
 from manylora.text import MessageReader
 from manylora.text.tools import Event, EventKind
 

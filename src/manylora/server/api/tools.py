@@ -6,15 +6,18 @@ are forced by a grammar that is made of the functions' own schemas, so they need
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
+from starlette.requests import Request
 
 from manylora.errors import RequestError
 from manylora.server.api.free_form import NULL, free_form, is_null, num_bytes
-from manylora.server.bounds import MAX_ARGUMENTS_BYTES, MAX_SCHEMA_BYTES, MAX_TOOLS
+from manylora.server.bounds import INLINE_CHARS, MAX_ARGUMENTS_BYTES, MAX_SCHEMA_BYTES, MAX_TOOLS
+from manylora.server.fair_work import FairWork
 from manylora.text.tools import TOOL_PARSERS, NamedCall, RequiredCalls, ToolParser
 from manylora.types import Constraint, SamplingParams
 
@@ -26,7 +29,9 @@ __all__ = [
     "ToolCall",
     "ToolChoice",
     "ToolUse",
+    "arguments_bytes",
     "called",
+    "read_tool_use",
     "tool_use",
 ]
 
@@ -114,6 +119,26 @@ class ToolUse:
                 "a form of the answer cannot be combined with a tool_choice that forces a call", param="tool_choice"
             )
         return replace(sampling, constraint=Constraint("json", self.json_schema))
+
+
+async def read_tool_use(
+    request: Request,
+    work: FairWork,
+    tools: Sequence[Tool] | None,
+    choice: str | ToolChoice | None,
+    parallel: bool | None,
+    *,
+    parser: str | None,
+) -> ToolUse:
+    """Return ``tool_use``; schemas that take milliseconds are read in a turn of ``work``.
+
+    Raises:
+        RequestError: As of ``tool_use``.
+        ManyloraError: As of ``FairWork.run``.
+    """
+    read = functools.partial(tool_use, tools, choice, parallel, parser=parser)
+    size = sum(num_bytes(tool.function.parameters) for tool in tools or ())
+    return read() if size <= INLINE_CHARS else await work.run(request, read)
 
 
 def tool_use(
@@ -238,6 +263,11 @@ def _moved(schema: Any, to: str) -> Any:
 
 def _json(schema: dict[str, Any]) -> str:
     return msgspec.json.encode(schema).decode()
+
+
+def arguments_bytes(calls: Sequence[ToolCall] | None) -> int:
+    """Return the length of the JSON that ``called`` decodes."""
+    return sum(num_bytes(call.function.arguments) for call in calls or ())
 
 
 def called(calls: Sequence[ToolCall], at: str) -> list[dict[str, Any]]:
