@@ -23,7 +23,7 @@ from manylora.hosting.flight import Loss
 from manylora.hosting.protocol import EngineInfo
 from manylora.hosting.watchdog import wait_until_hung
 
-__all__ = ["EngineKeeper", "RestartPolicy", "State"]
+__all__ = ["SCARCITY", "EngineKeeper", "RestartPolicy", "State"]
 
 logger = logging.getLogger(__name__)
 
