@@ -91,6 +91,20 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
     def read_environment() -> str:
         return os.environ["MANYLORA_API_KEY"]
 
+    def scan_stack() -> str:
+        """Search the strings that the kernel put on the stack at exec: arguments, variables, and the program's name."""
+        at = ctypes.c_void_p.in_dll(libc, "program_invocation_name").value
+        assert at is not None
+        found = b""
+        while not found.endswith(bytes(8)):  # the end of the stack
+            size = mmap.PAGESIZE - at % mmap.PAGESIZE
+            found += ctypes.string_at(at, size)
+            at += size
+        assert b"PATH=" in found
+        if b"MANYLORA_API_KEY=" not in found:
+            raise KeyError("MANYLORA_API_KEY")
+        return "the key"
+
     attempts: dict[str, Callable[[], str]] = {
         "write a file in its own folder": write_file,
         "read a file of the system": read("/etc/passwd"),
@@ -104,6 +118,8 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "share memory with others": lambda: str(os.open("/dev/shm/x", os.O_RDWR | os.O_CREAT)),
         "fill the disk": lambda: str(os.open("/tmp/x", os.O_RDWR | os.O_CREAT)),
         "read keys in its environment": read_environment,
+        "read the environment that it was started with": read("/proc/self/environ"),
+        "read keys on its stack": scan_stack,
         "write the backbone": write_sealed,
         "map the backbone for writing": map_sealed_writable,
         "make a mapping of the backbone writable": make_mapping_writable,
@@ -141,6 +157,7 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     sealed = told["sealed"]
     folder = told["readable"][0]
+    os.environ["MANYLORA_API_KEY"] = "secret"
     measures = confine(
         Confinement(
             readable=[*told["readable"], sys.prefix, sys.base_prefix],

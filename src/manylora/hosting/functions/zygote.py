@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,7 +32,14 @@ from manylora.hosting.functions.messages import (
 from manylora.hosting.protocol import EngineSpec
 from manylora.isolation import Confinement
 
-__all__ = ["ForkedFunction", "Zygote"]
+__all__ = ["ForkedFunction", "Zygote", "harmless"]
+
+HARMLESS = (
+    *("HOME", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "TZ", "LANG", "CC", "CXX"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
+)
+HARMLESS_GROUPS = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "NUMBA_", "MALLOC_", "GLIBC_")
+"""Variables of a zygote: those that libraries are set up with."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +59,15 @@ class ForkedFunction:
     number: int
     exited: asyncio.Future[int | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     pid: int | None = None
+
+
+def harmless(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that hold no secret.
+
+    The kernel puts a program's variables on its stack, and forks inherit them: a variable that is removed later stays
+    readable there. So a zygote never gets the others.
+    """
+    return {name: value for name, value in environment.items() if name in HARMLESS or name.startswith(HARMLESS_GROUPS)}
 
 
 class Zygote:
@@ -149,6 +167,7 @@ class Zygote:
                 command,
                 stdin=subprocess.PIPE,
                 start_new_session=True,
+                env=harmless(os.environ),
                 pass_fds=[there.fileno(), self._backbone.base.file],
             )
         assert self._process.stdin is not None
