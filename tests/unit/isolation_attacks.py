@@ -8,6 +8,8 @@ import ctypes
 import json
 import mmap
 import os
+import platform
+import resource
 import signal
 import socket
 import sys
@@ -105,6 +107,19 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
             raise KeyError("MANYLORA_API_KEY")
         return "the key"
 
+    def limit(pid: int) -> str:
+        numbers = {"x86_64": 302, "aarch64": 261}
+        one_second = (ctypes.c_ulong * 2)(10**9, 10**9)
+        return checked(libc.syscall(numbers[platform.machine()], pid, 0, ctypes.byref(one_second), None))
+
+    def keep_a_processor() -> str:
+        os.sched_setaffinity(parent, os.sched_getaffinity(0))
+        return "done"
+
+    def take_priority() -> str:
+        os.setpriority(os.PRIO_PROCESS, parent, os.getpriority(os.PRIO_PROCESS, 0))
+        return "done"
+
     attempts: dict[str, Callable[[], str]] = {
         "write a file in its own folder": write_file,
         "read a file of the system": read("/etc/passwd"),
@@ -135,6 +150,11 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "enter a new user namespace": lambda: checked(libc.unshare(0x10000000)),
         "mount a file system": lambda: checked(libc.mount(b"none", b"/mnt", b"tmpfs", 0, None)),
         "take a descriptor of another process": lambda: checked(libc.syscall(434, parent, 0)),
+        "outlive its zygote": lambda: checked(libc.prctl(1, 0, 0, 0, 0)),
+        "show its memory to its user": lambda: checked(libc.prctl(4, 1, 0, 0, 0)),
+        "limit another process": lambda: limit(parent),
+        "bind another process to a processor": keep_a_processor,
+        "set the priority of another process": take_priority,
         "take memory without end": use_memory,
         "take descriptors without end": use_descriptors,
     }
@@ -170,6 +190,8 @@ def main() -> None:
     # What it must still be able to do.
     with open(f"{folder}/adapter_config.json", "rb") as file:
         allowed = [file.read().decode()]
+    resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+    os.sched_setaffinity(0, os.sched_getaffinity(0))
     thread = threading.Thread(target=lambda: allowed.append("thread"))
     thread.start()
     thread.join()

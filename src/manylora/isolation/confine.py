@@ -2,7 +2,7 @@
 
 The order matters. Rights that are needed to give up others are given up last::
 
-    descriptors, environment -> (open folders) -> network -> user -> capabilities -> no_new_privs -> limits
+    descriptors, environment -> (open folders) -> network -> user -> capabilities -> parent -> no_new_privs -> limits
                                                                          -> files (Landlock) -> calls (seccomp)
 """
 
@@ -18,9 +18,17 @@ from dataclasses import dataclass
 from manylora.errors import ConfigError
 from manylora.isolation.landlock import FileRules
 from manylora.isolation.seccomp import restrict_calls
-from manylora.isolation.system import MACHINE, keep_capabilities, prctl, unshare
+from manylora.isolation.system import MACHINE, end_with_parent, keep_capabilities, prctl, unshare
 
-__all__ = ["READABLE_OF_SYSTEM", "Confinement", "Measure", "confine"]
+__all__ = ["MEASURES", "READABLE_OF_SYSTEM", "Confinement", "Measure", "confine"]
+
+MEASURES = frozenset(
+    {
+        *("descriptors", "environment", "network", "user", "capabilities", "parent", "memory", "no_new_privs"),
+        *("limits", "files", "calls", "cgroup"),
+    }
+)
+"""Names of all measures; ``cgroup`` is taken from outside."""
 
 READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
 """Files of the system that libraries read when they are first used."""
@@ -63,8 +71,7 @@ class Measure:
     """One measure, and why it is not in force if it is not.
 
     Args:
-        name: ``network``, ``user``, ``capabilities``, ``no_new_privs``, ``limits``, ``files``, ``calls``, ``memory``,
-            ``descriptors``.
+        name: One of ``MEASURES``.
         is_on: Whether it is in force.
         note: The reason if it is not; otherwise what it leaves open, if anything.
     """
@@ -95,6 +102,7 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
         _try("network", _leave_network),
         _try("user", lambda: _become(to.uid)),
         _try("capabilities", _keep_reading),
+        _try("parent", end_with_parent),  # a change of user clears it, so it comes after
         _try("memory", _hide_memory),
         _try("no_new_privs", _no_new_privs),
         _try("limits", lambda: _limit(to)),

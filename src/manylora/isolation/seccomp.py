@@ -1,8 +1,9 @@
 """A filter of system calls: those that an engine never needs once it runs are refused.
 
 Refused are new processes and programs, new sockets, other processes' memory, namespaces, mounts, keys, shared memory of
-System V, and kernel interfaces with a long record of faults. Threads are allowed. A refused call gets ``EPERM``, so a
-library that tries one goes on without. ``clone3`` gets ``ENOSYS``, because a filter cannot see its arguments, and C
+System V, priorities, and kernel interfaces with a long record of faults. Limits and processors may be set for the
+caller alone: a process of the same user is not its own. Threads are allowed. A refused call gets ``EPERM``, so a
+library that tries one goes on without. Neither may a process outlive its parent or show its memory again. ``clone3`` gets ``ENOSYS``, because a filter cannot see its arguments, and C
 libraries then use ``clone``.
 
 Source: the kernel's ``Documentation/userspace-api/seccomp_filter.rst``.
@@ -27,7 +28,13 @@ _OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_FIRST_ARGUMENT = 0, 4, 16
 _X32_CALLS = 0x40000000
 _CLONE_THREAD = 0x00010000
 
-_SPECIAL = ("clone", "clone3")
+_OF_OWN_PROCESS = ("prlimit64", "sched_setaffinity")
+"""Calls whose first argument is a process, 0 for the caller's."""
+
+_FINAL_PROPERTIES = (1, 4)
+"""Options of ``prctl`` that stay as they are: the signal at the parent's end, and whether memory is hidden."""
+
+_SPECIAL = ("clone", "clone3", "prctl", *_OF_OWN_PROCESS)
 REFUSED = frozenset(name for calls in SYSTEM_CALLS.values() for name in calls if name not in _SPECIAL)
 """Names of the calls that are always refused."""
 
@@ -65,6 +72,22 @@ def _program(machine: str) -> bytes:
     for name in sorted(REFUSED & calls.keys()):
         lines += [(_JUMP_EQUAL, 0, 1, calls[name]), (_RETURN, 0, 0, refuse)]
     lines += [(_JUMP_EQUAL, 0, 1, calls["clone3"]), (_RETURN, 0, 0, unknown)]
+    for name in _OF_OWN_PROCESS:
+        lines += [
+            (_JUMP_EQUAL, 0, 4, calls[name]),
+            (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+            (_JUMP_EQUAL, 1, 0, 0),
+            (_RETURN, 0, 0, refuse),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+    lines += [
+        (_JUMP_EQUAL, 0, 5, calls["prctl"]),
+        (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),
+        (_JUMP_EQUAL, 1, 0, _FINAL_PROPERTIES[0]),
+        (_JUMP_EQUAL, 0, 1, _FINAL_PROPERTIES[1]),
+        (_RETURN, 0, 0, refuse),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
     lines += [
         (_JUMP_EQUAL, 0, 3, calls["clone"]),
         (_LOAD, 0, 0, _OFFSET_FIRST_ARGUMENT),

@@ -30,7 +30,6 @@ from manylora.hosting.functions.messages import Backbone, Fork, frame, frames_of
 from manylora.hosting.protocol import Fault, Message, Ready, Refused, StartReport, decode_command, encode
 from manylora.hosting.service import BuildParts, EngineService
 from manylora.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine
-from manylora.isolation.system import end_with_parent
 from manylora.ports import EngineParts, SharedBase
 
 __all__ = ["Stages", "live_builder", "run_function"]
@@ -81,7 +80,6 @@ def run_function(
     stages.note("fork")
     _reseed()
     measures = taken + confine(_place(fork.confinement, backbone, connection))
-    end_with_parent()  # a change of user clears it, so it comes after
     if os.getppid() != zygote:
         return 1
     stages.note("confine")
