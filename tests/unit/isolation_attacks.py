@@ -90,6 +90,23 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
                 stack.callback(os.close, os.dup(1))
         return "done"
 
+    def use_threads() -> str:
+        end = threading.Event()
+        threads = [threading.Thread(target=end.wait) for _ in range(1000)]
+        before = threading.stack_size(1 << 16)
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        finally:
+            end.set()
+            threading.stack_size(before)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        return "done"
+
     def read_environment() -> str:
         return os.environ["MANYLORA_API_KEY"]
 
@@ -155,8 +172,10 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "limit another process": lambda: limit(parent),
         "bind another process to a processor": keep_a_processor,
         "set the priority of another process": take_priority,
+        "set the priority of its group": lambda: checked(libc.setpriority(os.PRIO_PGRP, 0, 19)),
         "take memory without end": use_memory,
         "take descriptors without end": use_descriptors,
+        "take threads without end": use_threads,
     }
     results = {}
     for name, attempt in attempts.items():
@@ -184,6 +203,8 @@ def main() -> None:
             uid=told["uid"],
             keep_fds=(0, 1, 2, sealed),
             memory_bytes=1 << 30,
+            num_tasks=256,
+            ends_with_parent=True,
         )
     )
     results = attempt_all(told["parent"], sealed, folder, told["secret"])
@@ -191,6 +212,7 @@ def main() -> None:
     with open(f"{folder}/adapter_config.json", "rb") as file:
         allowed = [file.read().decode()]
     resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+    os.nice(1)
     os.sched_setaffinity(0, os.sched_getaffinity(0))
     thread = threading.Thread(target=lambda: allowed.append("thread"))
     thread.start()

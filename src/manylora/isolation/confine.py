@@ -50,6 +50,9 @@ class Confinement:
         environment: Variables that stay, by name; all others are removed.
         memory_bytes: Most address space that it may add from here on; ``None`` for no limit of its own.
         num_files: Most descriptors.
+        num_tasks: Most threads, with a ``uid`` that no other process has: the kernel counts them by user. ``None``
+            for no limit.
+        ends_with_parent: Whether it ends with the thread that started it.
         file_bytes: Largest file, also of memory, that it may make or let grow.
     """
 
@@ -59,6 +62,8 @@ class Confinement:
     environment: Collection[str] = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS")
     memory_bytes: int | None = None
     num_files: int = 64
+    num_tasks: int | None = None
+    ends_with_parent: bool = False
     file_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -102,7 +107,7 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
         _try("network", _leave_network),
         _try("user", lambda: _become(to.uid)),
         _try("capabilities", _keep_reading),
-        _try("parent", end_with_parent),  # a change of user clears it, so it comes after
+        *([_try("parent", end_with_parent)] if to.ends_with_parent else []),  # a change of user clears it
         _try("memory", _hide_memory),
         _try("no_new_privs", _no_new_privs),
         _try("limits", lambda: _limit(to)),
@@ -189,6 +194,8 @@ def _limit(to: Confinement) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (to.file_bytes, to.file_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (to.num_files, to.num_files))
+    if to.uid is not None and to.num_tasks is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (to.num_tasks, to.num_tasks))
     if to.memory_bytes is not None:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()

@@ -32,9 +32,12 @@ from manylora.hosting.service import BuildParts, EngineService
 from manylora.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine
 from manylora.ports import EngineParts, SharedBase
 
-__all__ = ["Stages", "live_builder", "run_function"]
+__all__ = ["MAX_TASKS", "Stages", "live_builder", "run_function"]
 
 PACKAGE = Path(__file__).resolve().parents[2]
+
+MAX_TASKS = 256
+"""Most threads of a function, beside those that compute."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ def run_function(
     stages = Stages(fork.asked_at)
     stages.note("fork")
     _reseed()
-    measures = taken + confine(_place(fork.confinement, backbone, connection))
+    measures = taken + confine(_place(fork.confinement, backbone, connection, fork.engine.num_threads or 1))
     if os.getppid() != zygote:
         return 1
     stages.note("confine")
@@ -125,7 +128,7 @@ def live_builder(stages: Stages, model: ModelConfig, num_threads: int | None) ->
     return build
 
 
-def _place(asked: Confinement, backbone: Backbone, connection: socket.socket) -> Confinement:
+def _place(asked: Confinement, backbone: Backbone, connection: socket.socket, num_threads: int) -> Confinement:
     """Return the confinement with the folders and descriptors that every function needs."""
     libraries = {sys.prefix, sys.base_prefix, str(PACKAGE), backbone.model.model}
     tokenizer = backbone.model.tokenizer
@@ -138,6 +141,8 @@ def _place(asked: Confinement, backbone: Backbone, connection: socket.socket) ->
         environment=asked.environment,
         memory_bytes=asked.memory_bytes,
         num_files=asked.num_files,
+        num_tasks=MAX_TASKS + num_threads,
+        ends_with_parent=True,
     )
 
 
