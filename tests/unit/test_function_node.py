@@ -33,7 +33,6 @@ class Engine:
         self.submitted: list[str] = []
         self.num_in_flight = 0
         self.pid = None
-        self.uid = None
         self.report = None
         self.is_stopped = False
         self.keeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -71,14 +71,18 @@ class FunctionLink(asyncio.Protocol):
         engine: Its engine, with the model of the zygote's backbone.
         zygote: Forks it.
         place: Its place.
+        on_gone: Called once its process has ended, or could not be forked.
     """
 
-    def __init__(self, engine: EngineSpec, zygote: Zygote, place: FunctionPlace) -> None:
+    def __init__(
+        self, engine: EngineSpec, zygote: Zygote, place: FunctionPlace, *, on_gone: Callable[[], None] = lambda: None
+    ) -> None:
         self.report: StartReport | None = None
         """Its start and the measures in force; ``None`` before it is ready."""
         self._engine = engine
         self._zygote = zygote
         self._place = place
+        self._on_gone = on_gone
         self._function: ForkedFunction | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = FrameBuffer()
@@ -114,7 +118,9 @@ class FunctionLink(asyncio.Protocol):
                 )
             except BaseException:
                 here.close()
+                self._on_gone()
                 raise
+        self._function.exited.add_done_callback(lambda _: self._on_gone())
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
 
     def send(self, command: Command) -> None:

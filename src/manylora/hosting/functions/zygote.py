@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -52,13 +53,39 @@ class ForkedFunction:
 
     Args:
         number: Its number at the zygote.
-        exited: Its exit code, as of ``subprocess``; ``None`` if the zygote ended first, and the function with it.
+        exited: Its exit code, as of ``subprocess``; ``None`` if the zygote ended first, and the function with it. It
+            is there once the process has ended.
         pid: Its process; ``None`` before the fork.
+        process: Descriptor of the process while it lives; ``None`` before the fork.
     """
 
     number: int
     exited: asyncio.Future[int | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     pid: int | None = None
+    process: int | None = None
+
+    def end(self, code: int | None) -> None:
+        """Note its end."""
+        if self.process is not None:
+            os.close(self.process)
+            self.process = None
+        if not self.exited.done():
+            self.exited.set_result(code)
+
+    def end_without_zygote(self) -> None:
+        """Kill it and note its end when it has come: its zygote, which would have told, is lost."""
+        if self.process is None:
+            self.end(None)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.process, signal.SIGKILL)
+        loop, process = asyncio.get_running_loop(), self.process
+
+        def ended() -> None:
+            loop.remove_reader(process)
+            self.end(None)
+
+        loop.add_reader(process, ended)
 
 
 def harmless(environment: Mapping[str, str]) -> dict[str, str]:
@@ -194,11 +221,11 @@ class Zygote:
         assert self._socket is not None
         while self._socket is not None:
             try:
-                packet = self._socket.recv(MAX_PACKET_BYTES)
+                packet, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
             except BlockingIOError:
                 return
             except OSError:
-                packet = b""
+                packet, descriptors = b"", []
             if not packet:
                 logger.error("zygote_ended pid=%s", self.pid)
                 process = self._process
@@ -212,11 +239,10 @@ class Zygote:
                     if self._warm is not None and not self._warm.done():
                         self._warm.set_result(None)
                 case Forked(number, pid):
-                    self._functions[number].pid = pid
+                    function = self._functions[number]
+                    function.pid, function.process = pid, next(iter(descriptors), None)
                 case Exited(number, code):
-                    function = self._functions.pop(number)
-                    if not function.exited.done():
-                        function.exited.set_result(code)
+                    self._functions.pop(number).end(code)
 
     def _lose(self, reason: str) -> None:
         if self._socket is not None:
@@ -230,5 +256,4 @@ class Zygote:
             warm.exception()  # retrieved, also if no function waits
         functions, self._functions = self._functions, {}
         for function in functions.values():
-            if not function.exited.done():
-                function.exited.set_result(None)
+            function.end_without_zygote()

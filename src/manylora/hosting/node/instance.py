@@ -33,7 +33,7 @@ from manylora.functions.wire import ColdStart, FunctionState, MeasureNote
 from manylora.hosting.engine_keeper import State
 from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.node.batch_times import BatchTimes
-from manylora.hosting.node.launch import Awake, launch
+from manylora.hosting.node.launch import Awake, Users, launch
 from manylora.hosting.node.readings import memory_of
 from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import Observations
@@ -59,7 +59,7 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-class Node(Protocol):
+class Node(Users, Protocol):
     """What a function needs of its node."""
 
     usual_bytes: int
@@ -79,14 +79,6 @@ class Node(Protocol):
 
     def num_sharers(self, host: BackboneHost) -> int:
         """Return the number of processes that share the pages of a backbone's zygote, with itself."""
-        ...
-
-    def take_uid(self) -> int | None:
-        """Return a user for a new process; ``None`` without the right to change users."""
-        ...
-
-    def give_uid(self, uid: int | None) -> None:
-        """Return a user that no process has any more."""
         ...
 
     def read_cpu(self, instance: FunctionInstance) -> None:
@@ -333,7 +325,6 @@ class FunctionInstance:
             self._num_deaths += awake.fleet.num_restarts
             logger.info("function_sleeps name=%s reason=%s", self.name, reason)
             await awake.stop()
-            self._node.give_uid(awake.uid)
         self._node.changed()
         self.advance()
 
@@ -346,28 +337,21 @@ class FunctionInstance:
         loop = asyncio.get_running_loop()
         began, at = loop.time(), time.time()
         begun_from = self.host.begun_from
-        uid: int | None = None
         try:
             await self._node.reserve(self)
             stages = {"room": loop.time() - began}
             zygote = await self.host.ready()
             waited_s = loop.time() - began - stages["room"]
             stages |= _shares(self.host, begun_from, waited_s)
-            uid = self._node.take_uid()
-            awake = await launch(self.name, self.spec, self.host, zygote, uid=uid, observe=self.observed)
+            awake = await launch(self.name, self.spec, self.host, zygote, users=self._node, observe=self.observed)
         except CapacityError as error:  # no fault of the function: the next request tries again
-            self._node.give_uid(uid)
             self.phase, self._waker = Phase.ASLEEP, None
             self._refuse(error)
             self._node.changed()
             return
         except (ManyloraError, OSError, MemoryError) as error:
-            self._node.give_uid(uid)
             self._fail(error if isinstance(error, ManyloraError) else EngineDead(f"It cannot start: {error}"))
             return
-        except BaseException:
-            self._node.give_uid(uid)
-            raise
         report = awake.report
         stages |= {} if report is None else report.took_s
         total_s = loop.time() - began
@@ -397,7 +381,6 @@ class FunctionInstance:
         self._awake, self._awake_since = None, None
         self._times.restart()
         self._num_deaths += awake.fleet.num_restarts + 1
-        self._node.give_uid(awake.uid)
         self._fail(error if isinstance(error, ManyloraError) else EngineDead(repr(error)))
         self._stopping = asyncio.create_task(awake.stop())
 

@@ -1,0 +1,135 @@
+"""A zygote at its limits, and the ends of functions whose zygote is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from manylora.config import EngineConfig, ModelConfig
+from manylora.errors import EngineDead
+from manylora.hosting.functions.messages import Exited, Fork, FromZygote, Warm
+from manylora.hosting.functions.zygote import ForkedFunction, Zygote
+from manylora.hosting.functions.zygote_process import ZygoteProcess
+from manylora.hosting.link_function import FunctionLink, FunctionPlace
+from manylora.hosting.protocol import EngineSpec
+from manylora.isolation import Confinement
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="functions run on Linux")
+
+ENGINE = EngineSpec(config=EngineConfig(model=ModelConfig(model="m")), served_name="base", builder="")
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+
+def fork_packet(number: int) -> bytes:
+    return msgspec.msgpack.encode(
+        Fork(
+            number=number,
+            engine=ENGINE,
+            confinement=Confinement(),
+            cgroup_bytes=None,
+            cgroup_cpus=None,
+            asked_at=0.0,
+        )
+    )
+
+
+def test_a_zygote_that_can_fork_no_more_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = sleeper()
+    forks: list[object] = [BlockingIOError(11, "Resource temporarily unavailable"), process.pid]
+
+    def fork() -> object:
+        result = forks.pop(0)
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    def pidfd_open(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, socket.socket() as connection:
+        here.send(fork_packet(1))  # its socket was lost
+        socket.send_fds(here, [fork_packet(2)], [connection.fileno()])
+        socket.send_fds(here, [fork_packet(3)], [connection.fileno()])
+        here.shutdown(socket.SHUT_WR)
+        zygote = ZygoteProcess(cast(Any, SimpleNamespace(socket=there.detach(), builder=None)))
+        with zygote._socket, zygote._selector:
+            zygote.run()
+        told = [msgspec.msgpack.decode(here.recv(1 << 16), type=FromZygote) for _ in range(4)]
+    assert told == [Warm(), Exited(1, 1), Exited(2, 1), Exited(3, 1)]
+    assert not forks
+    with pytest.raises(ChildProcessError):  # killed and reaped
+        os.waitpid(process.pid, 0)
+    process.wait()
+
+
+def test_a_function_that_outlives_its_zygote_is_killed_and_its_end_waited_for() -> None:
+    async def scenario() -> None:
+        process = sleeper()
+        function = ForkedFunction(1, pid=process.pid, process=os.pidfd_open(process.pid))
+        unborn = ForkedFunction(2)
+        zygote = Zygote(cast(Any, None))
+        zygote._functions = {1: function, 2: unborn}
+        zygote._lose("it was killed")
+        assert unborn.exited.done()
+        assert not function.exited.done()
+        assert await asyncio.wait_for(function.exited, 60.0) is None
+        assert process.wait() == -signal.SIGKILL
+        assert function.process is None
+
+    asyncio.run(scenario())
+
+
+def test_a_process_gives_its_user_back_once_it_has_ended() -> None:
+    class Forks:
+        def __init__(self) -> None:
+            self.function: ForkedFunction | None = ForkedFunction(1)
+
+        async def fork(self, *_: object, **__: object) -> ForkedFunction:
+            if self.function is None:
+                raise EngineDead("no zygote")
+            return self.function
+
+        def kill(self, function: ForkedFunction) -> None:
+            """Stand for a process that takes long to end."""
+
+    async def scenario() -> None:
+        forks = Forks()
+        given: list[int] = []
+
+        def link(number: int) -> FunctionLink:
+            return FunctionLink(
+                ENGINE, cast(Zygote, forks), FunctionPlace(readable=[]), on_gone=lambda: given.append(number)
+            )
+
+        slow = link(1)
+        await slow.start(lambda messages: None)
+        stopping = asyncio.create_task(slow.stop())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not given
+        assert forks.function is not None
+        forks.function.end(-9)
+        await stopping
+        assert given == [1]
+        forks.function = None
+        with pytest.raises(EngineDead):
+            await link(2).start(lambda messages: None)
+        assert given == [1, 2]
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
