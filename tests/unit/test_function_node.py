@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,3 +238,15 @@ def test_an_idle_function_sleeps_and_costs_nothing(tmp_path: Path, monkeypatch: 
         living.cancel()
 
     run(scenario)
+
+
+def test_files_that_are_read_ahead_may_be_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_bytes(b"weights")
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *_: advised.append(os.fstat(file).st_size))
+    reading = threading.Thread(target=node_module._read_ahead, args=([tmp_path],), daemon=True)
+    reading.start()
+    reading.join(60.0)
+    assert not reading.is_alive()  # a pipe without a writer would hold it for ever
+    assert advised == [7]

@@ -12,6 +12,7 @@ import heapq
 import itertools
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -388,8 +389,9 @@ def _read_ahead(folders: Iterable[Path]) -> None:
     """Ask the kernel for the files of adapters, which are not opened by any parser here."""
     for file in itertools.chain.from_iterable(folder.glob("*.safetensors") for folder in folders):
         with contextlib.suppress(OSError):
-            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a tenant's pipe has no writer
             try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(descriptor)
