@@ -44,6 +44,9 @@ __all__ = ["FunctionInstance", "Node", "Phase"]
 RETRY_AFTER_S = 5.0
 """Seconds after a failed start in which requests get its error at once."""
 
+MAX_ZYGOTES = 3
+"""Zygotes that may end during one start before its requests are refused."""
+
 RESTARTING_S = 0.1
 """Seconds between two looks at a process that is restarted."""
 
@@ -239,7 +242,12 @@ class FunctionInstance:
         self.advance()
         try:
             await entry.go
-            assert self._awake is not None
+            if self._awake is None:  # it was given up, or put to sleep, between the queue and the engine
+                raise CapacityError(
+                    f"Function {self.name!r} went to sleep as the request came; please try again.",
+                    retry_after_s=1.0,
+                    status=503,
+                )
             return await self._awake.fleet.submit(requests)
         finally:
             if entry.has_left:
@@ -340,17 +348,18 @@ class FunctionInstance:
         try:
             await self._node.reserve(self)
             stages = {"room": loop.time() - began}
-            zygote = await self.host.ready()
-            waited_s = loop.time() - began - stages["room"]
-            stages |= _shares(self.host, begun_from, waited_s)
-            awake = await launch(self.name, self.spec, self.host, zygote, users=self._node, observe=self.observed)
+            awake = await self._launch(stages, begun_from)
         except CapacityError as error:  # no fault of the function: the next request tries again
             self.phase, self._waker = Phase.ASLEEP, None
             self._refuse(error)
             self._node.changed()
             return
-        except (ManyloraError, OSError, MemoryError) as error:
-            self._fail(error if isinstance(error, ManyloraError) else EngineDead(f"It cannot start: {error}"))
+        except ManyloraError as error:
+            self._fail(error)
+            return
+        except Exception as error:  # it would wake for ever
+            logger.exception("function_start_broke name=%s", self.name)
+            self._fail(EngineDead(f"It cannot start: {error!r}"))
             return
         report = awake.report
         stages |= {} if report is None else report.took_s
@@ -365,6 +374,31 @@ class FunctionInstance:
         logger.info("function_awake name=%s from=%s took_s=%.3f", self.name, begun_from, total_s)
         self._node.changed()
         self.advance()
+
+    async def _launch(self, stages: dict[str, float], begun_from: str) -> Awake:
+        """Start its process; again from another zygote if the zygote ends meanwhile.
+
+        Raises:
+            CapacityError: Zygotes ended again and again.
+            ManyloraError: As of ``launch``.
+        """
+        loop = asyncio.get_running_loop()
+        for attempt in range(1, MAX_ZYGOTES + 1):
+            began = loop.time()
+            zygote = await self.host.ready()
+            stages |= _shares(self.host, begun_from, loop.time() - began)
+            pid = zygote.pid
+            try:
+                return await launch(self.name, self.spec, self.host, zygote, users=self._node, observe=self.observed)
+            except EngineDead as error:
+                if zygote.pid == pid:
+                    raise
+                logger.warning("function_start_lost name=%s attempt=%d error=%s", self.name, attempt, error)
+        raise CapacityError(
+            f"The process that starts functions ended {MAX_ZYGOTES} times while {self.name!r} was starting.",
+            retry_after_s=RETRY_AFTER_S,
+            status=503,
+        )
 
     def _fail(self, error: ManyloraError) -> None:
         logger.warning("function_failed name=%s error=%s", self.name, error)
