@@ -220,7 +220,8 @@ class FunctionInstance:
         """Read its memory."""
         if self.phase is not Phase.AWAKE or self.pid is None:
             return
-        if (reading := memory_of(self.pid, self._node.num_sharers(self.host))) is not None:
+        reading = memory_of(self.pid, self._node.num_sharers(self.host), self.host.zygote_bytes)
+        if reading is not None:
             self._pss_bytes, self.own_bytes = reading.pss, reading.own
             self._node.usual_bytes = max(self._node.usual_bytes, self.own_bytes)
 
