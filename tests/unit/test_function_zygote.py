@@ -16,12 +16,14 @@ import pytest
 
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import EngineDead
-from manylora.hosting.functions.messages import Exited, Fork, FromZygote, Warm
+from manylora.hosting.functions import zygote as zygote_module
+from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.functions.zygote_process import ZygoteProcess
 from manylora.hosting.link_function import FunctionLink, FunctionPlace
 from manylora.hosting.protocol import EngineSpec
 from manylora.isolation import Confinement
+from manylora.ports import SharedBase
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="functions run on Linux")
 
@@ -133,3 +135,37 @@ def test_a_process_gives_its_user_back_once_it_has_ended() -> None:
         await asyncio.sleep(0)
 
     asyncio.run(scenario())
+
+
+def test_a_zygote_that_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Zygote._launch
+
+    def launch_stopped(zygote: Zygote) -> None:
+        launch(zygote)
+        assert zygote.pid is not None
+        os.kill(zygote.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(Zygote, "_launch", launch_stopped)
+    monkeypatch.setattr(zygote_module, "WARM_TIMEOUT_S", 0.0)
+    file = os.memfd_create("base")
+    base = SharedBase(file=file, num_bytes=0, manifest=b"")
+
+    async def scenario() -> None:
+        zygote = Zygote(Backbone(model=ModelConfig(model="m"), base=base))
+        with pytest.raises(EngineDead, match="not warm"):
+            await zygote.start()
+        assert zygote.pid is None
+        # One that is warm and hangs at a fork.
+        process = zygote._process = sleeper()
+        zygote._check_forked(ForkedFunction(1, pid=5), process)
+        assert process.poll() is None
+        zygote._functions[2] = function = ForkedFunction(2)
+        zygote._check_forked(function, process)
+        assert process.returncode == -signal.SIGKILL
+        assert function.exited.result() is None
+        assert zygote.pid is None
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        os.close(file)

@@ -42,6 +42,10 @@ HARMLESS = (
 HARMLESS_GROUPS = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "NUMBA_", "MALLOC_", "GLIBC_")
 """Variables of a zygote: those that libraries are set up with."""
 
+WARM_TIMEOUT_S = 300.0
+FORK_TIMEOUT_S = 30.0
+"""Longest waits for a zygote; one that exceeds them is killed, with its functions."""
+
 logger = logging.getLogger(__name__)
 
 _decoder: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(FromZygote)
@@ -123,12 +127,17 @@ class Zygote:
         """Start the process unless it runs, and wait until it is warm.
 
         Raises:
-            EngineDead: It ended before it was warm.
+            EngineDead: It ended before it was warm, or took too long.
         """
         if self._warm is None:
             self._launch()
         assert self._warm is not None
-        await asyncio.shield(self._warm)
+        process = self._process
+        try:
+            await asyncio.wait_for(asyncio.shield(self._warm), WARM_TIMEOUT_S)
+        except TimeoutError:
+            self._give_up(process, f"The zygote was not warm within {WARM_TIMEOUT_S:g} s.")
+            raise EngineDead(f"The zygote was not warm within {WARM_TIMEOUT_S:g} s.") from None
 
     async def fork(
         self,
@@ -162,6 +171,7 @@ class Zygote:
         except BaseException:
             del self._functions[function.number]
             raise
+        asyncio.get_running_loop().call_later(FORK_TIMEOUT_S, self._check_forked, function, self._process)
         return function
 
     def kill(self, function: ForkedFunction) -> None:
@@ -177,6 +187,18 @@ class Zygote:
         if process is not None:
             process.kill()
             await asyncio.get_running_loop().run_in_executor(None, process.wait)
+
+    def _check_forked(self, function: ForkedFunction, process: subprocess.Popen[bytes] | None) -> None:
+        if function.pid is None and not function.exited.done():
+            self._give_up(process, f"The zygote did not fork within {FORK_TIMEOUT_S:g} s.")
+
+    def _give_up(self, process: subprocess.Popen[bytes] | None, reason: str) -> None:
+        """Kill a zygote that hangs, unless another one has replaced it."""
+        if process is not None and process is self._process:
+            logger.error("zygote_hangs pid=%s reason=%s", process.pid, reason)
+            self._lose(reason)
+            process.kill()
+            process.wait()
 
     def _launch(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
