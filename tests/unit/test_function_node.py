@@ -79,7 +79,9 @@ class Rig:
         monkeypatch.setattr(instance_module, "launch", launch)
         monkeypatch.setattr(node_module.BackboneHost, "ready", ready)
         self.node = FunctionNode(tmp_path, memory_bytes=4 * PROCESS_BYTES, lifeline=None, on_observed=lambda *_: None)
-        spec = FunctionSpec(backbone="base", adapter=str(tmp_path), max_batch=max_batch, slo_s=3600.0, adapter_bytes=1)
+        spec = FunctionSpec(
+            backbone="base", adapter=str(tmp_path), max_batch=max_batch, slo_s=3600.0, kv_bytes=1, adapter_bytes=1
+        )
         names = ("a", "b", "c", "d", "e")
         backbones = {"base": BackboneSpec(model=str(tmp_path))}
         self.node.configure(backbones, dict.fromkeys(names, spec), NodeSpec(keep_alive_s=0.0), ())
@@ -338,5 +340,19 @@ def test_requests_of_a_function_that_is_removed_may_be_tried_again(
         with pytest.raises(CapacityError) as refused:
             await asked
         assert refused.value.status == 503
+
+    run(scenario)
+
+
+def test_memory_is_reserved_for_a_full_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        function = rig.node.functions["a"]
+        assert function.reserved_bytes == PROCESS_BYTES
+        function.spec = structs.replace(function.spec, kv_bytes=3 * PROCESS_BYTES)
+        function.own_bytes = 1  # its pool is empty
+        assert function.reserved_bytes == 3 * PROCESS_BYTES + 1
+        function.own_bytes = 5 * PROCESS_BYTES
+        assert function.reserved_bytes == 5 * PROCESS_BYTES
 
     run(scenario)

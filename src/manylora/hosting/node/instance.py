@@ -157,8 +157,8 @@ class FunctionInstance:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory that its process takes, or is expected to."""
-        return self.own_bytes or self._node.usual_bytes
+        """Memory that its process takes, or is expected to; at least that of a full pool and its adapter."""
+        return max(self.own_bytes or self._node.usual_bytes, self.spec.kv_bytes + self.spec.adapter_bytes)
 
     @property
     def pid(self) -> int | None:
