@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -169,3 +171,32 @@ def test_a_zygote_that_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPa
         asyncio.run(scenario())
     finally:
         os.close(file)
+
+
+def test_a_loader_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
+    """The agent is killed; the loader reads from a pipe that this process holds open, and would wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    agent = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import subprocess, sys, signal\n"
+            "from manylora.hosting.functions.load import load_command\n"
+            "command = load_command([])\n"
+            "place = command.index('-m')\n"
+            "code = 'import runpy, sys; runpy.run_module = lambda *a, **k: open(sys.argv[-1]).read();'\n"
+            "code += 'from manylora.hosting.functions import load; sys.exit(load.main())'\n"
+            "command[place:place + 2] = ['-c', code]\n"
+            f"print(subprocess.Popen([*command, {str(tmp_path / 'pipe')!r}]).pid, flush=True)\n"
+            "signal.pause()\n",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert agent.stdout is not None
+    with agent.stdout, open(tmp_path / "pipe", "wb"):  # open for writing returns once the loader reads
+        loader = os.pidfd_open(int(agent.stdout.readline()))
+        agent.kill()
+        agent.wait()
+        ends = select.poll()
+        ends.register(loader, select.POLLIN)
+        assert ends.poll(60_000)
+        os.close(loader)

@@ -20,7 +20,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from manylora.errors import CapacityError, ConfigError, EngineDead, ManyloraErro
 from manylora.functions.deployment import BackboneSpec
 from manylora.hosting.functions.backbone import fetch_backbone, holder_of
 from manylora.hosting.functions.hold import hold_command
+from manylora.hosting.functions.load import load_command
 from manylora.hosting.functions.messages import Backbone
 from manylora.hosting.functions.zygote import Zygote
 from manylora.hosting.node.readings import memory_of
@@ -216,10 +216,8 @@ class BackboneHost:
             os.close(found.base.file)
             await self._end_holder()
         loading = self._path.with_name(self._path.name + ".loading")
-        command = [sys.executable, "-P", "-m", "manylora", "backbone", self._model, "--socket", str(loading)]
-        loader = subprocess.Popen(
-            [*command, "--dtype", self.spec.dtype], stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        command = load_command(["backbone", self._model, "--socket", str(loading), "--dtype", self.spec.dtype])
+        loader = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 while loader.poll() is None:
