@@ -25,10 +25,10 @@ __all__ = ["MEASURES", "READABLE_OF_SYSTEM", "Confinement", "Measure", "confine"
 MEASURES = frozenset(
     {
         *("descriptors", "environment", "network", "user", "capabilities", "parent", "memory", "no_new_privs"),
-        *("limits", "files", "calls", "cgroup"),
+        *("limits", "files", "calls", "cgroup", "memory_limit"),
     }
 )
-"""Names of all measures; ``cgroup`` is taken from outside."""
+"""Names of all measures; ``cgroup`` and ``memory_limit`` are those of functions."""
 
 READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
 """Files of the system that libraries read when they are first used."""

@@ -82,7 +82,11 @@ def run_function(
     stages = Stages(fork.asked_at)
     stages.note("fork")
     _reseed()
-    measures = taken + confine(_place(fork.confinement, backbone, connection, fork.engine.num_threads or 1))
+    measures = (
+        taken
+        + _memory_limit(fork, taken)
+        + confine(_place(fork.confinement, backbone, connection, fork.engine.num_threads or 1))
+    )
     if os.getppid() != zygote:
         return 1
     stages.note("confine")
@@ -126,6 +130,14 @@ def live_builder(stages: Stages, model: ModelConfig, num_threads: int | None) ->
         )
 
     return build
+
+
+def _memory_limit(fork: Fork, taken: tuple[Measure, ...]) -> tuple[Measure, ...]:
+    """Return whether anything bounds the function's memory: its address space, or a control group."""
+    has_group = fork.cgroup_bytes is not None and Measure("cgroup", True) in taken
+    if fork.confinement.memory_bytes is not None or has_group:
+        return (Measure("memory_limit", True),)
+    return (Measure("memory_limit", False, "neither memory-bytes nor cgroup-bytes bounds it"),)
 
 
 def _place(asked: Confinement, backbone: Backbone, connection: socket.socket, num_threads: int) -> Confinement:
