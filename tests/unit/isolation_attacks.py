@@ -8,6 +8,8 @@ import ctypes
 import json
 import mmap
 import os
+import platform
+import resource
 import signal
 import socket
 import sys
@@ -88,8 +90,52 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
                 stack.callback(os.close, os.dup(1))
         return "done"
 
+    def use_threads() -> str:
+        end = threading.Event()
+        threads = [threading.Thread(target=end.wait) for _ in range(1000)]
+        before = threading.stack_size(1 << 16)
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        finally:
+            end.set()
+            threading.stack_size(before)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join()
+        return "done"
+
     def read_environment() -> str:
         return os.environ["MANYLORA_API_KEY"]
+
+    def scan_stack() -> str:
+        """Search the strings that the kernel put on the stack at exec: arguments, variables, and the program's name."""
+        at = ctypes.c_void_p.in_dll(libc, "program_invocation_name").value
+        assert at is not None
+        found = b""
+        while not found.endswith(bytes(8)):  # the end of the stack
+            size = mmap.PAGESIZE - at % mmap.PAGESIZE
+            found += ctypes.string_at(at, size)
+            at += size
+        assert b"PATH=" in found
+        if b"MANYLORA_API_KEY=" not in found:
+            raise KeyError("MANYLORA_API_KEY")
+        return "the key"
+
+    def limit(pid: int) -> str:
+        numbers = {"x86_64": 302, "aarch64": 261}
+        one_second = (ctypes.c_ulong * 2)(10**9, 10**9)
+        return checked(libc.syscall(numbers[platform.machine()], pid, 0, ctypes.byref(one_second), None))
+
+    def keep_a_processor() -> str:
+        os.sched_setaffinity(parent, os.sched_getaffinity(0))
+        return "done"
+
+    def take_priority() -> str:
+        os.setpriority(os.PRIO_PROCESS, parent, os.getpriority(os.PRIO_PROCESS, 0))
+        return "done"
 
     attempts: dict[str, Callable[[], str]] = {
         "write a file in its own folder": write_file,
@@ -104,6 +150,8 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "share memory with others": lambda: str(os.open("/dev/shm/x", os.O_RDWR | os.O_CREAT)),
         "fill the disk": lambda: str(os.open("/tmp/x", os.O_RDWR | os.O_CREAT)),
         "read keys in its environment": read_environment,
+        "read the environment that it was started with": read("/proc/self/environ"),
+        "read keys on its stack": scan_stack,
         "write the backbone": write_sealed,
         "map the backbone for writing": map_sealed_writable,
         "make a mapping of the backbone writable": make_mapping_writable,
@@ -119,8 +167,15 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "enter a new user namespace": lambda: checked(libc.unshare(0x10000000)),
         "mount a file system": lambda: checked(libc.mount(b"none", b"/mnt", b"tmpfs", 0, None)),
         "take a descriptor of another process": lambda: checked(libc.syscall(434, parent, 0)),
+        "outlive its zygote": lambda: checked(libc.prctl(1, 0, 0, 0, 0)),
+        "show its memory to its user": lambda: checked(libc.prctl(4, 1, 0, 0, 0)),
+        "limit another process": lambda: limit(parent),
+        "bind another process to a processor": keep_a_processor,
+        "set the priority of another process": take_priority,
+        "set the priority of its group": lambda: checked(libc.setpriority(os.PRIO_PGRP, 0, 19)),
         "take memory without end": use_memory,
         "take descriptors without end": use_descriptors,
+        "take threads without end": use_threads,
     }
     results = {}
     for name, attempt in attempts.items():
@@ -141,18 +196,24 @@ def main() -> None:
     told = json.loads(sys.argv[1])
     sealed = told["sealed"]
     folder = told["readable"][0]
+    os.environ["MANYLORA_API_KEY"] = "secret"
     measures = confine(
         Confinement(
             readable=[*told["readable"], sys.prefix, sys.base_prefix],
             uid=told["uid"],
             keep_fds=(0, 1, 2, sealed),
             memory_bytes=1 << 30,
+            num_tasks=256,
+            ends_with_parent=True,
         )
     )
     results = attempt_all(told["parent"], sealed, folder, told["secret"])
     # What it must still be able to do.
     with open(f"{folder}/adapter_config.json", "rb") as file:
         allowed = [file.read().decode()]
+    resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+    os.nice(1)
+    os.sched_setaffinity(0, os.sched_getaffinity(0))
     thread = threading.Thread(target=lambda: allowed.append("thread"))
     thread.start()
     thread.join()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from manylora.errors import AdapterError, CapacityError, ModelNotFound
+from manylora.errors import AdapterError, CapacityError, EngineDead, ModelNotFound
 from manylora.functions.billing import PLATFORM
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.hosting.engine_keeper import State
@@ -33,7 +35,6 @@ class Engine:
         self.submitted: list[str] = []
         self.num_in_flight = 0
         self.pid = None
-        self.uid = None
         self.report = None
         self.is_stopped = False
         self.keeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -56,22 +57,31 @@ class Rig:
         self.engines: dict[str, Engine] = {}
         self.num_launches = 0
         self.error: Exception | None = None
+        self.zygote_ends = 0
 
         async def launch(name: str, *_: object, **__: object) -> Engine:
             self.num_launches += 1
             await asyncio.sleep(0)
+            if self.zygote_ends:
+                self.zygote_ends -= 1
+                self.zygote.pid += 1
+                raise EngineDead("The zygote ended.")
             if self.error is not None:
                 raise self.error
             self.engines[name] = Engine()
             return self.engines[name]
 
-        async def ready(host: object) -> None:
-            return None
+        self.zygote = SimpleNamespace(pid=1)
+
+        async def ready(host: object) -> SimpleNamespace:
+            return self.zygote
 
         monkeypatch.setattr(instance_module, "launch", launch)
         monkeypatch.setattr(node_module.BackboneHost, "ready", ready)
         self.node = FunctionNode(tmp_path, memory_bytes=4 * PROCESS_BYTES, lifeline=None, on_observed=lambda *_: None)
-        spec = FunctionSpec(backbone="base", adapter=str(tmp_path), max_batch=max_batch, slo_s=3600.0, adapter_bytes=1)
+        spec = FunctionSpec(
+            backbone="base", adapter=str(tmp_path), max_batch=max_batch, slo_s=3600.0, kv_bytes=1, adapter_bytes=1
+        )
         names = ("a", "b", "c", "d", "e")
         backbones = {"base": BackboneSpec(model=str(tmp_path))}
         self.node.configure(backbones, dict.fromkeys(names, spec), NodeSpec(keep_alive_s=0.0), ())
@@ -235,5 +245,114 @@ def test_an_idle_function_sleeps_and_costs_nothing(tmp_path: Path, monkeypatch: 
         _, accounts = rig.node.take()
         assert [one.name for one in accounts] == [PLATFORM]
         living.cancel()
+
+    run(scenario)
+
+
+def test_files_that_are_read_ahead_may_be_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_bytes(b"weights")
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *_: advised.append(os.fstat(file).st_size))
+    reading = threading.Thread(target=node_module._read_ahead, args=([tmp_path],), daemon=True)
+    reading.start()
+    reading.join(60.0)
+    assert not reading.is_alive()  # a pipe without a writer would hold it for ever
+    assert advised == [7]
+
+
+def test_a_zygote_that_ends_during_a_start_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        rig.zygote_ends = 2
+        assert await rig.ask("a", "1") == "stream"
+        assert rig.num_launches == 3
+        rig.zygote_ends = 3
+        with pytest.raises(CapacityError) as refused:
+            await rig.ask("b", "1")
+        assert refused.value.status == 503
+        assert await rig.ask("b", "2") == "stream"  # it has not failed: no request waits five seconds
+        rig.error = EngineDead("It died by itself.")
+        with pytest.raises(EngineDead, match="by itself"):
+            await rig.ask("c", "1")
+        assert rig.num_launches == 8
+
+    run(scenario)
+
+
+def test_a_start_that_breaks_in_any_way_fails_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        rig.error = IndexError("no status")
+        with pytest.raises(EngineDead, match="no status"):
+            await rig.ask("a", "1")
+        assert rig.node.functions["a"].phase is Phase.FAILED
+
+    run(scenario)
+
+
+def test_a_function_that_came_into_use_while_another_left_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        monkeypatch.setattr(FunctionInstance, "cold_start_s", 1.0)
+        for name in ("a", "b", "c", "d"):
+            await rig.ask(name, name)
+            rig.finish(name)
+        rig.node.functions["e"].own_bytes = 2 * PROCESS_BYTES  # two of them must leave
+        hold = asyncio.Event()
+        leaving: list[str] = []
+        for name in ("a", "b", "c", "d"):
+            stop = rig.engines[name].stop
+
+            async def slow(name: str = name, stop: Callable[[], Coroutine[Any, Any, None]] = stop) -> None:
+                leaving.append(name)
+                await hold.wait()
+                await stop()
+
+            rig.engines[name].stop = slow  # type: ignore[method-assign]
+        waking = rig.ask("e", "e")
+        await settle()
+        assert len(leaving) == 1
+        used = [name for name in ("a", "b", "c", "d") if name not in leaving]
+        for name in used[:2]:
+            await rig.ask(name, "again")
+        hold.set()
+        await asyncio.wait({waking}, timeout=0.0)
+        await settle()
+        assert not set(leaving) & set(used[:2])
+        assert await waking == "stream"
+
+    run(scenario)
+
+
+def test_requests_of_a_function_that_is_removed_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        asked = rig.ask("a", "1")
+        await asyncio.sleep(0)
+        rig.node.configure({}, {}, NodeSpec(), ())
+        with pytest.raises(CapacityError) as refused:
+            await asked
+        assert refused.value.status == 503
+
+    run(scenario)
+
+
+def test_memory_is_reserved_for_a_full_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        function = rig.node.functions["a"]
+        assert function.reserved_bytes == PROCESS_BYTES
+        function.spec = structs.replace(function.spec, kv_bytes=3 * PROCESS_BYTES)
+        function.own_bytes = 1  # its pool is empty
+        assert function.reserved_bytes == 3 * PROCESS_BYTES + 1
+        function.own_bytes = 5 * PROCESS_BYTES
+        assert function.reserved_bytes == 5 * PROCESS_BYTES
 
     run(scenario)

@@ -47,7 +47,7 @@ def own_memory(num_bytes: int) -> mmap.mmap:
     ``malloc`` may keep freed memory scattered over its heap. A mapping returns to the system with its last reference,
     and images are most of a server's memory.
     """
-    return mmap.mmap(-1, num_bytes)
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def pack(

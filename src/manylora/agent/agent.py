@@ -25,7 +25,7 @@ from manylora.config import ServerConfig
 from manylora.controller.client import ControllerClient
 from manylora.errors import CapacityError, CertificateRefused, EngineDead, RequestError
 from manylora.functions.meter import Taken
-from manylora.functions.wire import Account, Orders, Report
+from manylora.functions.wire import Account, FunctionState, Orders, Report
 from manylora.hosting.node.backbone_fleet import BackboneFleet
 from manylora.hosting.node.node import FunctionNode
 from manylora.hosting.protocol import Observations
@@ -183,7 +183,11 @@ class Agent:
             logger.warning("controller_away error=%s", error)
             return False
         except RequestError as error:
-            raise EngineDead(f"This agent is not wanted: {error}") from error
+            good = _decodable(self._unsent)
+            if len(good.functions) == len(self._unsent.functions):
+                raise EngineDead(f"This agent is not wanted: {error}") from error
+            self._unsent = good
+            return False
         self._unsent = None
         self._follow(orders)
         return True
@@ -222,3 +226,19 @@ class Agent:
     def _follow(self, orders: Orders) -> None:
         self._generation = orders.generation
         self.node.configure(orders.backbones, orders.functions, orders.node, orders.hold)
+
+
+def _decodable(report: Report) -> Report:
+    """Return a report without the states of functions that the controller cannot decode.
+
+    States contain texts and numbers of functions. One that slips through the checks must not end the agent, and with it
+    all functions of the node.
+    """
+    good = []
+    for state in report.functions:
+        try:
+            msgspec.json.decode(msgspec.json.encode(state), type=FunctionState)
+            good.append(state)
+        except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+            logger.error("function_state_dropped name=%s error=%s", state.name, error)
+    return msgspec.structs.replace(report, functions=good)

@@ -21,7 +21,7 @@ import msgspec
 from manylora.agent.setup import AgentSetup
 from manylora.config import ServerConfig
 from manylora.controller.process import ControllerSetup, bind_guarded
-from manylora.errors import EngineDead, ManyloraError
+from manylora.errors import EngineDead
 from manylora.functions.deployment import read_deployment
 from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.server.listening import BACKLOG, bind, url_of
@@ -164,7 +164,7 @@ async def keep_until_stopped(controller: Kept, agents: Kept) -> None:
     """Run both until SIGTERM or SIGINT.
 
     Raises:
-        ManyloraError: One of them was given up.
+        Exception: One of them was given up, or could not be started.
     """
     stopping = asyncio.Event()
 
@@ -187,5 +187,5 @@ async def keep_until_stopped(controller: Kept, agents: Kept) -> None:
     for task in keeping:
         task.cancel()
     for result in await asyncio.gather(*keeping, return_exceptions=True):
-        if isinstance(result, ManyloraError):
+        if isinstance(result, Exception):
             raise result

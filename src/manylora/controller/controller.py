@@ -248,5 +248,5 @@ def _wanted(name: str, spec: FunctionSpec, state: FunctionState | None, start: C
         backbone=spec.backbone,
         requests_per_s=0.0 if state is None else state.requests_per_s,
         adapter=Load(0 if state is None else state.adapter_bytes, stages.get("adapter", 0.0)),
-        process=Load((0 if state is None else state.own_bytes) or spec.kv_bytes + spec.adapter_bytes, own_s),
+        process=Load(max(0 if state is None else state.own_bytes, spec.kv_bytes + spec.adapter_bytes), own_s),
     )

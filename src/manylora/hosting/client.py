@@ -248,7 +248,8 @@ class EngineClient:
     ) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
         """Return the engine's counters and the state of every adapter, or of some as of ``TakeSnapshot``."""
         reply = await self._call(lambda call: TakeSnapshot(call, num_adapters, only_in_use, name))
-        assert reply.stats is not None
+        if reply.stats is None:
+            raise EngineDead("The engine answered without its counters.")
         return reply.stats, reply.statuses
 
     async def _consent(

@@ -17,7 +17,8 @@ import msgspec
 
 from manylora.errors import ManyloraError
 from manylora.hosting.engine_child import ending_of
-from manylora.hosting.functions.messages import FrameBuffer, FrameError, frame
+from manylora.hosting.functions.checks import MessageCheck
+from manylora.hosting.functions.messages import FrameBuffer, frame
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.protocol import (
     Command,
@@ -27,9 +28,7 @@ from manylora.hosting.protocol import (
     LoadAdapters,
     Message,
     Ready,
-    Reply,
     StartReport,
-    Turn,
     decode_message,
     encode,
 )
@@ -71,18 +70,22 @@ class FunctionLink(asyncio.Protocol):
         engine: Its engine, with the model of the zygote's backbone.
         zygote: Forks it.
         place: Its place.
+        on_gone: Called once its process has ended, or could not be forked.
     """
 
-    def __init__(self, engine: EngineSpec, zygote: Zygote, place: FunctionPlace) -> None:
+    def __init__(
+        self, engine: EngineSpec, zygote: Zygote, place: FunctionPlace, *, on_gone: Callable[[], None] = lambda: None
+    ) -> None:
         self.report: StartReport | None = None
         """Its start and the measures in force; ``None`` before it is ready."""
         self._engine = engine
         self._zygote = zygote
         self._place = place
+        self._on_gone = on_gone
         self._function: ForkedFunction | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = FrameBuffer()
-        self._names = {"", engine.served_name}  # those that it may report on
+        self._check = MessageCheck({"", engine.served_name})
         self._deliver: Callable[[Sequence[Message]], None] = lambda messages: None
         self._lost: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
@@ -114,7 +117,9 @@ class FunctionLink(asyncio.Protocol):
                 )
             except BaseException:
                 here.close()
+                self._on_gone()
                 raise
+        self._function.exited.add_done_callback(lambda _: self._on_gone())
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
 
     def send(self, command: Command) -> None:
@@ -126,9 +131,9 @@ class FunctionLink(asyncio.Protocol):
             self._break("it does not read its commands")
             return
         if isinstance(command, LoadAdapter):
-            self._names.add(command.name)
+            self._check.names.add(command.name)
         elif isinstance(command, LoadAdapters):
-            self._names.update(one[0] for one in command.adapters)
+            self._check.names.update(one[0] for one in command.adapters)
         transport.write(frame(encode(command)))
 
     async def closed(self) -> Ending:
@@ -163,7 +168,10 @@ class FunctionLink(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Deliver all messages that have arrived."""
         try:
-            messages = [self._checked(decode_message(body)) for body in self._buffer.feed(data)]
+            messages = [self._check.checked(decode_message(body)) for body in self._buffer.feed(data)]
+            for message in messages:
+                if isinstance(message, Ready):
+                    self.report = message.start
             if messages:
                 self._deliver(messages)
         except (ManyloraError, msgspec.MsgspecError) as error:
@@ -176,20 +184,6 @@ class FunctionLink(asyncio.Protocol):
         """Note the end."""
         if not self._lost.done():
             self._lost.set_result(None)
-
-    # -- the function ------------------------------------------------------------------------------------------------
-
-    def _checked(self, message: Message) -> Message:
-        """Return a message without the parts that a function has no say in."""
-        if isinstance(message, Ready):
-            self.report = message.start
-            return msgspec.structs.replace(message, base=None)
-        if isinstance(message, Turn | Reply) and message.observations is not None:
-            seen = message.observations
-            named = {*seen.ttft_s, *seen.inter_token_s, *(one.adapter for one in seen.finished)}
-            if not named <= self._names:
-                raise FrameError("it reports on adapters of others")
-        return message
 
     def _break(self, reason: str) -> None:
         if not self._lost.done():

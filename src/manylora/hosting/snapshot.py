@@ -10,7 +10,7 @@ from typing import TypeAlias
 from manylora.engine.status import AdapterStatus, ColdStartStatus, EngineStats
 from manylora.types import Tier
 
-__all__ = ["Snapshot", "merge_snapshots"]
+__all__ = ["STATES", "Snapshot", "merge_snapshots"]
 
 Snapshot: TypeAlias = tuple[EngineStats, tuple[AdapterStatus, ...]]
 """The counters of an engine and the state of its adapters, or of a fleet."""

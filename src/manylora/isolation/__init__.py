@@ -4,11 +4,12 @@ Every measure of the kernel is taken that is to be had, and a report names those
 """
 
 from manylora.isolation.cgroups import Cgroup
-from manylora.isolation.confine import READABLE_OF_SYSTEM, Confinement, Measure, confine
+from manylora.isolation.confine import MEASURES, READABLE_OF_SYSTEM, Confinement, Measure, confine
 from manylora.isolation.landlock import FileRules, landlock_version
 from manylora.isolation.seccomp import restrict_calls
 
 __all__ = [
+    "MEASURES",
     "READABLE_OF_SYSTEM",
     "Cgroup",
     "Confinement",

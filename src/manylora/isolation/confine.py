@@ -2,7 +2,7 @@
 
 The order matters. Rights that are needed to give up others are given up last::
 
-    descriptors, environment -> (open folders) -> network -> user -> capabilities -> no_new_privs -> limits
+    descriptors, environment -> (open folders) -> network -> user -> capabilities -> parent -> no_new_privs -> limits
                                                                          -> files (Landlock) -> calls (seccomp)
 """
 
@@ -18,9 +18,17 @@ from dataclasses import dataclass
 from manylora.errors import ConfigError
 from manylora.isolation.landlock import FileRules
 from manylora.isolation.seccomp import restrict_calls
-from manylora.isolation.system import MACHINE, keep_capabilities, prctl, unshare
+from manylora.isolation.system import MACHINE, end_with_parent, keep_capabilities, prctl, unshare
 
-__all__ = ["READABLE_OF_SYSTEM", "Confinement", "Measure", "confine"]
+__all__ = ["MEASURES", "READABLE_OF_SYSTEM", "Confinement", "Measure", "confine"]
+
+MEASURES = frozenset(
+    {
+        *("descriptors", "environment", "network", "user", "capabilities", "parent", "memory", "no_new_privs"),
+        *("limits", "files", "calls", "cgroup", "memory_limit"),
+    }
+)
+"""Names of all measures; ``cgroup`` and ``memory_limit`` are those of functions."""
 
 READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
 """Files of the system that libraries read when they are first used."""
@@ -42,6 +50,9 @@ class Confinement:
         environment: Variables that stay, by name; all others are removed.
         memory_bytes: Most address space that it may add from here on; ``None`` for no limit of its own.
         num_files: Most descriptors.
+        num_tasks: Most threads, with a ``uid`` that no other process has: the kernel counts them by user. ``None``
+            for no limit.
+        ends_with_parent: Whether it ends with the thread that started it.
         file_bytes: Largest file, also of memory, that it may make or let grow.
     """
 
@@ -51,6 +62,8 @@ class Confinement:
     environment: Collection[str] = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS")
     memory_bytes: int | None = None
     num_files: int = 64
+    num_tasks: int | None = None
+    ends_with_parent: bool = False
     file_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -63,8 +76,7 @@ class Measure:
     """One measure, and why it is not in force if it is not.
 
     Args:
-        name: ``network``, ``user``, ``capabilities``, ``no_new_privs``, ``limits``, ``files``, ``calls``, ``memory``,
-            ``descriptors``.
+        name: One of ``MEASURES``.
         is_on: Whether it is in force.
         note: The reason if it is not; otherwise what it leaves open, if anything.
     """
@@ -95,6 +107,7 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
         _try("network", _leave_network),
         _try("user", lambda: _become(to.uid)),
         _try("capabilities", _keep_reading),
+        *([_try("parent", end_with_parent)] if to.ends_with_parent else []),  # a change of user clears it
         _try("memory", _hide_memory),
         _try("no_new_privs", _no_new_privs),
         _try("limits", lambda: _limit(to)),
@@ -181,6 +194,8 @@ def _limit(to: Confinement) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (to.file_bytes, to.file_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (to.num_files, to.num_files))
+    if to.uid is not None and to.num_tasks is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (to.num_tasks, to.num_tasks))
     if to.memory_bytes is not None:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()

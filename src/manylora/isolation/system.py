@@ -35,7 +35,9 @@ SYSTEM_CALLS: dict[str, dict[str, int]] = {
         "reboot": 169, "request_key": 249, "setns": 308, "shmat": 30, "shmget": 29, "msgget": 68, "semget": 64,
         "mq_open": 240, "socket": 41, "swapoff": 168, "swapon": 167, "syslog": 103, "umount2": 166, "unshare": 272,
         "userfaultfd": 323, "vfork": 58, "chroot": 161, "acct": 163, "settimeofday": 164, "clock_settime": 227,
-        "adjtimex": 159, "sethostname": 170, "setdomainname": 171, "memfd_secret": 447,
+        "adjtimex": 159, "sethostname": 170, "setdomainname": 171, "memfd_secret": 447, "setpriority": 141,
+        "sched_setscheduler": 144, "sched_setparam": 142, "sched_setattr": 314, "ioprio_set": 251, "prctl": 157,
+        "prlimit64": 302, "sched_setaffinity": 203,
     },
     "aarch64": {
         "accept": 202, "accept4": 242, "add_key": 217, "bind": 200, "bpf": 280, "clone": 220, "clone3": 435,
@@ -49,7 +51,8 @@ SYSTEM_CALLS: dict[str, dict[str, int]] = {
         "shmat": 196, "shmget": 194, "msgget": 186, "semget": 190, "mq_open": 180, "socket": 198, "swapoff": 225,
         "swapon": 224, "syslog": 116, "umount2": 39, "unshare": 97, "userfaultfd": 282, "chroot": 51, "acct": 89,
         "settimeofday": 170, "clock_settime": 112, "adjtimex": 171, "sethostname": 161, "setdomainname": 162,
-        "memfd_secret": 447,
+        "memfd_secret": 447, "setpriority": 140, "sched_setscheduler": 119, "sched_setparam": 118,
+        "sched_setattr": 274, "ioprio_set": 30, "prctl": 167, "prlimit64": 261, "sched_setaffinity": 122,
     },
 }  # fmt: skip
 """Numbers of system calls, by machine."""

@@ -30,12 +30,14 @@ from manylora.hosting.functions.messages import Backbone, Fork, frame, frames_of
 from manylora.hosting.protocol import Fault, Message, Ready, Refused, StartReport, decode_command, encode
 from manylora.hosting.service import BuildParts, EngineService
 from manylora.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine
-from manylora.isolation.system import end_with_parent
 from manylora.ports import EngineParts, SharedBase
 
-__all__ = ["Stages", "live_builder", "run_function"]
+__all__ = ["MAX_TASKS", "Stages", "live_builder", "run_function"]
 
 PACKAGE = Path(__file__).resolve().parents[2]
+
+MAX_TASKS = 256
+"""Most threads of a function, beside those that compute."""
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +82,11 @@ def run_function(
     stages = Stages(fork.asked_at)
     stages.note("fork")
     _reseed()
-    measures = taken + confine(_place(fork.confinement, backbone, connection))
-    end_with_parent()  # a change of user clears it, so it comes after
+    measures = (
+        taken
+        + _memory_limit(fork, taken)
+        + confine(_place(fork.confinement, backbone, connection, fork.engine.num_threads or 1))
+    )
     if os.getppid() != zygote:
         return 1
     stages.note("confine")
@@ -127,7 +132,15 @@ def live_builder(stages: Stages, model: ModelConfig, num_threads: int | None) ->
     return build
 
 
-def _place(asked: Confinement, backbone: Backbone, connection: socket.socket) -> Confinement:
+def _memory_limit(fork: Fork, taken: tuple[Measure, ...]) -> tuple[Measure, ...]:
+    """Return whether anything bounds the function's memory: its address space, or a control group."""
+    has_group = fork.cgroup_bytes is not None and Measure("cgroup", True) in taken
+    if fork.confinement.memory_bytes is not None or has_group:
+        return (Measure("memory_limit", True),)
+    return (Measure("memory_limit", False, "neither memory-bytes nor cgroup-bytes bounds it"),)
+
+
+def _place(asked: Confinement, backbone: Backbone, connection: socket.socket, num_threads: int) -> Confinement:
     """Return the confinement with the folders and descriptors that every function needs."""
     libraries = {sys.prefix, sys.base_prefix, str(PACKAGE), backbone.model.model}
     tokenizer = backbone.model.tokenizer
@@ -140,6 +153,8 @@ def _place(asked: Confinement, backbone: Backbone, connection: socket.socket) ->
         environment=asked.environment,
         memory_bytes=asked.memory_bytes,
         num_files=asked.num_files,
+        num_tasks=MAX_TASKS + num_threads,
+        ends_with_parent=True,
     )
 
 

@@ -109,14 +109,14 @@ class Warm(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """A function's process exists."""
+    """A function's process exists; its descriptor comes along."""
 
     number: int
     pid: int
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A function's process has ended, with an exit code, or minus the number of a signal."""
+    """A function's process has ended, with an exit code, or minus the number of a signal; or it could not be forked."""
 
     number: int
     code: int

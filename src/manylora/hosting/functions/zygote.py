@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,7 +33,18 @@ from manylora.hosting.functions.messages import (
 from manylora.hosting.protocol import EngineSpec
 from manylora.isolation import Confinement
 
-__all__ = ["ForkedFunction", "Zygote"]
+__all__ = ["ForkedFunction", "Zygote", "harmless"]
+
+HARMLESS = (
+    *("HOME", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "TZ", "LANG", "CC", "CXX"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"),
+)
+HARMLESS_GROUPS = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "NUMBA_", "MALLOC_", "GLIBC_")
+"""Variables of a zygote: those that libraries are set up with."""
+
+WARM_TIMEOUT_S = 300.0
+FORK_TIMEOUT_S = 30.0
+"""Longest waits for a zygote; one that exceeds them is killed, with its functions."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +57,48 @@ class ForkedFunction:
 
     Args:
         number: Its number at the zygote.
-        exited: Its exit code, as of ``subprocess``; ``None`` if the zygote ended first, and the function with it.
+        exited: Its exit code, as of ``subprocess``; ``None`` if the zygote ended first, and the function with it. It
+            is there once the process has ended.
         pid: Its process; ``None`` before the fork.
+        process: Descriptor of the process while it lives; ``None`` before the fork.
     """
 
     number: int
     exited: asyncio.Future[int | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     pid: int | None = None
+    process: int | None = None
+
+    def end(self, code: int | None) -> None:
+        """Note its end."""
+        if self.process is not None:
+            os.close(self.process)
+            self.process = None
+        if not self.exited.done():
+            self.exited.set_result(code)
+
+    def end_without_zygote(self) -> None:
+        """Kill it and note its end when it has come: its zygote, which would have told, is lost."""
+        if self.process is None:
+            self.end(None)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.process, signal.SIGKILL)
+        loop, process = asyncio.get_running_loop(), self.process
+
+        def ended() -> None:
+            loop.remove_reader(process)
+            self.end(None)
+
+        loop.add_reader(process, ended)
+
+
+def harmless(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that hold no secret.
+
+    The kernel puts a program's variables on its stack, and forks inherit them: a variable that is removed later stays
+    readable there. So a zygote never gets the others.
+    """
+    return {name: value for name, value in environment.items() if name in HARMLESS or name.startswith(HARMLESS_GROUPS)}
 
 
 class Zygote:
@@ -78,12 +127,17 @@ class Zygote:
         """Start the process unless it runs, and wait until it is warm.
 
         Raises:
-            EngineDead: It ended before it was warm.
+            EngineDead: It ended before it was warm, or took too long.
         """
         if self._warm is None:
             self._launch()
         assert self._warm is not None
-        await asyncio.shield(self._warm)
+        process = self._process
+        try:
+            await asyncio.wait_for(asyncio.shield(self._warm), WARM_TIMEOUT_S)
+        except TimeoutError:
+            self._give_up(process, f"The zygote was not warm within {WARM_TIMEOUT_S:g} s.")
+            raise EngineDead(f"The zygote was not warm within {WARM_TIMEOUT_S:g} s.") from None
 
     async def fork(
         self,
@@ -117,6 +171,7 @@ class Zygote:
         except BaseException:
             del self._functions[function.number]
             raise
+        asyncio.get_running_loop().call_later(FORK_TIMEOUT_S, self._check_forked, function, self._process)
         return function
 
     def kill(self, function: ForkedFunction) -> None:
@@ -132,6 +187,18 @@ class Zygote:
         if process is not None:
             process.kill()
             await asyncio.get_running_loop().run_in_executor(None, process.wait)
+
+    def _check_forked(self, function: ForkedFunction, process: subprocess.Popen[bytes] | None) -> None:
+        if function.pid is None and not function.exited.done():
+            self._give_up(process, f"The zygote did not fork within {FORK_TIMEOUT_S:g} s.")
+
+    def _give_up(self, process: subprocess.Popen[bytes] | None, reason: str) -> None:
+        """Kill a zygote that hangs, unless another one has replaced it."""
+        if process is not None and process is self._process:
+            logger.error("zygote_hangs pid=%s reason=%s", process.pid, reason)
+            self._lose(reason)
+            process.kill()
+            process.wait()
 
     def _launch(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -149,6 +216,7 @@ class Zygote:
                 command,
                 stdin=subprocess.PIPE,
                 start_new_session=True,
+                env=harmless(os.environ),
                 pass_fds=[there.fileno(), self._backbone.base.file],
             )
         assert self._process.stdin is not None
@@ -175,11 +243,11 @@ class Zygote:
         assert self._socket is not None
         while self._socket is not None:
             try:
-                packet = self._socket.recv(MAX_PACKET_BYTES)
+                packet, descriptors, _, _ = socket.recv_fds(self._socket, MAX_PACKET_BYTES, 1)
             except BlockingIOError:
                 return
             except OSError:
-                packet = b""
+                packet, descriptors = b"", []
             if not packet:
                 logger.error("zygote_ended pid=%s", self.pid)
                 process = self._process
@@ -193,11 +261,10 @@ class Zygote:
                     if self._warm is not None and not self._warm.done():
                         self._warm.set_result(None)
                 case Forked(number, pid):
-                    self._functions[number].pid = pid
+                    function = self._functions[number]
+                    function.pid, function.process = pid, next(iter(descriptors), None)
                 case Exited(number, code):
-                    function = self._functions.pop(number)
-                    if not function.exited.done():
-                        function.exited.set_result(code)
+                    self._functions.pop(number).end(code)
 
     def _lose(self, reason: str) -> None:
         if self._socket is not None:
@@ -211,5 +278,4 @@ class Zygote:
             warm.exception()  # retrieved, also if no function waits
         functions, self._functions = self._functions, {}
         for function in functions.values():
-            if not function.exited.done():
-                function.exited.set_result(None)
+            function.end_without_zygote()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -24,7 +25,7 @@ import msgspec
 
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig
-from manylora.hosting.functions.function_process import Stages, live_builder, run_function
+from manylora.hosting.functions.function_process import MAX_TASKS, Stages, live_builder, run_function
 from manylora.hosting.functions.messages import (
     MAX_PACKET_BYTES,
     Exited,
@@ -41,9 +42,6 @@ from manylora.isolation import Cgroup, Measure
 from manylora.logs import configure_logging
 
 __all__ = ["main"]
-
-MAX_TASKS = 256
-"""Most threads of a function with a control group."""
 
 NUM_PAGES = 16
 """Pages of the engine that is built to warm the zygote."""
@@ -81,7 +79,14 @@ class ZygoteProcess:
             return False
         match _decoder.decode(packet):
             case Fork() as fork:
-                self._fork(fork, socket.socket(fileno=descriptors[0]))
+                if not descriptors:  # this process can open no more
+                    self._give_up(fork, "its socket did not arrive")
+                    return True
+                with socket.socket(fileno=descriptors[0]) as connection:
+                    try:
+                        self._fork(fork, connection)
+                    except OSError as error:  # threads or descriptors are used up: the other functions go on
+                        self._give_up(fork, str(error))
             case Kill(number):
                 if number in self._pids:
                     os.kill(self._pids[number], signal.SIGKILL)  # not reaped yet, so the number is still its own
@@ -89,6 +94,8 @@ class ZygoteProcess:
 
     def _fork(self, fork: Fork, connection: socket.socket) -> None:
         group, measures = _make_group(fork)
+        if group is not None:
+            self._groups[fork.number] = group
         zygote = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -101,12 +108,22 @@ class ZygoteProcess:
                 logger.exception("function_failed")
             finally:
                 os._exit(code)
-        connection.close()
+        try:
+            process = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self._pids[fork.number] = pid
-        if group is not None:
-            self._groups[fork.number] = group
-        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (fork.number, pid))
-        self._send(Forked(fork.number, pid))
+        self._selector.register(process, selectors.EVENT_READ, (fork.number, pid))
+        packet = msgspec.msgpack.encode(Forked(fork.number, pid))
+        socket.send_fds(self._socket, [packet], [process])
+
+    def _give_up(self, fork: Fork, reason: str) -> None:
+        logger.error("fork_failed number=%d reason=%s", fork.number, reason)
+        if (group := self._groups.pop(fork.number, None)) is not None:
+            group.close()
+        self._send(Exited(fork.number, 1))
 
     def _builder_of(self, fork: Fork) -> Callable[[Stages], BuildParts]:
         if self._setup.builder is not None:
@@ -136,7 +153,7 @@ def _make_group(fork: Fork) -> tuple[Cgroup | None, tuple[Measure, ...]]:
             f"function-{os.getpid()}-{fork.number}",
             memory_bytes=fork.cgroup_bytes,
             cpus=fork.cgroup_cpus,
-            num_tasks=MAX_TASKS,
+            num_tasks=MAX_TASKS + (fork.engine.num_threads or 1),
         )
     except OSError as error:
         return None, (Measure("cgroup", False, str(error)),)
@@ -174,6 +191,8 @@ def main() -> int:
     os.close(nowhere)
     configure_logging(setup.log_level, "function")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each function
     warm(setup)
     gc.collect()
     gc.freeze()  # a collection in a child would write to every object, and so copy it

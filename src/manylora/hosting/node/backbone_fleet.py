@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from manylora.engine.status import AdapterStatus
-from manylora.errors import AdapterForbidden, CapacityError, ConfigError, EngineDead, ModelNotFound, RequestError
+from manylora.errors import AdapterForbidden, CapacityError, ConfigError, ManyloraError, ModelNotFound, RequestError
 from manylora.functions.wire import FunctionState
 from manylora.hosting.adapter_book import LoadedAdapter
 from manylora.hosting.engine_keeper import State
@@ -163,8 +163,8 @@ class BackboneFleet:
         ]
         taken = await asyncio.gather(*taking, return_exceptions=True)
         found = {index: part for index, part in zip(awake, taken, strict=True) if not isinstance(part, BaseException)}
-        for part in taken:
-            if isinstance(part, BaseException) and not isinstance(part, CapacityError | EngineDead | TimeoutError):
+        for part in taken:  # a function that answers wrongly is left out, like one that does not answer
+            if isinstance(part, BaseException) and not isinstance(part, ManyloraError | TimeoutError):
                 raise part
         if not found:
             raise CapacityError("No function is awake.", retry_after_s=1.0, status=503)

@@ -20,7 +20,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,10 +27,11 @@ from pathlib import Path
 import msgspec
 
 from manylora.demo import demo_model_path
-from manylora.errors import ConfigError, EngineDead, ManyloraError
+from manylora.errors import CapacityError, ConfigError, EngineDead, ManyloraError
 from manylora.functions.deployment import BackboneSpec
 from manylora.hosting.functions.backbone import fetch_backbone, holder_of
 from manylora.hosting.functions.hold import hold_command
+from manylora.hosting.functions.load import load_command
 from manylora.hosting.functions.messages import Backbone
 from manylora.hosting.functions.zygote import Zygote
 from manylora.hosting.node.readings import memory_of
@@ -78,6 +78,7 @@ class BackboneHost:
         self._holder: subprocess.Popen[bytes] | None = None  # None if another agent started it
         self._zygote: Zygote | None = None
         self._starting: asyncio.Task[Zygote] | None = None
+        self._turn = asyncio.Lock()  # of a start or a release
 
     @property
     def state(self) -> str:
@@ -122,6 +123,7 @@ class BackboneHost:
         """Load the base and warm a zygote, unless both are there; return the zygote.
 
         Raises:
+            CapacityError: It was released meanwhile.
             ConfigError: The base cannot be loaded.
             EngineDead: The zygote ended.
         """
@@ -130,13 +132,19 @@ class BackboneHost:
             return self._zygote
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
+        starting = self._starting
         try:
-            return await asyncio.shield(self._starting)
+            await asyncio.wait({starting})
+            if starting.cancelled():
+                raise CapacityError(f"Backbone {self.name!r} left the memory; please try again.", status=503)
+            return starting.result()
+        except CapacityError:
+            raise
         except ManyloraError:
             self._failed_at = time.monotonic()
             raise
         finally:
-            if self._starting is not None and self._starting.done():
+            if self._starting is starting and starting.done():
                 self._starting = None
 
     def tend(self) -> None:
@@ -153,21 +161,23 @@ class BackboneHost:
             self.zygote_bytes = reading.anonymous
 
     async def release(self) -> None:
-        """Let the memory and the zygote go; functions on it end."""
+        """Let the memory and the zygote go; functions on it end. A start that is asked for meanwhile comes after."""
         self.is_ready = False
-        zygote, self._zygote = self._zygote, None
-        if zygote is not None:
-            await zygote.stop()
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
-            self._starting = None
-        await self._end_holder()
-        backbone, self._backbone = self._backbone, None
-        if backbone is not None:
-            with contextlib.suppress(OSError):
-                os.close(backbone.base.file)
-        self.zygote_bytes = 0
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        async with self._turn:
+            self.is_ready = False
+            zygote, self._zygote = self._zygote, None
+            if zygote is not None:
+                await zygote.stop()
+            await self._end_holder()
+            backbone, self._backbone = self._backbone, None
+            if backbone is not None:
+                with contextlib.suppress(OSError):
+                    os.close(backbone.base.file)
+            self.zygote_bytes = 0
         self._on_change()
 
     async def _end_holder(self) -> None:
@@ -181,17 +191,18 @@ class BackboneHost:
             await asyncio.sleep(POLL_S)
 
     async def _start(self) -> Zygote:
-        if self._backbone is None:
+        async with self._turn:
+            if self._backbone is None:
+                began = time.monotonic()
+                self._backbone = await self._fetch_or_load()
+                self.load_s = max(self.load_s, time.monotonic() - began)
+                logger.info("backbone_ready name=%s bytes=%d took_s=%.3f", self.name, self.num_bytes, self.load_s)
+                self._on_change()
             began = time.monotonic()
-            self._backbone = await self._fetch_or_load()
-            self.load_s = max(self.load_s, time.monotonic() - began)
-            logger.info("backbone_ready name=%s bytes=%d took_s=%.3f", self.name, self.num_bytes, self.load_s)
-            self._on_change()
-        began = time.monotonic()
-        zygote = self._zygote = Zygote(self._backbone)
-        await zygote.start()
-        self.zygote_s = time.monotonic() - began
-        self.is_ready = True
+            zygote = self._zygote = Zygote(self._backbone)
+            await zygote.start()
+            self.zygote_s = time.monotonic() - began
+            self.is_ready = True
         self.tend()
         self._on_change()
         return zygote
@@ -205,10 +216,8 @@ class BackboneHost:
             os.close(found.base.file)
             await self._end_holder()
         loading = self._path.with_name(self._path.name + ".loading")
-        command = [sys.executable, "-P", "-m", "manylora", "backbone", self._model, "--socket", str(loading)]
-        loader = subprocess.Popen(
-            [*command, "--dtype", self.spec.dtype], stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        command = load_command(["backbone", self._model, "--socket", str(loading), "--dtype", self.spec.dtype])
+        loader = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 while loader.poll() is None:

@@ -33,7 +33,7 @@ from manylora.functions.wire import ColdStart, FunctionState, MeasureNote
 from manylora.hosting.engine_keeper import State
 from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.node.batch_times import BatchTimes
-from manylora.hosting.node.launch import Awake, launch
+from manylora.hosting.node.launch import Awake, Users, launch
 from manylora.hosting.node.readings import memory_of
 from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import Observations
@@ -43,6 +43,9 @@ __all__ = ["FunctionInstance", "Node", "Phase"]
 
 RETRY_AFTER_S = 5.0
 """Seconds after a failed start in which requests get its error at once."""
+
+MAX_ZYGOTES = 3
+"""Zygotes that may end during one start before its requests are refused."""
 
 RESTARTING_S = 0.1
 """Seconds between two looks at a process that is restarted."""
@@ -59,7 +62,7 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-class Node(Protocol):
+class Node(Users, Protocol):
     """What a function needs of its node."""
 
     usual_bytes: int
@@ -79,14 +82,6 @@ class Node(Protocol):
 
     def num_sharers(self, host: BackboneHost) -> int:
         """Return the number of processes that share the pages of a backbone's zygote, with itself."""
-        ...
-
-    def take_uid(self) -> int | None:
-        """Return a user for a new process; ``None`` without the right to change users."""
-        ...
-
-    def give_uid(self, uid: int | None) -> None:
-        """Return a user that no process has any more."""
         ...
 
     def read_cpu(self, instance: FunctionInstance) -> None:
@@ -162,8 +157,8 @@ class FunctionInstance:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory that its process takes, or is expected to."""
-        return self.own_bytes or self._node.usual_bytes
+        """Memory that its process takes, or is expected to; at least that of a full pool and its adapter."""
+        return max(self.own_bytes or self._node.usual_bytes, self.spec.kv_bytes + self.spec.adapter_bytes)
 
     @property
     def pid(self) -> int | None:
@@ -225,7 +220,8 @@ class FunctionInstance:
         """Read its memory."""
         if self.phase is not Phase.AWAKE or self.pid is None:
             return
-        if (reading := memory_of(self.pid, self._node.num_sharers(self.host))) is not None:
+        reading = memory_of(self.pid, self._node.num_sharers(self.host), self.host.zygote_bytes)
+        if reading is not None:
             self._pss_bytes, self.own_bytes = reading.pss, reading.own
             self._node.usual_bytes = max(self._node.usual_bytes, self.own_bytes)
 
@@ -247,7 +243,12 @@ class FunctionInstance:
         self.advance()
         try:
             await entry.go
-            assert self._awake is not None
+            if self._awake is None:  # it was given up, or put to sleep, between the queue and the engine
+                raise CapacityError(
+                    f"Function {self.name!r} went to sleep as the request came; please try again.",
+                    retry_after_s=1.0,
+                    status=503,
+                )
             return await self._awake.fleet.submit(requests)
         finally:
             if entry.has_left:
@@ -333,7 +334,6 @@ class FunctionInstance:
             self._num_deaths += awake.fleet.num_restarts
             logger.info("function_sleeps name=%s reason=%s", self.name, reason)
             await awake.stop()
-            self._node.give_uid(awake.uid)
         self._node.changed()
         self.advance()
 
@@ -346,28 +346,22 @@ class FunctionInstance:
         loop = asyncio.get_running_loop()
         began, at = loop.time(), time.time()
         begun_from = self.host.begun_from
-        uid: int | None = None
         try:
             await self._node.reserve(self)
             stages = {"room": loop.time() - began}
-            zygote = await self.host.ready()
-            waited_s = loop.time() - began - stages["room"]
-            stages |= _shares(self.host, begun_from, waited_s)
-            uid = self._node.take_uid()
-            awake = await launch(self.name, self.spec, self.host, zygote, uid=uid, observe=self.observed)
+            awake = await self._launch(stages, begun_from)
         except CapacityError as error:  # no fault of the function: the next request tries again
-            self._node.give_uid(uid)
             self.phase, self._waker = Phase.ASLEEP, None
             self._refuse(error)
             self._node.changed()
             return
-        except (ManyloraError, OSError, MemoryError) as error:
-            self._node.give_uid(uid)
-            self._fail(error if isinstance(error, ManyloraError) else EngineDead(f"It cannot start: {error}"))
+        except ManyloraError as error:
+            self._fail(error)
             return
-        except BaseException:
-            self._node.give_uid(uid)
-            raise
+        except Exception as error:  # it would wake for ever
+            logger.exception("function_start_broke name=%s", self.name)
+            self._fail(EngineDead(f"It cannot start: {error!r}"))
+            return
         report = awake.report
         stages |= {} if report is None else report.took_s
         total_s = loop.time() - began
@@ -381,6 +375,31 @@ class FunctionInstance:
         logger.info("function_awake name=%s from=%s took_s=%.3f", self.name, begun_from, total_s)
         self._node.changed()
         self.advance()
+
+    async def _launch(self, stages: dict[str, float], begun_from: str) -> Awake:
+        """Start its process; again from another zygote if the zygote ends meanwhile.
+
+        Raises:
+            CapacityError: Zygotes ended again and again.
+            ManyloraError: As of ``launch``.
+        """
+        loop = asyncio.get_running_loop()
+        for attempt in range(1, MAX_ZYGOTES + 1):
+            began = loop.time()
+            zygote = await self.host.ready()
+            stages |= _shares(self.host, begun_from, loop.time() - began)
+            pid = zygote.pid
+            try:
+                return await launch(self.name, self.spec, self.host, zygote, users=self._node, observe=self.observed)
+            except EngineDead as error:
+                if zygote.pid == pid:
+                    raise
+                logger.warning("function_start_lost name=%s attempt=%d error=%s", self.name, attempt, error)
+        raise CapacityError(
+            f"The process that starts functions ended {MAX_ZYGOTES} times while {self.name!r} was starting.",
+            retry_after_s=RETRY_AFTER_S,
+            status=503,
+        )
 
     def _fail(self, error: ManyloraError) -> None:
         logger.warning("function_failed name=%s error=%s", self.name, error)
@@ -397,7 +416,6 @@ class FunctionInstance:
         self._awake, self._awake_since = None, None
         self._times.restart()
         self._num_deaths += awake.fleet.num_restarts + 1
-        self._node.give_uid(awake.uid)
         self._fail(error if isinstance(error, ManyloraError) else EngineDead(repr(error)))
         self._stopping = asyncio.create_task(awake.stop())
 

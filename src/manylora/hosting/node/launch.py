@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import SystemRandom
+from typing import Protocol
 
 from manylora.adapters.folder import real_roots
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
@@ -22,11 +23,23 @@ from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.protocol import EngineSpec, Observations, StartReport
 from manylora.hosting.resumption import ResumePolicy
 
-__all__ = ["Awake", "engine_config", "launch"]
+__all__ = ["Awake", "Users", "engine_config", "launch"]
 
 START_TIMEOUT_S = 300.0
 HANG_TIMEOUT_S = 300.0
 RESTARTS = RestartPolicy(max_deaths=4, first_pause_s=0.1, max_pause_s=5.0)
+
+
+class Users(Protocol):
+    """The users of processes: each process has one of its own, until it has ended."""
+
+    def take_uid(self) -> int | None:
+        """Return a user for a new process; ``None`` without the right to change users."""
+        ...
+
+    def give_uid(self, uid: int | None) -> None:
+        """Return a user that no process has any more."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +50,11 @@ class Awake:
         fleet: The engine, restarted when it dies.
         keeping: Watches it.
         links: The links of its processes, the last one alive.
-        uid: The user of its processes.
     """
 
     fleet: Fleet
     keeping: asyncio.Task[None]
     links: list[FunctionLink]
-    uid: int | None
 
     @property
     def pid(self) -> int | None:
@@ -84,7 +95,7 @@ async def launch(
     host: BackboneHost,
     zygote: Zygote,
     *,
-    uid: int | None,
+    users: Users,
     observe: Callable[[Observations], None],
 ) -> Awake:
     """Fork a function and load its adapter.
@@ -98,17 +109,18 @@ async def launch(
         builder="",
         num_threads=spec.threads or len(os.sched_getaffinity(0)),
     )
-    place = FunctionPlace(
-        readable=[spec.adapter],
-        uid=uid,
-        memory_bytes=spec.memory_bytes,
-        cgroup_bytes=spec.cgroup_bytes,
-        cgroup_cpus=spec.cgroup_cpus,
-    )
     links: list[FunctionLink] = []
 
     def make_link() -> EngineLink:
-        links.append(FunctionLink(engine, zygote, place))
+        uid = users.take_uid()
+        place = FunctionPlace(
+            readable=[spec.adapter],
+            uid=uid,
+            memory_bytes=spec.memory_bytes,
+            cgroup_bytes=spec.cgroup_bytes,
+            cgroup_cpus=spec.cgroup_cpus,
+        )
+        links.append(FunctionLink(engine, zygote, place, on_gone=lambda: users.give_uid(uid)))
         del links[:-2]  # the last one, and the one before it while it starts
         return links[-1]
 
@@ -129,4 +141,4 @@ async def launch(
         with contextlib.suppress(asyncio.CancelledError):
             await fleet.stop()
         raise
-    return Awake(fleet, asyncio.create_task(fleet.run()), links, uid)
+    return Awake(fleet, asyncio.create_task(fleet.run()), links)

@@ -12,12 +12,13 @@ import heapq
 import itertools
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from manylora.errors import CapacityError, EngineDead, ManyloraError
+from manylora.errors import CapacityError, ManyloraError
 from manylora.functions.batching import most_urgent
 from manylora.functions.billing import PLATFORM, Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
@@ -117,7 +118,9 @@ class FunctionNode:
     def _set_functions(self, functions: Mapping[str, FunctionSpec]) -> None:
         for name in [name for name, one in self.functions.items() if functions.get(name) != one.spec]:
             gone = self.functions.pop(name)
-            error = EngineDead("The function was removed or replaced while the request waited; please try again.")
+            error = CapacityError(
+                "The function was removed or replaced while the request waited; please try again.", status=503
+            )
             self._begin(gone.close(error))
         for name, spec in functions.items():
             if name not in self.functions and spec.backbone in self.hosts:
@@ -176,7 +179,7 @@ class FunctionNode:
 
     async def stop(self) -> None:
         """End all functions and backbones."""
-        error = EngineDead("The node is shutting down.")
+        error = CapacityError("The node is shutting down.", retry_after_s=10.0, status=503)
         await asyncio.gather(*(one.close(error) for one in self.functions.values()))
         await asyncio.gather(*(host.release() for host in self.hosts.values()))
         await asyncio.gather(*self._beside, return_exceptions=True)
@@ -239,6 +242,8 @@ class FunctionNode:
                         await self._has_changed.wait()
                         continue
                     for name in choice.names:
+                        if self._is_in_use(name):  # a request came while another one left: choose again
+                            break
                         await asyncio.shield(self._let_go(name))
         except TimeoutError:
             lacking = self.used_bytes - self.memory_bytes
@@ -284,6 +289,14 @@ class FunctionNode:
                 )
             )
         return held
+
+    def _is_in_use(self, name: str) -> bool:
+        kind, _, owner = name.partition(":")
+        if kind == "backbone":
+            return any(one.host.name == owner and one in self._present for one in self.functions.values())
+        return (
+            owner in self.functions and self.functions[owner].phase is Phase.AWAKE and not self.functions[owner].is_idle
+        )
 
     async def _let_go(self, name: str) -> None:
         kind, _, owner = name.partition(":")
@@ -388,8 +401,9 @@ def _read_ahead(folders: Iterable[Path]) -> None:
     """Ask the kernel for the files of adapters, which are not opened by any parser here."""
     for file in itertools.chain.from_iterable(folder.glob("*.safetensors") for folder in folders):
         with contextlib.suppress(OSError):
-            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a tenant's pipe has no writer
             try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+                if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(descriptor)

@@ -34,15 +34,17 @@ def cpu_ns(pid: int) -> int | None:
         return None
 
 
-def memory_of(pid: int, num_sharers: int = 2) -> MemoryReading | None:
+def memory_of(pid: int, num_sharers: int = 2, inherited_bytes: int = 0) -> MemoryReading | None:
     """Return the memory of a process that shares pages with its zygote and others; ``None`` if it has ended.
 
     The kernel tells the sum of own and shared pages, and their sum with shared ones divided by their sharers. A process
-    that hides its memory shows its map to root alone; for others, resident pages that are not of files count.
+    that hides its memory shows its map to root alone; for others, resident pages that are not of files count, less
+    those that it was forked with, whichever of them it has written since.
 
     Args:
         pid: The process.
         num_sharers: Processes that share the pages of a zygote: it, and its functions.
+        inherited_bytes: Those pages, as the zygote has them; 0 for a process that is not forked from one.
     """
     try:
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
@@ -57,8 +59,9 @@ def memory_of(pid: int, num_sharers: int = 2) -> MemoryReading | None:
         _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
     except (OSError, ValueError):
         return None
-    own = (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-    return MemoryReading(own, own, own)
+    anonymous = (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    own = max(1, anonymous - inherited_bytes)
+    return MemoryReading(own, own, anonymous)
 
 
 def _bytes(text: str) -> int:

@@ -1,0 +1,202 @@
+"""A zygote at its limits, and the ends of functions whose zygote is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from manylora.config import EngineConfig, ModelConfig
+from manylora.errors import EngineDead
+from manylora.hosting.functions import zygote as zygote_module
+from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm
+from manylora.hosting.functions.zygote import ForkedFunction, Zygote
+from manylora.hosting.functions.zygote_process import ZygoteProcess
+from manylora.hosting.link_function import FunctionLink, FunctionPlace
+from manylora.hosting.protocol import EngineSpec
+from manylora.isolation import Confinement
+from manylora.ports import SharedBase
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="functions run on Linux")
+
+ENGINE = EngineSpec(config=EngineConfig(model=ModelConfig(model="m")), served_name="base", builder="")
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+
+def fork_packet(number: int) -> bytes:
+    return msgspec.msgpack.encode(
+        Fork(
+            number=number,
+            engine=ENGINE,
+            confinement=Confinement(),
+            cgroup_bytes=None,
+            cgroup_cpus=None,
+            asked_at=0.0,
+        )
+    )
+
+
+def test_a_zygote_that_can_fork_no_more_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = sleeper()
+    forks: list[object] = [BlockingIOError(11, "Resource temporarily unavailable"), process.pid]
+
+    def fork() -> object:
+        result = forks.pop(0)
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    def pidfd_open(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, socket.socket() as connection:
+        here.send(fork_packet(1))  # its socket was lost
+        socket.send_fds(here, [fork_packet(2)], [connection.fileno()])
+        socket.send_fds(here, [fork_packet(3)], [connection.fileno()])
+        here.shutdown(socket.SHUT_WR)
+        zygote = ZygoteProcess(cast(Any, SimpleNamespace(socket=there.detach(), builder=None)))
+        with zygote._socket, zygote._selector:
+            zygote.run()
+        told = [msgspec.msgpack.decode(here.recv(1 << 16), type=FromZygote) for _ in range(4)]
+    assert told == [Warm(), Exited(1, 1), Exited(2, 1), Exited(3, 1)]
+    assert not forks
+    with pytest.raises(ChildProcessError):  # killed and reaped
+        os.waitpid(process.pid, 0)
+    process.wait()
+
+
+def test_a_function_that_outlives_its_zygote_is_killed_and_its_end_waited_for() -> None:
+    async def scenario() -> None:
+        process = sleeper()
+        function = ForkedFunction(1, pid=process.pid, process=os.pidfd_open(process.pid))
+        unborn = ForkedFunction(2)
+        zygote = Zygote(cast(Any, None))
+        zygote._functions = {1: function, 2: unborn}
+        zygote._lose("it was killed")
+        assert unborn.exited.done()
+        assert not function.exited.done()
+        assert await asyncio.wait_for(function.exited, 60.0) is None
+        assert process.wait() == -signal.SIGKILL
+        assert function.process is None
+
+    asyncio.run(scenario())
+
+
+def test_a_process_gives_its_user_back_once_it_has_ended() -> None:
+    class Forks:
+        def __init__(self) -> None:
+            self.function: ForkedFunction | None = ForkedFunction(1)
+
+        async def fork(self, *_: object, **__: object) -> ForkedFunction:
+            if self.function is None:
+                raise EngineDead("no zygote")
+            return self.function
+
+        def kill(self, function: ForkedFunction) -> None:
+            """Stand for a process that takes long to end."""
+
+    async def scenario() -> None:
+        forks = Forks()
+        given: list[int] = []
+
+        def link(number: int) -> FunctionLink:
+            return FunctionLink(
+                ENGINE, cast(Zygote, forks), FunctionPlace(readable=[]), on_gone=lambda: given.append(number)
+            )
+
+        slow = link(1)
+        await slow.start(lambda messages: None)
+        stopping = asyncio.create_task(slow.stop())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not given
+        assert forks.function is not None
+        forks.function.end(-9)
+        await stopping
+        assert given == [1]
+        forks.function = None
+        with pytest.raises(EngineDead):
+            await link(2).start(lambda messages: None)
+        assert given == [1, 2]
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_zygote_that_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Zygote._launch
+
+    def launch_stopped(zygote: Zygote) -> None:
+        launch(zygote)
+        assert zygote.pid is not None
+        os.kill(zygote.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(Zygote, "_launch", launch_stopped)
+    monkeypatch.setattr(zygote_module, "WARM_TIMEOUT_S", 0.0)
+    file = os.memfd_create("base")
+    base = SharedBase(file=file, num_bytes=0, manifest=b"")
+
+    async def scenario() -> None:
+        zygote = Zygote(Backbone(model=ModelConfig(model="m"), base=base))
+        with pytest.raises(EngineDead, match="not warm"):
+            await zygote.start()
+        assert zygote.pid is None
+        # One that is warm and hangs at a fork.
+        process = zygote._process = sleeper()
+        zygote._check_forked(ForkedFunction(1, pid=5), process)
+        assert process.poll() is None
+        zygote._functions[2] = function = ForkedFunction(2)
+        zygote._check_forked(function, process)
+        assert process.returncode == -signal.SIGKILL
+        assert function.exited.result() is None
+        assert zygote.pid is None
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        os.close(file)
+
+
+def test_a_loader_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
+    """The agent is killed; the loader reads from a pipe that this process holds open, and would wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    agent = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import subprocess, sys, signal\n"
+            "from manylora.hosting.functions.load import load_command\n"
+            "command = load_command([])\n"
+            "place = command.index('-m')\n"
+            "code = 'import runpy, sys; runpy.run_module = lambda *a, **k: open(sys.argv[-1]).read();'\n"
+            "code += 'from manylora.hosting.functions import load; sys.exit(load.main())'\n"
+            "command[place:place + 2] = ['-c', code]\n"
+            f"print(subprocess.Popen([*command, {str(tmp_path / 'pipe')!r}]).pid, flush=True)\n"
+            "signal.pause()\n",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert agent.stdout is not None
+    with agent.stdout, open(tmp_path / "pipe", "wb"):  # open for writing returns once the loader reads
+        loader = os.pidfd_open(int(agent.stdout.readline()))
+        agent.kill()
+        agent.wait()
+        ends = select.poll()
+        ends.register(loader, select.POLLIN)
+        assert ends.poll(60_000)
+        os.close(loader)
