@@ -39,7 +39,7 @@ from manylora.engine.core import EngineCore
 from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.build import build_parts
-from manylora.execution.storage.arrival import ArrivingAdapter
+from manylora.execution.storage.arrival import ArrivingAdapter, Patience
 from manylora.execution.storage.device_load import DeviceLoad
 from manylora.plan import ARRIVING, IN_HOST, Placement
 from manylora.types import ColdStart, FinishReason, Output, Request, SamplingParams, Tier
@@ -185,10 +185,10 @@ class Rig:
                 let_one_through()
             wait(adapter, group)
 
-        def arriving_once_begun(load: DeviceLoad) -> ArrivingAdapter:
+        def arriving_once_begun(load: DeviceLoad, patience: Patience) -> ArrivingAdapter:
             while not load._views.done():  # behind the copy of another adapter
                 let_one_through()
-            return arriving(load)
+            return arriving(load, patience)
 
         patch.setattr(ArrivingAdapter, "wait", wait_for)
         patch.setattr(DeviceLoad, "arriving", arriving_once_begun)
