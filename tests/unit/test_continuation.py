@@ -120,7 +120,7 @@ def test_a_full_queue_does_not_refuse_it():
     assert rig.tokens("r") == tokens[4:]
 
 
-def test_a_seed_of_the_request_counts_unless_the_client_gave_one():
+def test_a_seed_of_the_request_counts_before_that_of_its_sampling():
     def answer(seed, sampling_seed):
         rig = make_rig()
         rig.add(replace(request("r", max_tokens=6, seed=sampling_seed), seed=seed))
@@ -128,4 +128,5 @@ def test_a_seed_of_the_request_counts_unless_the_client_gave_one():
         return rig.executor.plan.sequences[0].seed
 
     assert answer(5, None) == 5
-    assert answer(5, 9) == 9
+    assert answer(None, 9) == 9
+    assert answer(5, 9) == 5  # one of several answers
