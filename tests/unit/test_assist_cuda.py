@@ -121,7 +121,9 @@ def test_bindings_that_lack_a_call_leave_the_next_kind_or_none(
     words = np.zeros(NUM_WORDS, np.uint32)
     monkeypatch.setattr(cuda, "_probe", lambda stream, device: stream.write_value(words, 0, 1))
     monkeypatch.delattr(ThreadDriver, "cuStreamWriteValue32")
-    assert type(cuda.open_stream(torch.device("cpu"))) is HostFunctionStream
+    stream = cuda.open_stream(torch.device("cpu"))
+    assert type(stream) is HostFunctionStream
+    await_word(words, 0, 1)  # the driver's thread has run its function, so it may be freed
     monkeypatch.delattr(ThreadDriver, "CUhostFn")
     assert cuda.open_stream(torch.device("cpu")) is None
 
