@@ -219,7 +219,7 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
     rng = np.random.default_rng(2)
     config = EngineConfig(
         model=ModelConfig(model=str(demo_model_path()), device="cpu", max_model_len=256),
-        memory=MemoryConfig(num_pages=64, prefix_caching=False),
+        memory=MemoryConfig(num_pages=256, prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
     )
     warm = [f"warm-{index}" for index in range(NUM_WARM)]

@@ -83,8 +83,11 @@ def engine_config(spec: FunctionSpec, host: BackboneHost) -> EngineConfig:
     return EngineConfig(
         model=host.backbone.model,
         memory=MemoryConfig(memory_bytes=spec.kv_bytes),
-        # The tenant writes the folder: its links lead nowhere else.
-        adapters=AdapterConfig(host_bytes=spec.adapter_bytes, real_roots=real_roots([spec.adapter], [])),
+        adapters=AdapterConfig(
+            host_bytes=spec.adapter_bytes,
+            max_adapter_share=1.0,  # the pool is its own
+            real_roots=real_roots([spec.adapter], []),  # the tenant writes the folder: its links lead nowhere else
+        ),
         scheduler=SchedulerConfig(max_num_seqs=spec.max_batch, max_waiting=spec.max_waiting),
     )
 
