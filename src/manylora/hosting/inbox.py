@@ -12,7 +12,7 @@ from manylora.hosting.protocol import Message, decode_message
 
 __all__ = ["Inbox"]
 
-AT_ONCE_BYTES = 128 * 1024
+AT_ONCE_BYTES = 512 * 1024
 """Bytes of messages that are delivered at once, in a few milliseconds.
 
 Tokens of a stream that are delivered together share a write, so a busy server lives on large pieces.
