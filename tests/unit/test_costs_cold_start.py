@@ -334,23 +334,3 @@ def test_noise_of_steps_that_the_device_mostly_took_over_teaches_little():
             costs.observe(64, step_s, layers, step_s + 2 * layers * cpu_share * 10e-6 + noise_s, cpu_share)
     assert costs._row_rank_s == pytest.approx(BESIDE_ROW_RANK_S)
     assert costs.delay_s(64, step_s, layers) == pytest.approx(2 * layers * 10e-6, rel=0.5)
-
-
-def test_in_place_the_excess_of_steps_is_learnt_and_weighed():
-    """On a CPU, rows in host memory cost nothing, but steps beside a copy take longer, whatever their rows."""
-    asked = question(route=route(copy_s=0.050), num_others=8)
-    costs, step_s = AssistCosts(is_beside=False), 0.025
-    for number in range(60):
-        costs.observe(64, step_s, LAYERS_OF_7B, step_s + 0.001 * (-1) ** number)
-    assert costs.delay_s(64, step_s, LAYERS_OF_7B) == pytest.approx(0.0, abs=2e-4)
-    assert choose(expect(asked, costs, Corrections()), tuple(ColdStart)[:2], 1) is ASSIST
-    for _ in range(60):
-        costs.observe(64, step_s, LAYERS_OF_7B, step_s + 0.008)
-    assert costs.delay_s(64 * 64, step_s, LAYERS_OF_7B) == pytest.approx(0.008, rel=0.01)
-    found = expect(asked, costs, Corrections())
-    assert found[ASSIST].chunk_tokens is None, "no shorter chunk would cost less"
-    assert found[ASSIST].others_s > found[WAIT].first_token_s - found[ASSIST].first_token_s
-    assert choose(found, tuple(ColdStart)[:2], 1) is WAIT
-    for _ in range(200):
-        costs.forget()
-    assert choose(expect(asked, costs, Corrections()), tuple(ColdStart)[:2], 1) is ASSIST, "it is tried again"

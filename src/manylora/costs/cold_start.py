@@ -180,20 +180,18 @@ class AssistCosts:
 
     Args:
         is_beside: Whether the CPU computes beside a device. If not, the base runs on the same cores and the same
-            kernels, which read the image in place of pages. Rows then cost nothing by themselves, but the copy that is
-            in flight meanwhile, and the change from image to pages, take time from the step, whatever its rows.
+            kernels, which read the image in place of pages: that costs nothing, and nothing is learnt.
     """
 
     def __init__(self, *, is_beside: bool) -> None:
         self.is_beside = is_beside
-        self._in_place_s = 0.0  # the mean, which noise makes negative too
         self._row_rank_s = BESIDE_ROW_RANK_S
         self._handoff_s = BESIDE_HANDOFF_S
 
     def delay_s(self, row_rank: int, step_s: float, num_layers: int) -> float:
         """Return the delay of a step of ``step_s`` by rows with that sum of ranks over tokens."""
         if not self.is_beside:
-            return max(0.0, self._in_place_s)
+            return 0.0
         exposed_s = max(0.0, self._row_rank_s * row_rank - step_s / num_layers)
         return num_layers * (exposed_s + 2 * self._handoff_s)
 
@@ -214,10 +212,6 @@ class AssistCosts:
         A step that should have hidden the CPU's part teaches the handoff. Any other teaches the rate; so does a delay
         that no handoff explains.
         """
-        if not self.is_beside:
-            excess_s = min(max(took_s - step_s, -step_s), step_s)
-            self._in_place_s += LEARN * (excess_s - self._in_place_s)
-            return
         if cpu_share < LEAST_SHARE:
             return
         layer_s, excess_s = step_s / num_layers, (took_s - step_s) / (num_layers * cpu_share)
@@ -234,7 +228,6 @@ class AssistCosts:
     def forget(self) -> None:
         """Learn that a request started in another mode: the rate fades to its guess, so that assisting is retried."""
         self._row_rank_s += FORGET * (BESIDE_ROW_RANK_S - self._row_rank_s)
-        self._in_place_s -= FORGET * self._in_place_s
 
 
 class Corrections:
@@ -324,7 +317,7 @@ def _wait(question: Question) -> Expected:
 def _assist(question: Question, assist: AssistCosts) -> Expected:
     """Return the prediction for whole chunks, or for such that delay the others less, whichever is worth more."""
     whole = _assist_chunks(question, assist, question.chunk_tokens)
-    num_hidden = assist.hidden_tokens(question) if assist.is_beside else math.inf
+    num_hidden = assist.hidden_tokens(question)
     if not whole.others_s or not LEAST_CHUNK <= num_hidden < question.chunk_tokens:
         return whole
     cut = _assist_chunks(question, assist, int(num_hidden))

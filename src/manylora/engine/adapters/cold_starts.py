@@ -263,15 +263,13 @@ class ColdStarts:
         if any(part.placement is ARRIVING for part in plan.sequences):
             return False
         row_rank = sum([part.rank * part.num_tokens for part in plan.sequences if part.placement is IN_HOST])
-        if not row_rank or not cpu_share:
+        if not row_rank or not cpu_share or not self._assist.is_beside:
             return True
         step = self._costs.step
-        is_known = step.num_observed >= NUM_STEPS and self._num_cold_steps <= RECENT
-        if is_known:
+        if step.num_observed >= NUM_STEPS and self._num_cold_steps <= RECENT:
             step_s = max(1e-9, step.seconds(num_tokens) + step.last_residual_s)
             self._assist.observe(row_rank, step_s, self._num_layers, took_s, cpu_share)
-        # In place, such a step is near enough to others to be learnt as one of them where none are left.
-        return not self._assist.is_beside and not is_known
+        return False
 
     def statuses(self) -> tuple[ColdStartStatus, ...]:
         """Return the counters of each possible mode; none where the executor can only wait."""
