@@ -11,7 +11,7 @@ from manylora.errors import EngineDead
 from manylora.hosting.inbox import AT_ONCE_BYTES, Inbox
 from manylora.hosting.protocol import Fault, Message, Reply, encode
 
-NUM = 200
+NUM = 500
 
 
 def test_a_flood_is_delivered_in_pieces_and_in_order() -> None:
