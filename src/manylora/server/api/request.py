@@ -23,15 +23,23 @@ from manylora.functions.wire import FunctionState
 from manylora.server.api.body_room import BodyRoom
 from manylora.server.api.json_body import parse
 from manylora.server.auth import Gate
-from manylora.server.bounds import MAX_MODEL_CHARS, MAX_TEXT_WAITING, SHORT_BODY_BYTES, default_body_bytes
+from manylora.server.bounds import (
+    MAX_FORMS_WAITING,
+    MAX_MODEL_CHARS,
+    MAX_TEXT_WAITING,
+    SHORT_BODY_BYTES,
+    default_body_bytes,
+)
 from manylora.server.errors import HttpError
 from manylora.server.fair_work import FairWork
+from manylora.server.form_checks import FormChecks
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.metrics.shared_scrape import SharedScrape
 from manylora.server.model_settings import ModelSettings
 from manylora.server.refusals import RetryTimes
 from manylora.server.served import ServedFleet
 from manylora.text import Tokenizer
+from manylora.text.forms import FormProcess, FormSettings
 
 __all__ = ["Context", "context_of", "read_body"]
 
@@ -52,6 +60,7 @@ class Context:
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
         gate: Checks API keys.
         text_work: Takes long texts off the event loop, in turns.
+        forms: Checks forms of answers.
         scrapes: Runs scrapes of ``/metrics``.
         retries: Tells refused clients when to try again.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
@@ -74,6 +83,7 @@ class Context:
     functions: Callable[[], Sequence[FunctionState]] = tuple
     gate: Gate = field(init=False)
     text_work: FairWork = field(init=False)
+    forms: FormChecks = field(init=False)
     fingerprint: str = field(init=False)
     scrapes: SharedScrape = field(default_factory=SharedScrape)
     retries: RetryTimes = field(default_factory=RetryTimes)
@@ -88,6 +98,9 @@ class Context:
         work = FairWork("long texts", self.gate.caller_of, max_waiting=MAX_TEXT_WAITING)
         object.__setattr__(self, "text_work", work)
         model = self.engine_config.model
+        turns = FairWork("new forms", self.gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
+        process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
+        object.__setattr__(self, "forms", FormChecks(process, turns))
         answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
         digest = hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()
         object.__setattr__(self, "fingerprint", f"fp_{digest}")
