@@ -27,6 +27,7 @@ from manylora.server.api.prompt_part import NO_DETAILS, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.bounds import MAX_ANSWER_LOGPROBS, MAX_SALT_CHARS
+from manylora.server.caller_room import room_of_engine
 from manylora.server.errors import error_body, error_response
 from manylora.server.fair_work import ClientGone
 from manylora.server.http_protocol import WriteChunk, chunk_writer
@@ -153,7 +154,7 @@ async def submit(
 
     Raises:
         RequestError: The engine refuses a request.
-        CapacityError: The queue is full, or no engine serves.
+        CapacityError: The queue is full, the caller has too many answers under way, or no engine serves.
         ManyloraError: As of ``FormChecks.check``.
     """
     num_answers = body.n or 1
@@ -188,6 +189,7 @@ async def submit(
         ]
         if len(requests) % REQUESTS_AT_ONCE < num_answers:
             await asyncio.sleep(0)
+    places = context.callers.take(tenant, len(requests)) if context.gate.tells_tenants else None
     answers = Answers(
         context.fleet,
         context.tokenizer,
@@ -196,14 +198,18 @@ async def submit(
         num_answers=num_answers,
         details=details,
         count=context.metrics.count_answers,
+        places=places,
     )
     await answers.start()
     return answers, {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
 
 
 def check_num_answers(context: Context, num_prompts: int, num_answers: int) -> None:
-    """Raise ``RequestError`` unless a request's answers fit into the queue."""
-    most = context.engine_config.scheduler.max_waiting
+    """Raise ``RequestError`` unless a request's answers fit into the queue, and into a caller's part of it."""
+    scheduler = context.engine_config.scheduler
+    most = scheduler.max_waiting
+    if context.gate.tells_tenants:
+        most = min(most, room_of_engine(scheduler))
     if num_prompts * num_answers > most:
         raise RequestError(
             f"Got {num_prompts} prompts with n = {num_answers}, expected at most {most} answers in one request",
