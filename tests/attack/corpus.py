@@ -107,6 +107,7 @@ HOSTILE = [
     chat("the arguments of a call", b"", ASSISTANT % (b"[" + call(b'{"x":' + TEXT + b"}") + b"]"), param="messages"),
     chat("a large schema", b'"guided_json":{"x":' + TEXT + b"}", param="guided_json"),
     chat("a large expression", b'"guided_regex":' + TEXT, param="structured_outputs"),
+    completion("an expression that multiplies", b'"prompt":"a","guided_regex":"(a{1000}){1000}"', param="guided_regex"),
     chat("allowed tokens", b'"allowed_token_ids":' + repeated(b"5"), param="allowed_token_ids"),
     response("items without number", b'"input":' + repeated(b"{}"), param="input"),
     response("a long input", b'"input":' + TEXT, param="input"),

@@ -39,7 +39,8 @@ def user(text: str) -> list[dict[str, Any]]:
 
 IDS = [20 + i % 90 for i in range(CONTEXT - 100)]
 TEXT = "the quick fox jumps " * ((CONTEXT - 4_000) // 20)
-SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3_000)}}
+NAMES = [f"p{i}" for i in range(3_000)]
+SCHEMA = {"type": "object", "properties": {name: {"type": "string"} for name in NAMES}, "required": NAMES}
 TOOL = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x"} for i in range(20)}}
 TOOLS = [{"type": "function", "function": {"name": f"f{i}", "parameters": TOOL}} for i in range(128)]
 LISTS = json.dumps({"x": [[[]]] * 12_800}, separators=(",", ":"))

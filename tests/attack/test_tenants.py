@@ -15,6 +15,9 @@ from attack_target import MODEL, PATIENCE_S, Target, running
 NUM_FLOODED = 150
 """More than one caller may have in line."""
 
+NUM_FORMS = 8
+"""Forms of one caller that each take most of a second to refuse."""
+
 TEXT = "the quick fox jumps " * 1_000
 
 
@@ -56,3 +59,19 @@ def test_a_flood_of_texts_of_one_tenant_leaves_room_and_turns_to_another(shared:
         statuses = [status_of(one) for one in flood]
     assert set(statuses) == {200, 429}
     assert statuses.count(200) >= NUM_FLOODED // 2
+
+
+def test_a_flood_of_costly_forms_of_one_tenant_leaves_turns_to_another(shared: Target) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    with contextlib.ExitStack() as stack:
+
+        def ask(key: str, regex: str) -> HTTPConnection:
+            connection = begin(shared, key, "/v1/completions", {**body, "guided_regex": regex})
+            return stack.enter_context(contextlib.closing(connection))
+
+        assert status_of(ask("other", "x")) == 200
+        flood = [ask("flood", f"(a{{1000}}){{{1_000 + i}}}") for i in range(NUM_FORMS)]
+        assert [status_of(ask("other", regex)) for regex in ("y", "x", "z")] == [200] * 3
+        answered, _, _ = select.select([one.sock for one in flood], [], [], 0)
+        assert len(answered) < NUM_FORMS, "the other was served last"
+        assert {status_of(one) for one in flood} == {400}

@@ -25,11 +25,16 @@ LONG = {"model": "base", "prompt": "say", "max_tokens": 200}
 
 @contextmanager
 def serving(
-    tokenizer: Path, *, builder: str = "reciter:held_parts", drain_timeout_s: float = PATIENCE_S, **scheduler: int
+    tokenizer: Path,
+    *,
+    builder: str = "reciter:held_parts",
+    drain_timeout_s: float = PATIENCE_S,
+    api_keys: tuple[str, ...] = (),
+    **scheduler: int,
 ) -> Iterator[BackgroundServer]:
     server = BackgroundServer(
         engine_config(tokenizer, **scheduler),
-        ServerConfig(port=0, in_process=True, drain_timeout_s=drain_timeout_s),
+        ServerConfig(port=0, in_process=True, drain_timeout_s=drain_timeout_s, api_keys=api_keys),
         builder=builder,
     )
     with server:
@@ -95,6 +100,36 @@ def test_all_answers_of_a_request_are_accepted_or_none(tokenizer: Path, gate: Ga
                 assert answer.status_code == 429
                 wait_for(lambda: gauge(http, "vllm:num_requests_waiting") == 2)
         assert http.post("/v1/completions", json={**LONG, "n": 5}).status_code == 400
+
+
+def test_a_tenant_leaves_room_in_the_queue_to_others(tokenizer: Path, gate: Gate) -> None:
+    """Two run and two wait of each tenant at most; a place is free again when its answer ends or its client leaves."""
+    with serving(tokenizer, api_keys=("one", "two"), max_num_seqs=2, max_waiting=4) as server:
+        one, two = (
+            httpx.Client(base_url=server.url, timeout=60, headers={"authorization": f"Bearer {key}"})
+            for key in ("one", "two")
+        )
+        with one, two:
+            body = {**LONG, "stream": True, "max_tokens": 5}
+            with one.stream("POST", "/v1/completions", json={**body, "n": 3}) as first:
+                assert first.status_code == 200
+                with one.stream("POST", "/v1/completions", json=body) as left:
+                    assert left.status_code == 200
+                    refused = one.post("/v1/completions", json=body)
+                    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+                    assert "4 answers under way" in refused.json()["error"]["message"]
+                    assert one.post("/v1/completions", json={**body, "n": 5}).status_code == 400
+                    with two.stream("POST", "/v1/completions", json=body) as other:
+                        assert other.status_code == 200
+
+                def is_free() -> bool:
+                    with one.stream("POST", "/v1/completions", json=body) as again:
+                        return again.status_code == 200
+
+                wait_for(is_free)
+                gate.open()
+                first.read()
+            wait_for(lambda: one.post("/v1/completions", json={**body, "n": 4}).status_code == 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -16,6 +16,7 @@ from test_sampler import sequence
 from text_tokenizers import MAKERS, make_huggingface
 
 from manylora.errors import RequestError
+from manylora.execution.sampling import grammar
 from manylora.execution.sampling.grammar import MAX_COMPILED, Grammars, check_constraint, grammar_available
 from manylora.execution.sampling.sampler import Sampler
 from manylora.plan import PlannedSequence
@@ -138,6 +139,19 @@ def test_compiled_schemas_are_bounded(saved: tuple[str, Tokenizer]) -> None:
     masks = grammar.masks([bound(one, seq_id=i) for i, one in enumerate(constraints)])
     assert masks.any(axis=1).all()
     assert len(grammar._compiled) == MAX_COMPILED
+
+
+def test_large_compiled_schemas_are_bounded_by_their_size(
+    saved: tuple[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, tokenizer = saved
+    grammars = Grammars(source, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    constraints = [Constraint("json", json.dumps({"enum": ["fox" * 100, i]})) for i in range(6)]
+    monkeypatch.setattr(grammar, "MAX_COMPILED_CHARS", 3 * len(constraints[0].text))
+    for number in (0, 1, 2, 0, 3, 0, 4, 5):
+        grammars.prepare(constraints[number])
+    assert list(grammars._compiled) == [constraints[number] for number in (0, 4, 5)]
+    assert grammars._num_chars == sum(len(one.text) for one in grammars._compiled)
 
 
 @pytest.mark.parametrize(

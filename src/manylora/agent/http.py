@@ -21,6 +21,7 @@ from manylora.hosting.node.node import FunctionNode
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
 from manylora.server.bounds import default_body_bytes
+from manylora.server.form_checks import FormChecks
 from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.http_server import connection_bounds
 from manylora.server.listening import HttpServer
@@ -42,6 +43,7 @@ class BackboneApp:
     app: ASGIApp
     fleet: BackboneFleet
     metrics: Metrics
+    forms: FormChecks
 
 
 def backbone_apps(
@@ -85,7 +87,7 @@ def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: Ser
         serves_base=False,
         functions=fleet.functions,
     )
-    return BackboneApp(make_app(context), fleet, metrics)
+    return BackboneApp(make_app(context), fleet, metrics, context.forms)
 
 
 def http_server(
@@ -98,6 +100,10 @@ def http_server(
             return model
         function = node.functions.get(model) or node.functions.get(model.partition(":")[2])
         return None if function is None else function.host.name
+
+    def close() -> None:
+        for one in apps.values():
+            one.forms.close()
 
     return HttpServer(
         uvicorn.Config(
@@ -117,4 +123,5 @@ def http_server(
             timeout_graceful_shutdown=2,
         ),
         on_listening,
+        close,
     )

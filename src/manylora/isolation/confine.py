@@ -49,6 +49,7 @@ class Confinement:
         keep_fds: Open descriptors that stay; all others are closed.
         environment: Variables that stay, by name; all others are removed.
         memory_bytes: Most address space that it may add from here on; ``None`` for no limit of its own.
+        cpu_s: Whole seconds of processor time after which the kernel ends it; ``None`` for no limit.
         num_files: Most descriptors.
         num_tasks: Most threads, with a ``uid`` that no other process has: the kernel counts them by user. ``None``
             for no limit.
@@ -61,6 +62,7 @@ class Confinement:
     keep_fds: Collection[int] = (0, 1, 2)
     environment: Collection[str] = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS")
     memory_bytes: int | None = None
+    cpu_s: int | None = None
     num_files: int = 64
     num_tasks: int | None = None
     ends_with_parent: bool = False
@@ -196,6 +198,8 @@ def _limit(to: Confinement) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (to.num_files, to.num_files))
     if to.uid is not None and to.num_tasks is not None:
         resource.setrlimit(resource.RLIMIT_NPROC, (to.num_tasks, to.num_tasks))
+    if to.cpu_s is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (to.cpu_s, to.cpu_s + 1))
     if to.memory_bytes is not None:
         with open("/proc/self/statm") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()

@@ -14,6 +14,7 @@ __all__ = [
     "MAX_BIAS_BYTES",
     "MAX_BODIES_BYTES",
     "MAX_CHOICES",
+    "MAX_FORMS_WAITING",
     "MAX_MESSAGES",
     "MAX_MODEL_CHARS",
     "MAX_PROMPT_LOGPROBS",
@@ -84,6 +85,9 @@ INLINE_CHARS = 4_000
 
 MAX_TEXT_WAITING = 256
 """Long texts that wait for their turn to be tokenized, half of them of one caller; more get a 429."""
+
+MAX_FORMS_WAITING = 64
+"""Requests with new forms that wait for their turn to be checked, half of them of one caller; more get a 429."""
 
 TOKENIZE_CONTEXTS = 4
 """``/tokenize`` and ``/detokenize`` take so many contexts, so that a caller sees how far a text is too long."""

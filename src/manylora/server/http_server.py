@@ -115,7 +115,7 @@ def make_http_server(
         config.load()
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"Got ssl_certfile = {web.ssl_certfile!r}, which cannot be used: {error}") from error
-    return HttpServer(config, on_listening)
+    return HttpServer(config, on_listening, context.forms.close)
 
 
 def _refusals(context: Context) -> Refusals | None:

@@ -36,16 +36,35 @@ ServerT = TypeVar("ServerT", bound="Stoppable")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers; ``on_listening`` is called when clients can connect."""
+    """uvicorn without its signal handlers.
 
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+    Args:
+        config: Its settings.
+        on_listening: Called when clients can connect.
+        on_shutdown: Called when the last connection is closed.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_listening: Callable[[], None],
+        on_shutdown: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
         self._on_listening = on_listening
+        self._on_shutdown = on_shutdown
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call ``on_listening``."""
         await super().startup(sockets)
         self._on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close connections, then call ``on_shutdown``."""
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._on_shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

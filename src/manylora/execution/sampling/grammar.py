@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import logging
 import threading
 from collections import OrderedDict
@@ -25,16 +24,20 @@ from numpy.typing import NDArray
 
 from manylora.errors import RequestError
 from manylora.execution.sampling.grammar_text import grammar_text
+from manylora.execution.sampling.grammar_tokenizer import GrammarTokenizer
 from manylora.plan import PlannedSequence
 from manylora.types import Constraint
 
-__all__ = ["Grammars", "check_constraint", "grammar_available"]
+__all__ = ["Grammars", "check_available", "check_constraint", "grammar_available", "refusal", "try_constraint"]
 
 logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 1024
 """Compiled constraints to keep; the least recently used is dropped first. Only when as many others arrived between its
 preparation and its first token does a step compile one."""
+
+MAX_COMPILED_CHARS = 2 << 20
+"""Characters of the constraints that are kept, a measure of their memory: the largest take 150 bytes for each."""
 
 MAX_GRAMMAR_SYMBOLS = 200_000
 MAX_LEXER_STATES = 50_000
@@ -59,13 +62,20 @@ _NAMES = {
     "structural_tag": "structural tag",
 }
 
-LITERAL_TOKENS = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
-"""A decoder that llguidance reads, for tokenizers whose tokens are the text itself."""
-
 
 def grammar_available() -> bool:
     """Return whether the extra is installed."""
     return importlib.util.find_spec("llguidance") is not None
+
+
+def check_available(constraint: Constraint) -> None:
+    """Raise ``RequestError`` if the extra is missing."""
+    if not grammar_available():
+        raise RequestError(
+            f"{_NAMES[constraint.kind]}s need the extra 'grammar', which this installation lacks "
+            "(pip install 'manylora[grammar]')",
+            param=PARAM,
+        )
 
 
 def check_constraint(constraint: Constraint) -> None:
@@ -75,12 +85,7 @@ def check_constraint(constraint: Constraint) -> None:
         RequestError: The extra is missing, the text is malformed, or a JSON schema's keyword cannot be enforced. A
             keyword that would be ignored is refused too, because the answer could then break the schema.
     """
-    if not grammar_available():
-        raise RequestError(
-            f"{_NAMES[constraint.kind]}s need the extra 'grammar', which this installation lacks "
-            "(pip install 'manylora[grammar]')",
-            param=PARAM,
-        )
+    check_available(constraint)
     from llguidance import LLMatcher
 
     try:
@@ -88,16 +93,46 @@ def check_constraint(constraint: Constraint) -> None:
     except ValueError as error:
         problem = str(error)
     if problem:
-        raise _refusal(constraint, problem)
+        raise refusal(constraint, problem)
 
 
-def _begin_answer(matcher: Any) -> None:
-    """Follow a form for a few tokens: one that is too ambiguous fails here, in no step that others share."""
+def try_constraint(constraint: Constraint, tokenizer: GrammarTokenizer) -> None:
+    """Check a constraint, compile it and follow it for a few tokens: all that an engine does before its first step.
+
+    It may take any time and memory, so a stranger's constraint is tried in a process of its own.
+
+    Raises:
+        RequestError: As of ``check_constraint``, or it cannot be enforced with this tokenizer.
+    """
+    check_constraint(constraint)
+    try:
+        matcher = _make_matcher(constraint, tokenizer)
+    except ValueError as error:
+        raise refusal(constraint, str(error)) from None
+    _begin_answer(constraint, matcher)
+
+
+def _make_matcher(constraint: Constraint, tokenizer: GrammarTokenizer) -> Any:
+    from llguidance import LLMatcher
+
+    return LLMatcher(tokenizer.tokens, grammar_text(constraint, tokenizer.special), limits=_limits())
+
+
+def _begin_answer(constraint: Constraint, matcher: Any) -> None:
+    """Follow a form for a few tokens: one that is too ambiguous fails here, in no step that others share.
+
+    Raises:
+        RequestError: It failed.
+    """
     for _ in range(NUM_TRIED):
+        if matcher.is_error():
+            raise refusal(constraint, matcher.get_error())
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
         if matcher.is_error() or matcher.is_stopped() or not allowed.size:
-            return
+            break
         matcher.consume_token(int(allowed[-1]))
+    if matcher.is_error():
+        raise refusal(constraint, matcher.get_error())
 
 
 @functools.cache
@@ -114,7 +149,8 @@ def _limits() -> Any:
     )
 
 
-def _refusal(constraint: Constraint, problem: str) -> RequestError:
+def refusal(constraint: Constraint, problem: str) -> RequestError:
+    """Return the error for a constraint that cannot be enforced."""
     line = next(iter(problem.splitlines()), "")[:500]
     return RequestError(f"The {_NAMES[constraint.kind]} cannot be followed: {line}", param=PARAM)
 
@@ -145,9 +181,9 @@ class Grammars:
         self._revision = revision
         self._vocab_size = vocab_size
         self._eos = [token for token in eos_token_ids if 0 <= token < vocab_size]
-        self._tokenizer: Any = None
-        self._special: frozenset[str] = frozenset()
+        self._tokenizer: GrammarTokenizer | None = None
         self._compiled: OrderedDict[Constraint, Any] = OrderedDict()
+        self._num_chars = 0  # of all texts in ``_compiled``
         self._loading = threading.Lock()
         self._lock = threading.Lock()  # of ``_compiled``
         self._progress: dict[int, _Progress] = {}
@@ -166,7 +202,7 @@ class Grammars:
         """
         self._finish()
         rows = [self._advance(sequence) for sequence in sequences]
-        width = 4 * -(-(self._vocab_size if self._tokenizer is None else self._tokenizer.vocab_size) // 32)
+        width = 4 * -(-(self._vocab_size if self._tokenizer is None else self._tokenizer.tokens.vocab_size) // 32)
         if self._bits.shape[0] < len(rows) or self._bits.shape[1] != width:
             self._bits = np.zeros((len(rows), width), dtype=np.uint8)
         self._begun = {_place(sequence): index for index, sequence in enumerate(sequences)}
@@ -230,12 +266,8 @@ class Grammars:
         try:
             matcher = self._compile(constraint)
         except ValueError as error:
-            raise _refusal(constraint, str(error)) from None
-        if not matcher.is_error():
-            matcher = matcher.deep_copy()
-            _begin_answer(matcher)
-        if matcher.is_error():
-            raise _refusal(constraint, matcher.get_error())
+            raise refusal(constraint, str(error)) from None
+        _begin_answer(constraint, matcher.deep_copy())
 
     def _start(self, sequence: PlannedSequence) -> _Progress:
         assert sequence.sampling.constraint is not None
@@ -246,36 +278,31 @@ class Grammars:
             return _Progress(None)
 
     def _compile(self, constraint: Constraint) -> Any:
-        from llguidance import LLMatcher
-
         with self._lock:
             matcher = self._compiled.get(constraint)
             if matcher is not None:
                 self._compiled.move_to_end(constraint)
                 return matcher
-        with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load_tokenizer()
-        matcher = LLMatcher(self._tokenizer, grammar_text(constraint, self._special), limits=_limits())
+        matcher = _make_matcher(constraint, self._load())
         with self._lock:
+            if constraint not in self._compiled:  # another thread's
+                self._num_chars += len(constraint.text)
             self._compiled[constraint] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            while len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS:
+                dropped, _ = self._compiled.popitem(last=False)
+                self._num_chars -= len(dropped.text)
         return matcher
 
-    def _load_tokenizer(self) -> Any:
-        from llguidance import LLExecutor, LLTokenizer
-        from transformers import AutoTokenizer
+    def _load(self) -> GrammarTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                from llguidance import LLExecutor
+                from transformers import AutoTokenizer
 
-        hf = AutoTokenizer.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
-        description = json.loads(hf.backend_tokenizer.to_str())
-        description["truncation"] = description["padding"] = None
-        if description["decoder"] is None or description["decoder"]["type"] == "Fuse":
-            description["decoder"] = LITERAL_TOKENS
-        self._special = frozenset(token["content"] for token in description["added_tokens"] if token["special"])
-        eos = self._eos or hf.eos_token_id
-        self._executor = LLExecutor()
-        return LLTokenizer(json.dumps(description), n_vocab=max(self._vocab_size, len(hf)), eos_token=eos)
+                hf = AutoTokenizer.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
+                self._executor = LLExecutor()
+                self._tokenizer = GrammarTokenizer.of(hf, vocab_size=self._vocab_size, eos=self._eos)
+            return self._tokenizer
 
 
 def _place(sequence: PlannedSequence) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from starlette.types import Receive
 from manylora.errors import EngineDead, ManyloraError
 from manylora.hosting.output_stream import Flush, OutputStream
 from manylora.server.api.prompt_part import NO_DETAILS, Details, named_by_id
+from manylora.server.caller_room import Places
 from manylora.server.errors import hide_paths
 from manylora.server.fair_work import ClientGone
 from manylora.server.served import ServedFleet
@@ -92,6 +93,7 @@ class Answers:
         num_answers: Answers per prompt.
         details: The details of the response.
         count: Called with the numbers of tokens of the answers of each prompt, once all have finished.
+        places: The places of its caller; each is given back when its answer ends.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class Answers:
         num_answers: int,
         details: Details = NO_DETAILS,
         count: Callable[[Sequence[int]], None] = lambda num_tokens: None,
+        places: Places | None = None,
     ) -> None:
         self._count = count
+        self._places = places
         self._fleet = fleet
         self._requests = requests
         self._tokenizer = tokenizer
@@ -129,7 +133,11 @@ class Answers:
             CapacityError: The queue is full.
             EngineDead: The engine died.
         """
-        self._stream = await self._fleet.submit(self._requests)
+        try:
+            self._stream = await self._fleet.submit(self._requests)
+        except BaseException:
+            self._give_places()
+            raise
 
     async def deliver(self, consume: Callable[[list[Piece]], Flush | None]) -> None:
         """Deliver pieces to ``consume`` as they arrive, until every answer has finished.
@@ -174,6 +182,7 @@ class Answers:
             finally:
                 watcher.cancel()
                 self._cancel_unfinished()
+                self._give_places()
                 if not self._num_unfinished:
                     num_tokens = [answer.num_tokens for answer in self._answers.values()]
                     for first in range(0, len(num_tokens), self._num_answers):
@@ -192,6 +201,10 @@ class Answers:
 
     def _cancel_unfinished(self) -> None:
         self._fleet.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
+
+    def _give_places(self) -> None:
+        if self._places is not None:
+            self._places.close()
 
     def _pieces_of(self, outputs: Sequence[Output]) -> list[Piece]:
         """Turn outputs, possibly of several steps, into one piece per answer."""
@@ -232,6 +245,8 @@ class Answers:
         else:
             answer.is_finished = True
             self._num_unfinished -= 1
+            if self._places is not None:
+                self._places.give()
             piece = self._last_piece(answer, output, delta)
         return piece if self._details is None else _detailed(piece, answer, tokens[: delta.num_tokens], self._details)
 

@@ -314,6 +314,7 @@ async def create_chat_completion(request: Request) -> Response:
     if make_reader := message_readers(context, use, prompt, is_constrained=sampling.constraint is not None):
         form = MessageFormat(make_reader, use, part, has_logprobs=sampling.logprobs is not None)
     return await respond(
+        request,
         context,
         body,
         [prompt],

@@ -199,7 +199,9 @@ async def create_completion(request: Request) -> Response:
     echoes = await _echoes(request, context, body, given, prompts)
     part = PromptPart(context.tokenizer, prompts, body.n or 1, details)
     form = CompletionFormat(echoes, part, has_logprobs=body.logprobs is not None)
-    return await respond(context, body, prompts, sampling, form, settings=settings, tenant=tenant, id_prefix="cmpl-")
+    return await respond(
+        request, context, body, prompts, sampling, form, settings=settings, tenant=tenant, id_prefix="cmpl-"
+    )
 
 
 completion_routes = [Route("/v1/completions", create_completion, methods=["POST"])]

@@ -71,10 +71,15 @@ def constraint_of(body: ConstraintFields) -> Constraint | None:
     return found[0][1] if found else None
 
 
-def constraint_field(body: ConstraintFields) -> str | None:
-    """Return the field that has the constraint."""
-    found = _found(body)
-    return found[0][0] if found else None
+def constraint_field(body: ConstraintFields) -> str:
+    """Return the field that has the one constraint of a body; no schema is read again for it."""
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(body, f"guided_{kind}")
+        if not (is_null(value) if kind == "json" else value is None):
+            return f"guided_{kind}"
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    return "structured_outputs"
 
 
 def _found(body: ConstraintFields) -> list[tuple[str, Constraint]]:

@@ -20,18 +20,28 @@ from starlette.requests import ClientDisconnect, Request
 from manylora.config import EngineConfig, ServerConfig
 from manylora.errors import ModelNotFound
 from manylora.functions.wire import FunctionState
+from manylora.hosting.engine_keeper import State
 from manylora.server.api.body_room import BodyRoom
 from manylora.server.api.json_body import parse
 from manylora.server.auth import Gate
-from manylora.server.bounds import MAX_MODEL_CHARS, MAX_TEXT_WAITING, SHORT_BODY_BYTES, default_body_bytes
+from manylora.server.bounds import (
+    MAX_FORMS_WAITING,
+    MAX_MODEL_CHARS,
+    MAX_TEXT_WAITING,
+    SHORT_BODY_BYTES,
+    default_body_bytes,
+)
+from manylora.server.caller_room import CallerRoom, room_of_engine
 from manylora.server.errors import HttpError
 from manylora.server.fair_work import FairWork
+from manylora.server.form_checks import FormChecks
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.metrics.shared_scrape import SharedScrape
 from manylora.server.model_settings import ModelSettings
 from manylora.server.refusals import RetryTimes
 from manylora.server.served import ServedFleet
 from manylora.text import Tokenizer
+from manylora.text.forms import FormProcess, FormSettings
 
 __all__ = ["Context", "context_of", "read_body"]
 
@@ -52,6 +62,8 @@ class Context:
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
         gate: Checks API keys.
         text_work: Takes long texts off the event loop, in turns.
+        forms: Checks forms of answers.
+        callers: Bounds the answers under way of each caller, where keys tell callers apart.
         scrapes: Runs scrapes of ``/metrics``.
         retries: Tells refused clients when to try again.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
@@ -74,6 +86,8 @@ class Context:
     functions: Callable[[], Sequence[FunctionState]] = tuple
     gate: Gate = field(init=False)
     text_work: FairWork = field(init=False)
+    forms: FormChecks = field(init=False)
+    callers: CallerRoom = field(init=False)
     fingerprint: str = field(init=False)
     scrapes: SharedScrape = field(default_factory=SharedScrape)
     retries: RetryTimes = field(default_factory=RetryTimes)
@@ -88,9 +102,17 @@ class Context:
         work = FairWork("long texts", self.gate.caller_of, max_waiting=MAX_TEXT_WAITING)
         object.__setattr__(self, "text_work", work)
         model = self.engine_config.model
+        turns = FairWork("new forms", self.gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
+        process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
+        object.__setattr__(self, "forms", FormChecks(process, turns))
+        room = CallerRoom(room_of_engine(self.engine_config.scheduler), self._num_serving)
+        object.__setattr__(self, "callers", room)
         answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
         digest = hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()
         object.__setattr__(self, "fingerprint", f"fp_{digest}")
+
+    def _num_serving(self) -> int:
+        return self.fleet.num_by_state()[State.SERVING]
 
 
 def context_of(request: Request) -> Context:

@@ -10,16 +10,15 @@ import asyncio
 import functools
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.errors import ContextExceeded, ManyloraError, ModelNotFound, RequestError
-from manylora.execution.sampling.grammar import check_constraint
 from manylora.hosting.output_stream import Flush
 from manylora.server.api.answers import Answers, Piece
 from manylora.server.api.constraints import constraint_field
@@ -28,11 +27,12 @@ from manylora.server.api.prompt_part import NO_DETAILS, Details, PromptPart
 from manylora.server.api.request import Context
 from manylora.server.api.schemas import SamplingFields, StreamOptions
 from manylora.server.bounds import MAX_ANSWER_LOGPROBS, MAX_SALT_CHARS
+from manylora.server.caller_room import room_of_engine
 from manylora.server.errors import error_body, error_response
 from manylora.server.fair_work import ClientGone
 from manylora.server.http_protocol import WriteChunk, chunk_writer
 from manylora.server.model_settings import Settings
-from manylora.types import Constraint, PromptLogprobs, Request, SamplingParams
+from manylora.types import PromptLogprobs, Request, SamplingParams
 from manylora.web_config import MOST_LOGPROBS
 
 __all__ = [
@@ -95,6 +95,7 @@ class AnswerFormat(Protocol):
 
 
 async def respond(
+    request: HttpRequest,
     context: Context,
     body: SamplingFields,
     prompts: Sequence[tuple[int, ...]],
@@ -108,6 +109,7 @@ async def respond(
 ) -> Response:
     """Submit the prompts and return the response, which sends the answers; arguments and errors as of ``submit``."""
     answers, head = await submit(
+        request,
         context,
         body,
         prompts,
@@ -124,6 +126,7 @@ async def respond(
 
 
 async def submit(
+    request: HttpRequest,
     context: Context,
     body: SamplingFields,
     prompts: Sequence[tuple[int, ...]],
@@ -138,8 +141,9 @@ async def submit(
     """Submit the prompts; return their answers, and the id, time and model of the response.
 
     Args:
+        request: The HTTP request.
         context: The server's parts.
-        body: The request.
+        body: Its body.
         prompts: Token ids.
         sampling: Sampling parameters of every answer.
         tenant: The caller.
@@ -150,7 +154,8 @@ async def submit(
 
     Raises:
         RequestError: The engine refuses a request.
-        CapacityError: The queue is full, or no engine serves.
+        CapacityError: The queue is full, the caller has too many answers under way, or no engine serves.
+        ManyloraError: As of ``FormChecks.check``.
     """
     num_answers = body.n or 1
     check_num_answers(context, len(prompts), num_answers)
@@ -159,7 +164,10 @@ async def submit(
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
     _check_logprobs(context, sampling, prompts, num_answers, settings)
     if sampling.constraint is not None:
-        await _check(sampling.constraint, constraint_param or constraint_field(body))
+        try:
+            await context.forms.check(request, sampling.constraint)
+        except RequestError as error:
+            raise RequestError(str(error), param=constraint_param or constraint_field(body)) from None
     answer_id = id_prefix + uuid.uuid4().hex
     searched = replace(sampling, stop=()) if sampling.stop else sampling  # no engine looks for stop strings
     salt = _salt(context, tenant, body.cache_salt)
@@ -181,6 +189,7 @@ async def submit(
         ]
         if len(requests) % REQUESTS_AT_ONCE < num_answers:
             await asyncio.sleep(0)
+    places = context.callers.take(tenant, len(requests)) if context.gate.tells_tenants else None
     answers = Answers(
         context.fleet,
         context.tokenizer,
@@ -189,14 +198,18 @@ async def submit(
         num_answers=num_answers,
         details=details,
         count=context.metrics.count_answers,
+        places=places,
     )
     await answers.start()
     return answers, {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
 
 
 def check_num_answers(context: Context, num_prompts: int, num_answers: int) -> None:
-    """Raise ``RequestError`` unless a request's answers fit into the queue."""
-    most = context.engine_config.scheduler.max_waiting
+    """Raise ``RequestError`` unless a request's answers fit into the queue, and into a caller's part of it."""
+    scheduler = context.engine_config.scheduler
+    most = scheduler.max_waiting
+    if context.gate.tells_tenants:
+        most = min(most, room_of_engine(scheduler))
     if num_prompts * num_answers > most:
         raise RequestError(
             f"Got {num_prompts} prompts with n = {num_answers}, expected at most {most} answers in one request",
@@ -235,17 +248,6 @@ def _check_logprobs(
             f"at most {most} log-probabilities in one request: set max_tokens, or ask for fewer answers at a time",
             param="logprobs",
         )
-
-
-_CHECKS = ThreadPoolExecutor(2, thread_name_prefix="constraint-check")
-"""Threads of their own: a check takes up to half a second, and the loop's threads also end engines."""
-
-
-async def _check(constraint: Constraint, param: str | None) -> None:
-    try:
-        await asyncio.get_running_loop().run_in_executor(_CHECKS, check_constraint, constraint)
-    except RequestError as error:
-        raise RequestError(str(error), param=param) from None
 
 
 def _salt(context: Context, tenant: str, given: str | None) -> str:

@@ -277,6 +277,7 @@ async def create_response(request: Request) -> Response:
         raise RequestError(str(error), param="input") from None
     make_reader = message_readers(context, use, prompt, is_constrained=sampling.constraint is not None)
     answers, head = await submit(
+        request,
         context,
         body,
         [prompt],
