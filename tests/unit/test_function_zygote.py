@@ -19,7 +19,7 @@ import pytest
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import EngineDead
 from manylora.hosting.functions import zygote as zygote_module
-from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm
+from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm, in_memory
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.functions.zygote_process import ZygoteProcess
 from manylora.hosting.link_function import FunctionLink, FunctionPlace
@@ -200,3 +200,11 @@ def test_a_loader_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
         ends.register(loader, select.POLLIN)
         assert ends.poll(60_000)
         os.close(loader)
+
+
+def test_a_long_set_up_is_written_without_a_reader() -> None:
+    """The table of a large model exceeds a pipe: its writer would wait for the imports of the child."""
+    body = os.urandom(1 << 20)
+    with in_memory(body) as stdin:
+        child = subprocess.Popen(["cat"], stdin=stdin, stdout=subprocess.PIPE)
+    assert child.communicate()[0] == body

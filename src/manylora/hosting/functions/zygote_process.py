@@ -184,8 +184,7 @@ def warm(setup: ZygoteSetup) -> None:
 
 def main() -> int:
     """Run a zygote; return the exit code."""
-    num_bytes = int(sys.stdin.buffer.readline())
-    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=ZygoteSetup)
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ZygoteSetup)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.close(nowhere)
