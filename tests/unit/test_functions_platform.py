@@ -79,6 +79,7 @@ def test_paths_of_a_file_are_relative_to_it(deployment: Deployment, tmp_path: Pa
         (('backbone = "base"\nadapter = "one"', 'backbone = "bass"\nadapter = "one"'), "backbone = 'bass', expected"),
         (('"team/one"', '"../one"'), r"functions\.'\.\./one'"),
         (("[functions.two]", "[functions.base]"), "the name of a backbone"),
+            ('adapter = "one"', 'adapter = "one/../base/one"'),
         (("cpu-s", "gpu-s"), "prices: 'gpu_s'"),
         (("[node]", "[nodes]"), "table 'nodes'"),
         (("keep-alive-s = 5", "keep-alive-s = "), "not TOML"),
