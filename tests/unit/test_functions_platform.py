@@ -34,6 +34,7 @@ from manylora.functions.rates import RequestRate
 from manylora.functions.wire import Account, BackboneState, FunctionState, Report
 from manylora.server.api.body_room import BodyRoom
 
+from manylora.server.auth import Gate
 FILE = """
 [node]
 keep-alive-s = 5
@@ -280,7 +281,7 @@ def test_one_address_serves_several_backbones() -> None:
             ]
         )
 
-    dispatch = Dispatch({"a": app("a"), "b": app("b")}, {"one": "a", "two": "b"}.get, max_body_bytes=1000)
+    dispatch = Dispatch({"a": app("a"), "b": app("b")}, {"one": "a", "two": "b"}.get, gate=Gate(), max_body_bytes=1000)
 
     async def ask() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(dispatch), base_url="http://agent") as client:
@@ -309,7 +310,7 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
             statuses.append(message["status"])
 
     async def main() -> None:
-        dispatch = Dispatch({"a": answer, "b": answer}, {}.get, max_body_bytes=1_000_000)
+        dispatch = Dispatch({"a": answer, "b": answer}, {}.get, gate=Gate(), max_body_bytes=1_000_000)
         may_end = asyncio.Event()
         parts = iter([b" " * 80_000, b"{}"])
 
@@ -322,7 +323,7 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
         async def whole() -> Message:
             return {"type": "http.request", "body": b" " * 80_000, "more_body": False}
 
-        scope = {"type": "http", "path": "/v1/completions", "method": "POST"}
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
         first = asyncio.create_task(dispatch(scope, stalled, note))
         await asyncio.sleep(0)
         await dispatch(scope, whole, note)
@@ -332,3 +333,11 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
 
     asyncio.run(main())
     assert statuses == [503, 200, 200]
+        async def unread() -> Message:
+            raise AssertionError("the body of a request without a key is read")
+
+        guarded = Dispatch({"a": answer, "b": answer}, {}.get, gate=Gate(["secret"]), max_body_bytes=1_000_000)
+        await guarded(scope, unread, note)  # the application refuses it
+        with pytest.raises(AssertionError):
+            await guarded(scope | {"headers": [(b"authorization", b"Bearer secret")]}, unread, note)
+
