@@ -9,20 +9,24 @@ import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec import structs
 
-from manylora.errors import AdapterError, CapacityError, EngineDead, ModelNotFound
-from manylora.functions.billing import PLATFORM
+from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError, ModelNotFound
+from manylora.functions.billing import PLATFORM, Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.hosting.engine_keeper import State
+from manylora.hosting.node import accounts as accounts_module
 from manylora.hosting.node import instance as instance_module
+from manylora.hosting.node import launch as launch_module
 from manylora.hosting.node import node as node_module
 from manylora.hosting.node.backbone_fleet import BackboneFleet
 from manylora.hosting.node.instance import FunctionInstance, Phase
+from manylora.hosting.node.launch import launch
 from manylora.hosting.node.node import FunctionNode
+from manylora.hosting.protocol import FinishedRequest, Observations
 from manylora.types import Request
 
 PROCESS_BYTES = node_module.LEAST_BYTES
@@ -34,9 +38,12 @@ class Engine:
     def __init__(self) -> None:
         self.submitted: list[str] = []
         self.num_in_flight = 0
-        self.pid = None
+        self.pid: int | None = None
         self.report = None
         self.is_stopped = False
+        self.error: ManyloraError | None = None
+        self.may_stop = asyncio.Event()
+        self.may_stop.set()
         self.keeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fleet = SimpleNamespace(state=State.SERVING, num_restarts=0, submit=self.submit)
 
@@ -45,7 +52,9 @@ class Engine:
         self.num_in_flight += len(requests)
         return "stream"
 
-    async def stop(self) -> None:
+    async def stop(self, error: ManyloraError) -> None:
+        self.error = error
+        await self.may_stop.wait()
         self.is_stopped = True
         self.keeping.cancel()
 
@@ -58,10 +67,14 @@ class Rig:
         self.num_launches = 0
         self.error: Exception | None = None
         self.zygote_ends = 0
+        self.pid: int | None = None
+        self.may_start = asyncio.Event()
+        self.may_start.set()
 
         async def launch(name: str, *_: object, **__: object) -> Engine:
             self.num_launches += 1
             await asyncio.sleep(0)
+            await self.may_start.wait()
             if self.zygote_ends:
                 self.zygote_ends -= 1
                 self.zygote.pid += 1
@@ -69,6 +82,7 @@ class Rig:
             if self.error is not None:
                 raise self.error
             self.engines[name] = Engine()
+            self.engines[name].pid = self.pid
             return self.engines[name]
 
         self.zygote = SimpleNamespace(pid=1)
@@ -76,10 +90,10 @@ class Rig:
         async def ready(host: object) -> SimpleNamespace:
             return self.zygote
 
-        monkeypatch.setattr(instance_module, "launch", launch)
+        monkeypatch.setattr(launch_module, "launch", launch)
         monkeypatch.setattr(node_module.BackboneHost, "ready", ready)
         self.node = FunctionNode(tmp_path, memory_bytes=4 * PROCESS_BYTES, lifeline=None, on_observed=lambda *_: None)
-        spec = FunctionSpec(
+        self.spec = spec = FunctionSpec(
             backbone="base", adapter=str(tmp_path), max_batch=max_batch, slo_s=3600.0, kv_bytes=1, adapter_bytes=1
         )
         names = ("a", "b", "c", "d", "e")
@@ -185,15 +199,25 @@ def test_a_function_that_is_held_ready_is_charged_to_the_platform(
 ) -> None:
     async def scenario() -> None:
         monkeypatch.setattr(node_module, "TICK_S", 0.0)
+        used_ns = 1000
+        monkeypatch.setattr(accounts_module, "cpu_ns", lambda _: used_ns)
         rig = Rig(tmp_path, monkeypatch)
+        rig.pid = os.getpid()
+        rig.may_start.clear()
         living = asyncio.create_task(rig.node.run())
         rig.node.configure({}, None, NodeSpec(keep_alive_s=0.0), ["process:a", "adapter:b"])
+        await settle()
+        assert rig.node.functions["a"].phase is Phase.WAKING
+        rig.may_start.set()
         while rig.node.functions["a"].phase is not Phase.AWAKE:
             await asyncio.sleep(0)
-        rig.node.take()
         await settle()
         _, accounts = rig.node.take()
-        assert [one.name for one in accounts] == [PLATFORM]
+        assert [one.name for one in accounts] == [PLATFORM]  # its start as well
+        used_ns = 1700
+        await settle()
+        _, accounts = rig.node.take()
+        assert {one.name: one.usage for one in accounts}["a"] == Usage(cpu_ns=700)  # it works without a request
         rig.node.configure({}, None, NodeSpec(keep_alive_s=0.0), ())
         while rig.node.functions["a"].phase is not Phase.ASLEEP:
             await asyncio.sleep(0)
@@ -308,10 +332,10 @@ def test_a_function_that_came_into_use_while_another_left_stays(
         for name in ("a", "b", "c", "d"):
             stop = rig.engines[name].stop
 
-            async def slow(name: str = name, stop: Callable[[], Coroutine[Any, Any, None]] = stop) -> None:
+            async def slow(error: ManyloraError, *, name: str = name, stop: Callable[..., Any] = stop) -> None:
                 leaving.append(name)
                 await hold.wait()
-                await stop()
+                await stop(error)
 
             rig.engines[name].stop = slow  # type: ignore[method-assign]
         waking = rig.ask("e", "e")
@@ -356,3 +380,115 @@ def test_memory_is_reserved_for_a_full_pool(tmp_path: Path, monkeypatch: pytest.
         assert function.reserved_bytes == 5 * PROCESS_BYTES
 
     run(scenario)
+
+
+def test_a_start_is_charged_once_a_request_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        rig.may_start.clear()
+        asked = rig.ask("a", "1")
+        await settle()
+        rig.node.take()
+        await settle()
+        _, accounts = rig.node.take()
+        assert [(one.name, one.usage.idle_device_ns > 0) for one in accounts if one.name] == [("a", True)]
+        rig.may_start.set()
+        assert await asked == "stream"
+
+    run(scenario)
+
+
+def test_a_function_that_is_replaced_is_its_tenants_until_its_process_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        old, new = (structs.replace(rig.spec, tenant=tenant) for tenant in ("acme", "other"))
+        node = NodeSpec(keep_alive_s=3600.0)
+        rig.node.configure({}, {"a": old, "b": old}, node, ())
+        await rig.ask("a", "1")
+        first = rig.node.functions["a"]
+        first.own_bytes = PROCESS_BYTES
+        ended = FinishedRequest(adapter="a", reason="stop", num_prompt_tokens=3, num_output_tokens=2, e2e_s=1.0)
+        first.observed(Observations(finished=[ended]))
+        engine = rig.engines["a"]
+        engine.may_stop.clear()
+        rig.node.configure({}, {"a": new, "b": old}, node, ())
+        assert await rig.ask("a", "2") == "stream"  # of the new one, while the other ends
+        assert isinstance(engine.error, CapacityError)
+        assert engine.error.status == 503
+        assert rig.node.used_bytes == 2 * PROCESS_BYTES
+        taken, accounts = rig.node.take()
+        found = {(one.tenant, one.name): one for one in accounts if one.usage.active_device_ns or one.num_requests}
+        assert {who: (one.num_requests, one.num_tokens) for who, one in found.items()} == {
+            ("acme", "a"): (1, 5),
+            ("other", "a"): (0, 0),
+        }
+        assert sum(one.usage.host_byte_ns for one in accounts) == taken.host_byte_ns
+        await settle()
+        _, accounts = rig.node.take()
+        assert any(one.tenant == "acme" and one.usage.host_byte_ns for one in accounts)
+        engine.may_stop.set()
+        await settle()
+        rig.node.take()
+        await settle()
+        _, accounts = rig.node.take()
+        assert "acme" not in {one.tenant for one in accounts}
+        assert rig.node.used_bytes == PROCESS_BYTES
+
+    run(scenario)
+
+
+def test_memory_of_a_function_that_ends_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 3600.0)
+        for name in ("a", "b", "c", "d"):
+            await rig.ask(name, name)
+            rig.finish(name)
+        rig.engines["a"].may_stop.clear()
+        rig.node.configure({}, dict.fromkeys(("b", "c", "d", "e"), rig.spec), NodeSpec(keep_alive_s=0.0), ())
+        await settle()
+        asked = rig.ask("e", "e")
+        await settle()
+        assert not asked.done()
+        rig.engines["a"].may_stop.set()
+        assert await asked == "stream"
+        assert not any(rig.engines[name].is_stopped for name in ("b", "c", "d"))
+
+    run(scenario)
+
+
+def test_a_second_costs_nothing_for_functions_that_have_not_been_awake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        await rig.ask("b", "1")
+        visited: list[str] = []
+        for method in ("describe", "rate", "read_memory"):
+            real = getattr(FunctionInstance, method)
+
+            def visit(one: FunctionInstance, *arguments: object, real: Callable[..., object] = real) -> object:
+                visited.append(one.name)
+                return real(one, *arguments)
+
+            monkeypatch.setattr(FunctionInstance, method, visit)
+        monkeypatch.setattr(node_module, "TICK_S", 0.0)
+        living = asyncio.create_task(rig.node.run())
+        await settle()
+        states, _ = rig.node.describe()
+        assert [one.name for one in states] == ["b"]
+        assert set(visited) == {"b"}
+        living.cancel()
+
+    run(scenario)
+
+
+def test_an_adapter_in_the_folder_of_the_base_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "base" / "mine").mkdir(parents=True)
+    (tmp_path / "mine").symlink_to(tmp_path / "base" / "mine")
+    host = SimpleNamespace(backbone=SimpleNamespace(model=SimpleNamespace(model=str(tmp_path / "base"))))
+    spec = FunctionSpec(backbone="base", adapter=str(tmp_path / "mine"))
+    with pytest.raises(AdapterError, match="every function reads"):
+        asyncio.run(launch("f", spec, cast(Any, host), cast(Any, None), users=cast(Any, None), observe=print))

@@ -19,12 +19,12 @@ import pytest
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import EngineDead
 from manylora.hosting.functions import zygote as zygote_module
-from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm
+from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm, in_memory
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.functions.zygote_process import ZygoteProcess
 from manylora.hosting.link_function import FunctionLink, FunctionPlace
 from manylora.hosting.protocol import EngineSpec
-from manylora.isolation import Confinement
+from manylora.isolation import Confinement, remove_groups_of_the_dead
 from manylora.ports import SharedBase
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="functions run on Linux")
@@ -200,3 +200,22 @@ def test_a_loader_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
         ends.register(loader, select.POLLIN)
         assert ends.poll(60_000)
         os.close(loader)
+
+
+def test_a_long_set_up_is_written_without_a_reader() -> None:
+    """The table of a large model exceeds a pipe: its writer would wait for the imports of the child."""
+    body = os.urandom(1 << 20)
+    with in_memory(body) as stdin:
+        child = subprocess.Popen(["cat"], stdin=stdin, stdout=subprocess.PIPE)
+    assert child.communicate()[0] == body
+
+
+def test_control_groups_of_a_zygote_that_was_killed_are_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    mine, lost = (tmp_path / f"manylora-function-{pid}-1" for pid in (os.getpid(), ended.pid))
+    old, other = tmp_path / "memory" / lost.name, tmp_path / f"manylora-engine-{ended.pid}-1"
+    for folder in (mine, lost, old, other):
+        folder.mkdir(parents=True)
+    remove_groups_of_the_dead("function", tmp_path)
+    assert [folder.exists() for folder in (mine, lost, old, other)] == [True, False, False, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from manylora.errors import ConfigError, RequestError
 from manylora.functions.batching import FirstTokenFit, FirstTokenTime
 from manylora.functions.billing import PLATFORM, Usage
 from manylora.functions.deployment import Deployment, FunctionSpec, read_deployment
-from manylora.functions.holding import Load, NodeRoom, Wanted, choose_holding
+from manylora.functions.holding import Load, NodeRoom, Wanted, revise_holding
 from manylora.functions.meter import MachineState, Meter
 from manylora.functions.rates import RequestRate
 from manylora.functions.wire import Account, BackboneState, FunctionState, Report
 from manylora.server.api.body_room import BodyRoom
+from manylora.server.auth import Gate
 
 FILE = """
 [node]
@@ -79,6 +81,10 @@ def test_paths_of_a_file_are_relative_to_it(deployment: Deployment, tmp_path: Pa
         (('backbone = "base"\nadapter = "one"', 'backbone = "bass"\nadapter = "one"'), "backbone = 'bass', expected"),
         (('"team/one"', '"../one"'), r"functions\.'\.\./one'"),
         (("[functions.two]", "[functions.base]"), "the name of a backbone"),
+        (
+            ('adapter = "one"', 'adapter = "one/../base/one"'),
+            r"functions\.team/one: .*model of backbone 'base'",
+        ),
         (("cpu-s", "gpu-s"), "prices: 'gpu_s'"),
         (("[node]", "[nodes]"), "table 'nodes'"),
         (("keep-alive-s = 5", "keep-alive-s = "), "not TOML"),
@@ -131,11 +137,17 @@ def test_what_is_held_is_most_value_with_all_that_it_needs() -> None:
         Wanted(name="calm", backbone="b", requests_per_s=0.1, adapter=Load(1, 0.1), process=Load(40, 0.3)),
         Wanted(name="idle", backbone="b", requests_per_s=0.0, adapter=Load(1, 0.1), process=Load(40, 0.3)),
     ]
-    held = choose_holding(wanted, {"b": (base, libraries)}, [NodeRoom("n", 193), NodeRoom("small", 99)])
+    nodes = [NodeRoom("n", 193), NodeRoom("small", 99)]
+    held = revise_holding({}, wanted, {"b": (base, libraries)}, nodes)
     assert held == {
         "n": {"backbone:b", "libraries:b", "adapter:busy", "adapter:calm", "process:busy"},
         "small": frozenset(),
     }
+    equal = [replace(one, requests_per_s=1.0 + 0.01 * (one.name == "calm")) for one in wanted[:2]]
+    assert revise_holding(held, equal, {"b": (base, libraries)}, nodes) == held  # another choice is worth little more
+    alone = revise_holding(held, equal[1:], {"b": (base, libraries)}, nodes)
+    assert alone["n"] == {"backbone:b", "libraries:b", "adapter:calm", "process:calm"}
+    assert not revise_holding(held, wanted, {"b": (base, libraries)}, [NodeRoom("n", 99)])["n"]  # no longer fits
 
 
 class Clock:
@@ -279,7 +291,7 @@ def test_one_address_serves_several_backbones() -> None:
             ]
         )
 
-    dispatch = Dispatch({"a": app("a"), "b": app("b")}, {"one": "a", "two": "b"}.get, max_body_bytes=1000)
+    dispatch = Dispatch({"a": app("a"), "b": app("b")}, {"one": "a", "two": "b"}.get, gate=Gate(), max_body_bytes=1000)
 
     async def ask() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(dispatch), base_url="http://agent") as client:
@@ -308,7 +320,7 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
             statuses.append(message["status"])
 
     async def main() -> None:
-        dispatch = Dispatch({"a": answer, "b": answer}, {}.get, max_body_bytes=1_000_000)
+        dispatch = Dispatch({"a": answer, "b": answer}, {}.get, gate=Gate(), max_body_bytes=1_000_000)
         may_end = asyncio.Event()
         parts = iter([b" " * 80_000, b"{}"])
 
@@ -321,7 +333,7 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
         async def whole() -> Message:
             return {"type": "http.request", "body": b" " * 80_000, "more_body": False}
 
-        scope = {"type": "http", "path": "/v1/completions", "method": "POST"}
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
         first = asyncio.create_task(dispatch(scope, stalled, note))
         await asyncio.sleep(0)
         await dispatch(scope, whole, note)
@@ -329,5 +341,13 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
         await first
         await dispatch(scope, whole, note)
 
+        async def unread() -> Message:
+            raise AssertionError("the body of a request without a key is read")
+
+        guarded = Dispatch({"a": answer, "b": answer}, {}.get, gate=Gate(["secret"]), max_body_bytes=1_000_000)
+        await guarded(scope, unread, note)  # the application refuses it
+        with pytest.raises(AssertionError):
+            await guarded(scope | {"headers": [(b"authorization", b"Bearer secret")]}, unread, note)
+
     asyncio.run(main())
-    assert statuses == [503, 200, 200]
+    assert statuses == [503, 200, 200, 200]

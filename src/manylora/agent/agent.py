@@ -24,6 +24,7 @@ from manylora.agent.http import backbone_apps, http_server
 from manylora.config import ServerConfig
 from manylora.controller.client import ControllerClient
 from manylora.errors import CapacityError, CertificateRefused, EngineDead, RequestError
+from manylora.functions.deployment import BackboneSpec
 from manylora.functions.meter import Taken
 from manylora.functions.wire import Account, FunctionState, Orders, Report
 from manylora.hosting.node.backbone_fleet import BackboneFleet
@@ -74,6 +75,8 @@ class Agent:
         self._stop = asyncio.Event()
         self._observers: Mapping[str, Callable[[Observations], None]] = {}
         self._fleets: list[BackboneFleet] = []
+        self._backbones: Mapping[str, BackboneSpec] | None = None  # as of the first orders
+        self._is_outdated = False
         self.node = FunctionNode(folder, memory_bytes=memory_bytes, lifeline=lifeline, on_observed=self._observed)
         if lifeline is not None:
             asyncio.get_running_loop().add_reader(lifeline, os._exit, 1)  # its other end has gone
@@ -95,6 +98,7 @@ class Agent:
         Raises:
             CertificateRefused: Controller or agent refuses the certificate of the other.
             RequestError: The controller refuses this agent: another one reports for the node.
+            EngineDead: The controller's backbones are others than at the start; the next agent begins with those.
         """
         stopping = asyncio.create_task(self._stop.wait())
         orders = await self._first_orders(stopping)
@@ -122,6 +126,8 @@ class Agent:
             await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 await self._finish_in_flight()
+            if self._is_outdated:
+                raise EngineDead("The controller has other backbones than at this agent's start: start it again.")
             for task in tasks:
                 if task.done():
                     task.result()
@@ -224,6 +230,14 @@ class Agent:
         )
 
     def _follow(self, orders: Orders) -> None:
+        if self._backbones is None:
+            self._backbones = orders.backbones
+        if orders.backbones != self._backbones:  # applications have the tokenizers of the former ones
+            if not self._is_outdated:
+                logger.error("backbones_changed: requests in flight may finish, and this agent ends")
+            self._is_outdated = True
+            self.drain()
+            return
         self._generation = orders.generation
         self.node.configure(orders.backbones, orders.functions, orders.node, orders.hold)
 

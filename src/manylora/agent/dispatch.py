@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manylora.server.api.body_room import BodyRoom
 from manylora.server.api.models import json_response
+from manylora.server.auth import Gate
 from manylora.server.bounds import SHORT_BODY_BYTES
 from manylora.server.errors import HttpError, error_response
 
@@ -36,14 +37,21 @@ class Dispatch:
     Args:
         apps: The application of each backbone, the first one the default.
         backbone_of: Returns the backbone of a model's name; ``None`` if there is no such model.
+        gate: Checks a request's key before its body is read; the default application answers one without.
         max_body_bytes: Longest body that is read for its model; a longer one goes to the default, which refuses it.
     """
 
     def __init__(
-        self, apps: Mapping[str, ASGIApp], backbone_of: Callable[[str], str | None], *, max_body_bytes: int
+        self,
+        apps: Mapping[str, ASGIApp],
+        backbone_of: Callable[[str], str | None],
+        *,
+        gate: Gate,
+        max_body_bytes: int,
     ) -> None:
         self._apps = apps
         self._backbone_of = backbone_of
+        self._gate = gate
         self._max_body_bytes = max_body_bytes
         self._bodies = BodyRoom()
         self._default = next(iter(apps.values()))
@@ -60,7 +68,7 @@ class Dispatch:
             await self._list(scope, receive, send)
         elif path.startswith("/v1/models/"):
             await self._app_of(path.removeprefix("/v1/models/"))(scope, receive, send)
-        elif scope["method"] == "POST":
+        elif scope["method"] == "POST" and self._has_key(scope):
             try:
                 body, rest = await self._read(receive)
             except HttpError as error:
@@ -72,6 +80,13 @@ class Dispatch:
 
     def _app_of(self, model: str) -> ASGIApp:
         return self._apps.get(self._backbone_of(model) or "", self._default)
+
+    def _has_key(self, scope: Scope) -> bool:
+        try:
+            self._gate.check_inference(Request(scope))  # the admin key passes as well
+        except HttpError:
+            return False
+        return True
 
     async def _read(self, receive: Receive) -> tuple[bytes, Receive]:
         """Return the body as far as it may go, and a ``receive`` that begins again.

@@ -20,6 +20,7 @@ from manylora.hosting.node.backbone_fleet import BackboneFleet
 from manylora.hosting.node.node import FunctionNode
 from manylora.server.api.request import Context
 from manylora.server.app import make_app
+from manylora.server.auth import Gate
 from manylora.server.bounds import default_body_bytes
 from manylora.server.form_checks import FormChecks
 from manylora.server.http_protocol import ChunkWritingProtocol
@@ -110,6 +111,7 @@ def http_server(
             Dispatch(
                 {name: one.app for name, one in apps.items()},
                 backbone_of,
+                gate=Gate(config.api_keys, config.admin_key),
                 max_body_bytes=config.max_body_bytes or LONGEST_BODY,
             ),
             http=functools.partial(ChunkWritingProtocol, bounds=connection_bounds(config)),  # type: ignore[arg-type]

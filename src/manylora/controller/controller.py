@@ -15,7 +15,7 @@ from manylora.controller.node_view import NodeView
 from manylora.controller.store import Store
 from manylora.errors import ConfigError, RequestError
 from manylora.functions.deployment import MAX_FUNCTIONS, Deployment, FunctionSpec, check_function
-from manylora.functions.holding import Load, NodeRoom, Wanted, choose_holding, needed_by
+from manylora.functions.holding import Load, NodeRoom, Wanted, needed_by, revise_holding
 from manylora.functions.placement import choose_place
 from manylora.functions.wire import BackboneState, ColdStart, FunctionRow, FunctionState, Node, Orders, Overview, Report
 
@@ -177,7 +177,7 @@ class Controller:
                 for name, state in view.functions.items()
                 if self._placements.get(name) == node and name in self._functions
             ]
-            self._hold |= choose_holding(wanted, backbones, [NodeRoom(node, view.report.free_bytes)])
+            self._hold |= revise_holding(self._hold, wanted, backbones, [NodeRoom(node, view.report.free_bytes)])
 
     def _functions_of(self, node: str) -> dict[str, FunctionSpec]:
         return {name: spec for name, spec in self._functions.items() if self._placements.get(name) == node}

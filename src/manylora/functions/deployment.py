@@ -16,6 +16,7 @@ Every value is bounded, and an error names the table and the field.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,24 +139,26 @@ def read_deployment(path: Path) -> Deployment:
     tables = _tables(path)
     backbones = _named(tables.get("backbones", {}), "backbones", BackboneSpec, MAX_BACKBONES)
     functions = _named(tables.get("functions", {}), "functions", FunctionSpec, MAX_FUNCTIONS)
+    folder = path.resolve().parent  # paths may be relative to the file
+    backbones = {
+        name: one if one.model == "demo" else msgspec.structs.replace(one, model=str(folder / one.model))
+        for name, one in backbones.items()
+    }
+    functions = {
+        name: msgspec.structs.replace(one, adapter=str(folder / one.adapter)) for name, one in functions.items()
+    }
     for name, function in functions.items():
         check_function(name, function, backbones)
-    folder = path.resolve().parent  # paths may be relative to the file
     return Deployment(
-        backbones={
-            name: one if one.model == "demo" else msgspec.structs.replace(one, model=str(folder / one.model))
-            for name, one in backbones.items()
-        },
-        functions={
-            name: msgspec.structs.replace(one, adapter=str(folder / one.adapter)) for name, one in functions.items()
-        },
+        backbones=backbones,
+        functions=functions,
         node=_converted(tables.get("node", {}), "node", NodeSpec),
         prices=_prices(tables.get("prices", {})),
     )
 
 
 def check_function(name: str, function: FunctionSpec, backbones: Mapping[str, BackboneSpec]) -> None:
-    """Raise ``ConfigError`` unless a function may have its name and there is its backbone."""
+    """Raise ``ConfigError`` unless a function may have its name and its adapter, and there is its backbone."""
     _converted(name, f"functions.{name[:128]!r}", Name)
     if function.backbone not in backbones:
         raise ConfigError(
@@ -163,6 +166,13 @@ def check_function(name: str, function: FunctionSpec, backbones: Mapping[str, Ba
         )
     if name in backbones:
         raise ConfigError(f"Got functions.{name}, the name of a backbone, expected another name")
+    adapter = os.path.normpath(function.adapter) + os.sep
+    for backbone, spec in backbones.items():
+        if spec.model != "demo" and adapter.startswith(os.path.normpath(spec.model) + os.sep):
+            raise ConfigError(
+                f"Got functions.{name}: adapter = {function.adapter!r}, in the folder of the model of backbone "
+                f"{backbone!r}, which every function on it reads; expected another folder"
+            )
 
 
 def read_prices_file(path: Path) -> PriceList:

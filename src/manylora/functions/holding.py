@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from manylora.functions.artefacts import Artefact, Kind, Memory, Place, PreloadProblem
-from manylora.functions.preload import choose_preload
+from manylora.functions.artefacts import Artefact, Kind, Memory, Place, Placed, PreloadProblem
+from manylora.functions.preload import Preloader
 
-__all__ = ["HOLDS", "Load", "NodeRoom", "Wanted", "choose_holding", "hold_name", "needed_by"]
+__all__ = ["HOLDS", "Load", "NodeRoom", "Wanted", "hold_name", "needed_by", "revise_holding"]
 
 HOLDS = ("backbone", "libraries", "adapter", "process")
 """Kinds of artefacts that a node holds, in the order of loading."""
@@ -80,12 +80,16 @@ def needed_by(function: Wanted, backbone: tuple[Load, Load]) -> dict[str, Load]:
     }
 
 
-def choose_holding(
-    wanted: Iterable[Wanted], backbones: Mapping[str, tuple[Load, Load]], nodes: Iterable[NodeRoom]
+def revise_holding(
+    held: Mapping[str, Iterable[str]],
+    wanted: Iterable[Wanted],
+    backbones: Mapping[str, tuple[Load, Load]],
+    nodes: Iterable[NodeRoom],
 ) -> dict[str, frozenset[str]]:
-    """Return the names of the artefacts to hold, by node.
+    """Return the names of the artefacts to hold from now on, by node: those held, as of ``Preloader.revise``.
 
     Args:
+        held: Those of the last decision.
         wanted: Functions with requests.
         backbones: Each with its memory and its libraries.
         nodes: The nodes, in order of name.
@@ -106,7 +110,8 @@ def choose_holding(
     places = tuple(
         Place(name=node.name, memory=Memory.HOST, node=node.name, free_bytes=node.free_bytes) for node in nodes
     )
-    chosen = choose_preload(PreloadProblem(tuple(artefacts), places))
+    before = frozenset(Placed(name, place.name) for place in places for name in held.get(place.name, ()))
+    chosen = Preloader(PreloadProblem(tuple(artefacts), places)).revise(before, {})
     return {place.name: frozenset(one.artefact for one in chosen if one.place == place.name) for place in places}
 
 

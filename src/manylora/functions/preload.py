@@ -50,10 +50,14 @@ class Preloader:
     ) -> frozenset[Placed]:
         """Return the artefacts to hold from now on: those held, unless a new choice is worth that much more.
 
-        Many choices are worth the same, and moving from one to another would load artefacts again for nothing.
+        Many choices are worth the same, and moving from one to another would load artefacts again for nothing. A choice
+        that only adds to those held moves nothing. Those held may come from another problem: artefacts that are not in
+        this one go, and all do if they no longer fit.
         """
         chosen = self.choose(requests_per_s)
-        return chosen if self.value(chosen) > (1.0 + least_gain) * self.value(held) else held
+        known = frozenset(one for one in held if one in self._items.number)
+        is_worth_it = known <= chosen or self.value(chosen) > (1.0 + least_gain) * self.value(known)
+        return chosen if is_worth_it or not self._fits(known) else known
 
     def value(self, chosen: Iterable[Placed]) -> float:
         """Return the value of a choice at the rates of the last decision, in seconds saved per second."""
@@ -62,6 +66,13 @@ class Preloader:
             item = items.number[one]
             best[items.artefact[item]] = max(items.value[item], best.get(items.artefact[item], 0.0))
         return sum(best.values())
+
+    def _fits(self, held: Iterable[Placed]) -> bool:
+        items, free = self._items, list(self._items.free)
+        for one in held:
+            item = items.number[one]
+            free[items.place[item]] -= items.num_bytes[item]
+        return min(free, default=0) >= 0
 
 
 def choose_preload(problem: PreloadProblem) -> frozenset[Placed]:

@@ -79,7 +79,7 @@ class FunctionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """A function on a node that has ever been awake there since the agent's start.
 
     Args:
-        state: ``asleep``, ``waking``, ``awake`` or ``failed``.
+        state: ``asleep``, ``waking``, ``awake``, ``ending`` or ``failed``.
         awake_since: In seconds since the epoch.
         is_held: Whether pre-loading keeps it awake: the platform pays then.
         pss_bytes: Proportional set size of its process.

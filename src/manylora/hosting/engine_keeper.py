@@ -179,7 +179,7 @@ class EngineKeeper:
         elif self.state is not State.STOPPED:
             self.state = State.DRAINING
 
-    async def stop(self, error: EngineDead) -> None:
+    async def stop(self, error: ManyloraError) -> None:
         """End the engine; requests and calls in flight fail with ``error``."""
         self.state = State.STOPPED
         self.is_up = False

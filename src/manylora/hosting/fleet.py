@@ -272,9 +272,9 @@ class Fleet:
             if not self._num_in_flight:
                 self._idle.set()
 
-    async def stop(self, reason: str = "The server is shutting down.") -> None:
-        """End the engines; requests and calls in flight fail with ``reason``."""
-        error = EngineDead(reason)
+    async def stop(self, error: ManyloraError | None = None) -> None:
+        """End the engines; requests and calls in flight fail with ``error``, by default ``EngineDead``."""
+        error = error or EngineDead("The server is shutting down.")
         self._requests.close(error)
         await asyncio.gather(*(keeper.stop(error) for keeper in self._keepers))
 

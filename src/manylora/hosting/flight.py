@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from manylora.errors import EngineDead, ManyloraError
+from manylora.errors import ManyloraError
 from manylora.hosting.output_stream import OutputStream
 from manylora.types import Continuation, Output, Request
 
@@ -38,7 +38,7 @@ class Loss:
         is_explained: Whether a request was ended for it.
     """
 
-    error: EngineDead
+    error: ManyloraError
     is_suspicious: bool = True
     is_counted: bool = True
     is_hang: bool = False

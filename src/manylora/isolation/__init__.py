@@ -3,7 +3,7 @@
 Every measure of the kernel is taken that is to be had, and a report names those that were not.
 """
 
-from manylora.isolation.cgroups import Cgroup
+from manylora.isolation.cgroups import Cgroup, remove_groups_of_the_dead
 from manylora.isolation.confine import MEASURES, READABLE_OF_SYSTEM, Confinement, Measure, confine
 from manylora.isolation.landlock import FileRules, landlock_version
 from manylora.isolation.seccomp import restrict_calls
@@ -17,5 +17,6 @@ __all__ = [
     "Measure",
     "confine",
     "landlock_version",
+    "remove_groups_of_the_dead",
     "restrict_calls",
 ]

@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["Cgroup"]
+__all__ = ["Cgroup", "remove_groups_of_the_dead"]
 
 ROOT = Path("/sys/fs/cgroup")
 
@@ -73,3 +73,15 @@ class Cgroup:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
         self._folders.clear()
+
+
+def remove_groups_of_the_dead(prefix: str, root: Path = ROOT) -> None:
+    """Remove the groups ``PREFIX-PID-...`` of processes that have ended without; one that is in use stays.
+
+    A process that is killed leaves the groups that it has made.
+    """
+    for folder in (*root.glob(f"manylora-{prefix}-*-*"), *root.glob(f"*/manylora-{prefix}-*-*")):
+        pid = folder.name.removeprefix(f"manylora-{prefix}-").partition("-")[0]
+        if not Path("/proc", pid).exists():
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)

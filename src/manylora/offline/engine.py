@@ -218,7 +218,7 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._fleet.stop(CLOSED), self._event_loop).result()
+        asyncio.run_coroutine_threadsafe(self._fleet.stop(EngineDead(CLOSED)), self._event_loop).result()
         self._event_loop.call_soon_threadsafe(self._event_loop.stop)
         self._thread.join()
         self._event_loop.close()

@@ -17,7 +17,7 @@ import msgspec
 
 from manylora.hosting.functions.backbone import BackboneSocket
 from manylora.hosting.functions.lifeline import end_with
-from manylora.hosting.functions.messages import Backbone
+from manylora.hosting.functions.messages import Backbone, in_memory
 
 __all__ = ["become_holder", "hold_command", "main"]
 
@@ -29,11 +29,8 @@ def hold_command(path: Path, lifeline: int = -1) -> list[str]:
 
 def become_holder(path: Path, backbone: Backbone) -> NoReturn:
     """Replace this process, and all that it has imported, by a holder."""
-    table = os.memfd_create("backbone-table")  # a pipe has no room for the table of a large model
-    with open(table, "wb", closefd=False) as file:
-        file.write(msgspec.msgpack.encode(backbone))
-    os.lseek(table, 0, os.SEEK_SET)
-    os.dup2(table, sys.stdin.fileno())
+    with in_memory(msgspec.msgpack.encode(backbone)) as table:
+        os.dup2(table.fileno(), sys.stdin.fileno())
     os.set_inheritable(backbone.base.file, True)
     command = hold_command(path)
     os.execv(command[0], command)

@@ -12,8 +12,9 @@ A frame is its length in four bytes, then msgpack. A longer one than ``MAX_FRAME
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import msgspec
 
@@ -39,6 +40,7 @@ __all__ = [
     "ZygoteSetup",
     "frame",
     "frames_of",
+    "in_memory",
 ]
 
 MAX_FRAME_BYTES = 64 << 20
@@ -166,3 +168,15 @@ def frames_of(receive: Callable[[int], bytes]) -> Iterator[bytes]:
     buffer = FrameBuffer()
     while received := receive(CHUNK_BYTES):
         yield from buffer.feed(received)
+
+
+def in_memory(body: bytes) -> BinaryIO:
+    """Return a file of ``body`` for a child's standard input; its descriptor closes with it.
+
+    A pipe has room for 64 KiB, and the table of a large model is longer: its writer would wait until the child reads,
+    after all its imports.
+    """
+    file = open(os.memfd_create("setup"), "w+b")  # noqa: SIM115
+    file.write(body)
+    file.seek(0)
+    return file

@@ -29,6 +29,7 @@ from manylora.hosting.functions.messages import (
     ToZygote,
     Warm,
     ZygoteSetup,
+    in_memory,
 )
 from manylora.hosting.protocol import EngineSpec
 from manylora.isolation import Confinement
@@ -208,20 +209,16 @@ class Zygote:
             builder=self._builder,
             log_level=logging.getLogger().getEffectiveLevel(),
         )
-        body = msgspec.msgpack.encode(setup)
         # -P: do not import files from the working directory.
         command = [sys.executable, "-P", "-m", "manylora.hosting.functions.zygote_process"]
-        with there:
+        with there, in_memory(msgspec.msgpack.encode(setup)) as stdin:
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=stdin,
                 start_new_session=True,
                 env=harmless(os.environ),
                 pass_fds=[there.fileno(), self._backbone.base.file],
             )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(b"%d\n" % len(body) + body)
         here.setblocking(False)
         self._socket = here
         loop = asyncio.get_running_loop()

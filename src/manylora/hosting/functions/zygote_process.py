@@ -38,13 +38,16 @@ from manylora.hosting.functions.messages import (
     ZygoteSetup,
 )
 from manylora.hosting.service import BuildParts, load_builder
-from manylora.isolation import Cgroup, Measure
+from manylora.isolation import Cgroup, Measure, remove_groups_of_the_dead
 from manylora.logs import configure_logging
 
 __all__ = ["main"]
 
 NUM_PAGES = 16
 """Pages of the engine that is built to warm the zygote."""
+
+GROUPS = "function"
+"""Begins the names of its functions' control groups, before its process id."""
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +153,7 @@ def _make_group(fork: Fork) -> tuple[Cgroup | None, tuple[Measure, ...]]:
         return None, ()
     try:
         group = Cgroup(
-            f"function-{os.getpid()}-{fork.number}",
+            f"{GROUPS}-{os.getpid()}-{fork.number}",
             memory_bytes=fork.cgroup_bytes,
             cpus=fork.cgroup_cpus,
             num_tasks=MAX_TASKS + (fork.engine.num_threads or 1),
@@ -184,8 +187,7 @@ def warm(setup: ZygoteSetup) -> None:
 
 def main() -> int:
     """Run a zygote; return the exit code."""
-    num_bytes = int(sys.stdin.buffer.readline())
-    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(num_bytes), type=ZygoteSetup)
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ZygoteSetup)
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
     os.close(nowhere)
@@ -193,6 +195,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each function
+    remove_groups_of_the_dead(GROUPS)
     warm(setup)
     gc.collect()
     gc.freeze()  # a collection in a child would write to every object, and so copy it

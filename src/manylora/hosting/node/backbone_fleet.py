@@ -68,9 +68,7 @@ class BackboneFleet:
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Cancel requests, wherever they are."""
-        for instance in self._instances():
-            if instance.awake is not None:
-                instance.cancel(request_ids, stopped=stopped)
+        self._node.cancel(self.served_name, request_ids, stopped=stopped)
 
     @contextlib.contextmanager
     def in_flight(self) -> Iterator[None]:
@@ -137,9 +135,7 @@ class BackboneFleet:
 
     def functions(self) -> list[FunctionState]:
         """Return the state of every function that has been awake."""
-        now = asyncio.get_running_loop().time()
-        states = [one.describe(now) for one in self._instances()]
-        return [one for one in states if one.state != "asleep" or one.num_starts]
+        return self._node.states(self.served_name)
 
     async def snapshot(
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None

@@ -32,7 +32,7 @@ from manylora.functions.deployment import BackboneSpec
 from manylora.hosting.functions.backbone import fetch_backbone, holder_of
 from manylora.hosting.functions.hold import hold_command
 from manylora.hosting.functions.load import load_command
-from manylora.hosting.functions.messages import Backbone
+from manylora.hosting.functions.messages import Backbone, in_memory
 from manylora.hosting.functions.zygote import Zygote
 from manylora.hosting.node.readings import memory_of
 
@@ -241,12 +241,7 @@ class BackboneHost:
         assert self._backbone is not None
         lifeline = -1 if self._lifeline is None else self._lifeline
         keep = [self._backbone.base.file, *([] if self._lifeline is None else [self._lifeline])]
-        self._holder = subprocess.Popen(
-            hold_command(self._path, lifeline),
-            stdin=subprocess.PIPE,
-            pass_fds=keep,
-            start_new_session=True,
-        )
-        assert self._holder.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._holder.stdin as pipe:
-            pipe.write(msgspec.msgpack.encode(self._backbone))
+        with in_memory(msgspec.msgpack.encode(self._backbone)) as stdin:
+            self._holder = subprocess.Popen(
+                hold_command(self._path, lifeline), stdin=stdin, pass_fds=keep, start_new_session=True
+            )

@@ -2,7 +2,7 @@
 
 ::
 
-    asleep --request, or order--> waking ---> awake --idle for keep-alive, or memory needed--> asleep
+    asleep --request, or order--> waking ---> awake --idle for keep-alive, or memory needed--> ending ---> asleep
                                     |
                                     +--error--> failed --a while later--> asleep
 
@@ -31,9 +31,10 @@ from manylora.functions.deployment import FunctionSpec
 from manylora.functions.rates import RequestRate
 from manylora.functions.wire import ColdStart, FunctionState, MeasureNote
 from manylora.hosting.engine_keeper import State
+from manylora.hosting.node.accounts import account_name
 from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.node.batch_times import BatchTimes
-from manylora.hosting.node.launch import Awake, Users, launch
+from manylora.hosting.node.launch import Awake, Users, launch_until_up
 from manylora.hosting.node.readings import memory_of
 from manylora.hosting.output_stream import OutputStream
 from manylora.hosting.protocol import Observations
@@ -43,9 +44,6 @@ __all__ = ["FunctionInstance", "Node", "Phase"]
 
 RETRY_AFTER_S = 5.0
 """Seconds after a failed start in which requests get its error at once."""
-
-MAX_ZYGOTES = 3
-"""Zygotes that may end during one start before its requests are refused."""
 
 RESTARTING_S = 0.1
 """Seconds between two looks at a process that is restarted."""
@@ -59,6 +57,7 @@ class Phase(Enum):
     ASLEEP = "asleep"
     WAKING = "waking"
     AWAKE = "awake"
+    ENDING = "ending"
     FAILED = "failed"
 
 
@@ -72,7 +71,7 @@ class Node(Users, Protocol):
         """Make room for a function; raises ``CapacityError`` if none comes free."""
         ...
 
-    def changed(self) -> None:
+    def changed(self, instance: FunctionInstance) -> None:
         """Note that a function's phase, or whether it runs, has changed."""
         ...
 
@@ -85,7 +84,7 @@ class Node(Users, Protocol):
         ...
 
     def read_cpu(self, instance: FunctionInstance) -> None:
-        """Count the processor time of a function, which is about to end."""
+        """Count the processor time of a function, whose phase is about to change."""
         ...
 
     def observed(self, instance: FunctionInstance, seen: Observations) -> None:
@@ -121,11 +120,10 @@ class FunctionInstance:
         self.last_used = float("-inf")
         self.own_bytes = 0
         """Memory of its process alone, as of the last reading; of the one before while it sleeps."""
-        self.num_requests = 0
-        self.num_tokens = 0
-        """Counters since ``take_counts``, like the one above."""
+        self.account = account_name(spec.tenant, name)
         self._node = node
         self._awake: Awake | None = None
+        self._ending: Awake | None = None  # from the end of its service to that of its process
         self._waiting: deque[_Waiting] = deque()
         self._num_leaving = 0  # requests between the queue and the engine
         self._waker: asyncio.Task[None] | None = None
@@ -163,7 +161,13 @@ class FunctionInstance:
     @property
     def pid(self) -> int | None:
         """Its process."""
-        return None if self._awake is None else self._awake.pid
+        engine = self._awake or self._ending
+        return None if engine is None else engine.pid
+
+    @property
+    def has_process(self) -> bool:
+        """Whether it has a process, or is about to have one."""
+        return self.phase in (Phase.WAKING, Phase.AWAKE, Phase.ENDING)
 
     @property
     def awake(self) -> Awake | None:
@@ -211,11 +215,6 @@ class FunctionInstance:
             missing=tuple(MeasureNote(one.name, one.note[:4000]) for one in missing if not one.is_on),
         )
 
-    def take_counts(self) -> tuple[int, int]:
-        """Return requests that ended and tokens since the last call."""
-        counts, self.num_requests, self.num_tokens = (self.num_requests, self.num_tokens), 0, 0
-        return counts
-
     def read_memory(self) -> None:
         """Read its memory."""
         if self.phase is not Phase.AWAKE or self.pid is None:
@@ -244,18 +243,14 @@ class FunctionInstance:
         try:
             await entry.go
             if self._awake is None:  # it was given up, or put to sleep, between the queue and the engine
-                raise CapacityError(
-                    f"Function {self.name!r} went to sleep as the request came; please try again.",
-                    retry_after_s=1.0,
-                    status=503,
-                )
+                raise self._sleeping()
             return await self._awake.fleet.submit(requests)
         finally:
             if entry.has_left:
                 self._num_leaving -= entry.num_requests
             elif entry in self._waiting:
                 self._waiting.remove(entry)
-            self._node.changed()
+            self._node.changed(self)
 
     def advance(self) -> None:
         """Let waiting requests leave if it is time; wake the process if there is none."""
@@ -290,26 +285,17 @@ class FunctionInstance:
                     return
             self._leave(now, num_batches)
 
-    def cancel(self, request_ids: Sequence[str], *, stopped: bool) -> None:
-        """Cancel requests, as ``Fleet.cancel``."""
-        if self._awake is not None:
-            self._awake.fleet.cancel(request_ids, stopped=stopped)
-            self._node.changed()
-
     def observed(self, seen: Observations) -> None:
         """Count the observations of its engine."""
         now = asyncio.get_running_loop().time()
         self._node.observed(self, seen)
-        for one in seen.finished:
-            self.num_requests += 1
-            self.num_tokens += one.num_prompt_tokens + one.num_output_tokens
         if seen.ttft_s:
             took_s = self._times.note(now, sum(map(len, seen.ttft_s.values())))
             if took_s is not None and self._start is not None:
                 self._start = structs.replace(self._start, first_token_s=took_s)
         if seen.finished:
             self.last_used = now
-            self._node.changed()
+            self._node.changed(self)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -318,29 +304,41 @@ class FunctionInstance:
         if self.phase is Phase.ASLEEP:
             self.phase = Phase.WAKING
             self._waker = asyncio.create_task(self._wake())
-            self._node.changed()
+            self._node.changed(self)
 
-    async def sleep(self, reason: str) -> None:
-        """End the process; requests that wait for it wake it again."""
+    async def sleep(self, reason: str, error: ManyloraError | None = None) -> None:
+        """End the process; requests that wait for it wake it again.
+
+        Args:
+            reason: For the log.
+            error: The end of requests with its engine; ``None`` to ask their callers to try again.
+        """
         waker, self._waker = self._waker, None
         if waker is not None:
             waker.cancel()
             await asyncio.gather(waker, return_exceptions=True)
+        if self._ending is not None:  # the first of two calls ends it
+            return
         self._node.read_cpu(self)
-        awake, self._awake = self._awake, None
-        self.phase, self._awake_since = Phase.ASLEEP, None
+        awake, self._awake, self._awake_since = self._awake, None, None
         self._times.restart()
         if awake is not None:
             self._num_deaths += awake.fleet.num_restarts
             logger.info("function_sleeps name=%s reason=%s", self.name, reason)
-            await awake.stop()
-        self._node.changed()
+            self._ending, self.phase = awake, Phase.ENDING
+            self._node.changed(self)
+        try:
+            if awake is not None:
+                await awake.stop(error or self._sleeping())
+        finally:
+            self._ending, self.phase = None, Phase.ASLEEP
+            self._node.changed(self)
         self.advance()
 
     async def close(self, error: ManyloraError) -> None:
-        """End the process and refuse the requests that wait."""
+        """End the process; requests that wait, and those with its engine, get the error."""
         self._refuse(error)
-        await self.sleep("closed")
+        await self.sleep("closed", error)
 
     async def _wake(self) -> None:
         loop = asyncio.get_running_loop()
@@ -349,11 +347,13 @@ class FunctionInstance:
         try:
             await self._node.reserve(self)
             stages = {"room": loop.time() - began}
-            awake = await self._launch(stages, begun_from)
+            awake = await launch_until_up(
+                self.name, self.spec, self.host, stages, begun_from, users=self._node, observe=self.observed
+            )
         except CapacityError as error:  # no fault of the function: the next request tries again
             self.phase, self._waker = Phase.ASLEEP, None
             self._refuse(error)
-            self._node.changed()
+            self._node.changed(self)
             return
         except ManyloraError as error:
             self._fail(error)
@@ -369,44 +369,20 @@ class FunctionInstance:
         self._start = ColdStart(at=at, begun_from=begun_from, stages_s=stages, total_s=total_s)
         self._num_starts += 1
         self._awake, self._waker, self._failed = awake, None, None
+        self._node.read_cpu(self)  # its start
         self.phase, self._awake_since = Phase.AWAKE, time.time()
         awake.keeping.add_done_callback(lambda task: self._given_up(awake, task))
         self.read_memory()
         logger.info("function_awake name=%s from=%s took_s=%.3f", self.name, begun_from, total_s)
-        self._node.changed()
+        self._node.changed(self)
         self.advance()
-
-    async def _launch(self, stages: dict[str, float], begun_from: str) -> Awake:
-        """Start its process; again from another zygote if the zygote ends meanwhile.
-
-        Raises:
-            CapacityError: Zygotes ended again and again.
-            ManyloraError: As of ``launch``.
-        """
-        loop = asyncio.get_running_loop()
-        for attempt in range(1, MAX_ZYGOTES + 1):
-            began = loop.time()
-            zygote = await self.host.ready()
-            stages |= _shares(self.host, begun_from, loop.time() - began)
-            pid = zygote.pid
-            try:
-                return await launch(self.name, self.spec, self.host, zygote, users=self._node, observe=self.observed)
-            except EngineDead as error:
-                if zygote.pid == pid:
-                    raise
-                logger.warning("function_start_lost name=%s attempt=%d error=%s", self.name, attempt, error)
-        raise CapacityError(
-            f"The process that starts functions ended {MAX_ZYGOTES} times while {self.name!r} was starting.",
-            retry_after_s=RETRY_AFTER_S,
-            status=503,
-        )
 
     def _fail(self, error: ManyloraError) -> None:
         logger.warning("function_failed name=%s error=%s", self.name, error)
         self.phase, self._waker = Phase.FAILED, None
         self._failed = asyncio.get_running_loop().time(), error
         self._refuse(error)
-        self._node.changed()
+        self._node.changed(self)
 
     def _given_up(self, awake: Awake, task: asyncio.Task[None]) -> None:
         """Its process died too often."""
@@ -417,13 +393,20 @@ class FunctionInstance:
         self._times.restart()
         self._num_deaths += awake.fleet.num_restarts + 1
         self._fail(error if isinstance(error, ManyloraError) else EngineDead(repr(error)))
-        self._stopping = asyncio.create_task(awake.stop())
+        self._stopping = asyncio.create_task(awake.stop(self._sleeping()))
 
     def _refuse(self, error: ManyloraError) -> None:
         for entry in self._waiting:
             if not entry.go.done():
                 entry.go.set_exception(error)
         self._waiting.clear()
+
+    def _sleeping(self) -> CapacityError:
+        return CapacityError(
+            f"Function {self.name!r} went to sleep as the request came; please try again.",
+            retry_after_s=1.0,
+            status=503,
+        )
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -446,7 +429,7 @@ class FunctionInstance:
         if size and is_first:
             self._times.begin(now, size, num_batches)
         if size:
-            self._node.changed()
+            self._node.changed(self)
 
     def _file_bytes(self) -> int:
         if self._adapter_bytes is None:
@@ -455,9 +438,3 @@ class FunctionInstance:
             except OSError:
                 return 0
         return self._adapter_bytes
-
-
-def _shares(host: BackboneHost, begun_from: str, waited_s: float) -> dict[str, float]:
-    """Return the wait for a backbone and its zygote by stage; another function may have begun it."""
-    libraries_s = waited_s if begun_from != "nothing" else min(waited_s, host.zygote_s)
-    return {"backbone": waited_s - libraries_s, "libraries": libraries_s}

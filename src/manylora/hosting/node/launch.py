@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import SystemRandom
 from typing import Protocol
 
 from manylora.adapters.folder import real_roots
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
+from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError
 from manylora.functions.deployment import FunctionSpec
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.engine_keeper import RestartPolicy
@@ -23,11 +26,18 @@ from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.protocol import EngineSpec, Observations, StartReport
 from manylora.hosting.resumption import ResumePolicy
 
-__all__ = ["Awake", "Users", "engine_config", "launch"]
+__all__ = ["Awake", "Users", "engine_config", "launch", "launch_until_up"]
 
 START_TIMEOUT_S = 300.0
 HANG_TIMEOUT_S = 300.0
 RESTARTS = RestartPolicy(max_deaths=4, first_pause_s=0.1, max_pause_s=5.0)
+
+MAX_ZYGOTES = 3
+"""Zygotes that may end during one start before its requests are refused."""
+
+RETRY_AFTER_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class Users(Protocol):
@@ -71,10 +81,10 @@ class Awake:
         """The start of the last process that was ready, and its measures."""
         return next((link.report for link in reversed(self.links) if link.report is not None), None)
 
-    async def stop(self) -> None:
-        """End it."""
+    async def stop(self, error: ManyloraError) -> None:
+        """End it; its requests end with the error."""
         self.keeping.cancel()
-        await self.fleet.stop("The function was put to sleep.")
+        await self.fleet.stop(error)
         await asyncio.gather(self.keeping, return_exceptions=True)
 
 
@@ -106,6 +116,8 @@ async def launch(
     Raises:
         ManyloraError: Its engine or its adapter was refused, or it died.
     """
+    if Path(spec.adapter).resolve().is_relative_to(host.backbone.model.model):  # by its links as well
+        raise AdapterError(name, "its folder is in that of the base, which every function reads")
     engine = EngineSpec(
         config=engine_config(spec, host),
         served_name=host.name,
@@ -145,3 +157,43 @@ async def launch(
             await fleet.stop()
         raise
     return Awake(fleet, asyncio.create_task(fleet.run()), links)
+
+
+async def launch_until_up(
+    name: str,
+    spec: FunctionSpec,
+    host: BackboneHost,
+    stages: dict[str, float],
+    begun_from: str,
+    *,
+    users: Users,
+    observe: Callable[[Observations], None],
+) -> Awake:
+    """Start a function once its backbone is ready; again from another zygote if the zygote ends meanwhile.
+
+    ``stages`` gets the seconds of ``backbone`` and ``libraries``, which another function may have begun; by
+    ``begun_from``, as of ``BackboneHost`` before.
+
+    Raises:
+        CapacityError: Zygotes ended again and again.
+        ManyloraError: As of ``launch``.
+    """
+    now = asyncio.get_running_loop().time
+    for attempt in range(1, MAX_ZYGOTES + 1):
+        began = now()
+        zygote = await host.ready()
+        waited_s = now() - began
+        libraries_s = waited_s if begun_from != "nothing" else min(waited_s, host.zygote_s)
+        stages |= {"backbone": waited_s - libraries_s, "libraries": libraries_s}
+        pid = zygote.pid
+        try:
+            return await launch(name, spec, host, zygote, users=users, observe=observe)
+        except EngineDead as error:
+            if zygote.pid == pid:
+                raise
+            logger.warning("function_start_lost name=%s attempt=%d error=%s", name, attempt, error)
+    raise CapacityError(
+        f"The process that starts functions ended {MAX_ZYGOTES} times while {name!r} was starting.",
+        retry_after_s=RETRY_AFTER_S,
+        status=503,
+    )

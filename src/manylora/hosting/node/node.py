@@ -13,22 +13,21 @@ import itertools
 import logging
 import os
 import stat
-import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from manylora.errors import CapacityError, ManyloraError
 from manylora.functions.batching import most_urgent
-from manylora.functions.billing import PLATFORM, Usage
+from manylora.functions.billing import PLATFORM
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.functions.holding import hold_name
-from manylora.functions.meter import MachineState, Meter, Taken
+from manylora.functions.meter import MachineState, Taken
 from manylora.functions.offload import Held, choose_offload
 from manylora.functions.wire import Account, BackboneState, FunctionState
+from manylora.hosting.node.accounts import NodeAccounts
 from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.node.instance import FunctionInstance, Phase
-from manylora.hosting.node.readings import cpu_ns
 from manylora.hosting.protocol import Observations
 
 __all__ = ["FunctionNode"]
@@ -78,17 +77,17 @@ class FunctionNode:
         self._lifeline = lifeline
         self._on_observed = on_observed
         self._spec = NodeSpec()
-        self._hold: frozenset[str] = frozenset()
-        self._present: list[FunctionInstance] = []  # those with a process, or about to have one
+        self._hold: dict[str, None] = {}
+        # A node may have many thousand functions, so that nothing done each second, or for a request, visits them all.
+        self._present: dict[FunctionInstance, None] = {}  # those with a process, or about to have one; removed ones too
+        self._woken: dict[str, FunctionInstance] = {}  # those that have been present
         self._has_room: dict[FunctionInstance, None] = {}  # those of them that memory is reserved for
         self._uids: Iterator[int] = itertools.count(FIRST_UID)
         self._free_uids: list[int] = []
         self._making_room = asyncio.Lock()
         self._has_changed = asyncio.Event()
         self._beside: set[asyncio.Task[None]] = set()  # loads, and functions that end
-        self._origin_ns = time.time_ns() - time.monotonic_ns()
-        self._meter = Meter(self._now_ns(), num_cpus=len(os.sched_getaffinity(0)))
-        self._cpu_read: dict[int, int] = {}  # by process
+        self._accounts = NodeAccounts()
         self._memory_read_at = float("-inf")
 
     # -- orders ------------------------------------------------------------------------------------------------------
@@ -103,7 +102,7 @@ class FunctionNode:
         """Follow the controller's orders; ``functions`` is ``None`` if they are the same as before."""
         self._spec = spec
         self.memory_bytes = spec.memory_bytes or self._default_bytes
-        before, self._hold = self._hold, frozenset(hold)
+        before, self._hold = self._hold, dict.fromkeys(hold)
         for name, backbone in backbones.items():
             if name not in self.hosts:
                 self.hosts[name] = BackboneHost(
@@ -111,17 +110,21 @@ class FunctionNode:
                 )
         if functions is not None:
             self._set_functions(functions)
-        for name, instance in self.functions.items():
-            instance.is_held = hold_name("process", name) in self._hold
-        self._preload(self._hold - before)
+        for name in {**before, **self._hold}:
+            kind, _, owner = name.partition(":")
+            if kind == "process" and owner in self.functions:
+                self.functions[owner].is_held = name in self._hold
+        self._preload(self._hold.keys() - before.keys())
 
     def _set_functions(self, functions: Mapping[str, FunctionSpec]) -> None:
         for name in [name for name, one in self.functions.items() if functions.get(name) != one.spec]:
             gone = self.functions.pop(name)
+            self._woken.pop(name, None)
             error = CapacityError(
                 "The function was removed or replaced while the request waited; please try again.", status=503
             )
-            self._begin(gone.close(error))
+            if gone.has_process:
+                self._begin(gone.close(error))
         for name, spec in functions.items():
             if name not in self.functions and spec.backbone in self.hosts:
                 self.functions[name] = FunctionInstance(name, spec, self.hosts[spec.backbone], self)
@@ -134,13 +137,15 @@ class FunctionNode:
                 self._begin(self._ready(host))
         num_waking = sum(one.phase is Phase.WAKING for one in self._present)
         folders = []
-        for name, instance in self.functions.items():
-            if instance.phase is not Phase.ASLEEP:
+        for name in self._hold:
+            kind, _, owner = name.partition(":")
+            instance = self.functions.get(owner)
+            if instance is None or instance.phase is not Phase.ASLEEP:
                 continue
-            if hold_name("adapter", name) in new:
+            if kind == "adapter" and name in new:
                 folders.append(Path(instance.spec.adapter))
             has_room = self.used_bytes + instance.reserved_bytes <= self.memory_bytes
-            if instance.is_held and has_room and num_waking < MAX_PRELOADING:
+            if kind == "process" and has_room and num_waking < MAX_PRELOADING:
                 num_waking += 1
                 instance.wake()
         if folders:
@@ -164,13 +169,13 @@ class FunctionNode:
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(TICK_S)
-            for instance in list(self.functions.values()):
+            for instance in list(self._present):
                 idle_s = now() - instance.last_used
                 if instance.is_idle and not instance.is_held and idle_s >= self._keep_alive_s(instance):
                     await instance.sleep("idle")
             if now() - self._memory_read_at >= READ_MEMORY_EVERY_S:
                 self._memory_read_at = now()
-                for instance in list(self.functions.values()):
+                for instance in list(self._present):
                     instance.read_memory()
                     await asyncio.sleep(0)  # a map of the base takes a millisecond
                 for host in self.hosts.values():
@@ -180,7 +185,7 @@ class FunctionNode:
     async def stop(self) -> None:
         """End all functions and backbones."""
         error = CapacityError("The node is shutting down.", retry_after_s=10.0, status=503)
-        await asyncio.gather(*(one.close(error) for one in self.functions.values()))
+        await asyncio.gather(*(one.close(error) for one in list(self._present)))
         await asyncio.gather(*(host.release() for host in self.hosts.values()))
         await asyncio.gather(*self._beside, return_exceptions=True)
 
@@ -190,11 +195,21 @@ class FunctionNode:
 
     # -- what functions need (``instance.Node``) ---------------------------------------------------------------------
 
-    def changed(self) -> None:
-        """Begin a new state of the account, and let requests leave whose time has come."""
-        self._present = [one for one in self.functions.values() if one.phase in (Phase.WAKING, Phase.AWAKE)]
-        self._has_room = {one: None for one in self._present if one in self._has_room}
-        self._meter.change(self._now_ns(), self._machine_state())
+    def changed(self, instance: FunctionInstance | None = None) -> None:
+        """Begin a new state of the account, and let requests leave whose time has come.
+
+        Args:
+            instance: The function that has changed; ``None`` for a backbone, or the time.
+        """
+        if instance is not None:
+            if instance.has_process:
+                self._present[instance] = None
+                if self.functions.get(instance.name) is instance:
+                    self._woken[instance.name] = instance
+            else:
+                self._present.pop(instance, None)
+                self._has_room.pop(instance, None)
+        self._accounts.change(self._machine_state())
         self._has_changed.set()
         waiting = [one for one in self._present if one.has_waiting and one.phase is Phase.AWAKE]
         if not waiting:
@@ -204,7 +219,10 @@ class FunctionNode:
             asyncio.get_running_loop().call_soon(instance.advance)
 
     def observed(self, instance: FunctionInstance, seen: Observations) -> None:
-        """Pass on the observations of a function's engine."""
+        """Count the requests that a function's engine has ended, and pass its observations on."""
+        if seen.finished:
+            num_tokens = sum(one.num_prompt_tokens + one.num_output_tokens for one in seen.finished)
+            self._accounts.count(instance.account, len(seen.finished), num_tokens)
         self._on_observed(instance.host.name, seen)
 
     def num_running_beside(self, instance: FunctionInstance) -> int:
@@ -236,7 +254,8 @@ class FunctionNode:
             async with asyncio.timeout(ROOM_PATIENCE_S), self._making_room:  # one at a time, in order
                 self._has_room[instance] = None  # those that wait for their turn do not count yet
                 while (short := self.used_bytes - self.memory_bytes) > 0:
-                    choice = choose_offload(self._held(instance), short)
+                    short -= sum(one.reserved_bytes for one in self._has_room if self._is_leaving(one))
+                    choice = choose_offload(self._held(instance), short) if short > 0 else None
                     if choice is None:
                         self._has_changed.clear()
                         await self._has_changed.wait()
@@ -271,7 +290,7 @@ class FunctionNode:
             Held(
                 name=hold_name("backbone", host.name),
                 num_bytes=host.num_bytes + host.zygote_bytes,
-                value=sum(one.rate(now) for one in self.functions.values() if one.host is host)
+                value=sum(one.rate(now) for one in self._woken.values() if one.host is host)
                 * (host.load_s + host.zygote_s),
                 in_use=host is waking.host or not host.is_ready,
             )
@@ -279,6 +298,8 @@ class FunctionNode:
             if host.num_bytes
         ]
         for one in self._present:
+            if self._is_leaving(one):
+                continue
             held.append(
                 Held(
                     name=hold_name("process", one.name),
@@ -293,10 +314,14 @@ class FunctionNode:
     def _is_in_use(self, name: str) -> bool:
         kind, _, owner = name.partition(":")
         if kind == "backbone":
-            return any(one.host.name == owner and one in self._present for one in self.functions.values())
+            return any(one.host.name == owner for one in self._present)
         return (
             owner in self.functions and self.functions[owner].phase is Phase.AWAKE and not self.functions[owner].is_idle
         )
+
+    def _is_leaving(self, instance: FunctionInstance) -> bool:
+        """Whether its process ends, or is about to: the function was removed."""
+        return instance.phase is Phase.ENDING or self.functions.get(instance.name) is not instance
 
     async def _let_go(self, name: str) -> None:
         kind, _, owner = name.partition(":")
@@ -312,44 +337,24 @@ class FunctionNode:
         """Return the use of the machine since the last call, by account."""
         for instance in self._present:
             self.read_cpu(instance)
-        pids = {one.pid for one in self._present}
-        self._cpu_read = {pid: used for pid, used in self._cpu_read.items() if pid in pids}
-        self._meter.change(self._now_ns(), self._machine_state())
-        taken = self._meter.take(self._now_ns())
-        accounts = []
-        counts = {name: counts for name, one in self.functions.items() if any(counts := one.take_counts())}
-        for name in {**taken.accounts, **counts}:
-            known = self.functions.get(name)
-            num_requests, num_tokens = counts.get(name, (0, 0))
-            accounts.append(
-                Account(
-                    name=name,
-                    tenant="" if known is None else known.spec.tenant,
-                    usage=taken.accounts.get(name, Usage()),
-                    num_requests=num_requests,
-                    num_tokens=num_tokens,
-                )
-            )
-        return taken, accounts
+        self._accounts.change(self._machine_state())
+        return self._accounts.take([one.pid for one in self._present])
 
     def read_cpu(self, instance: FunctionInstance) -> None:
-        """Count the processor time that a function has used since the last reading."""
-        if instance.pid is not None and (used := cpu_ns(instance.pid)) is not None:
-            account = instance.name if self._is_charged(instance) else PLATFORM
-            self._meter.use_cpu(account, used - self._cpu_read.get(instance.pid, 0))
-            self._cpu_read[instance.pid] = used
+        """Charge the processor time that a function has used since the last reading.
+
+        It is the function's own, also while it is held ready. A start that no request waits for is the platform's.
+        """
+        if instance.pid is not None:
+            is_own = instance.phase is not Phase.WAKING or instance.has_waiting
+            self._accounts.read_cpu(instance.account if is_own else PLATFORM, instance.pid)
 
     def begin_account(self, since_ns: int) -> None:
         """Begin to count at the ledger's end, if the clock is behind it."""
-        behind_ns = since_ns - self._now_ns()
-        if behind_ns > 0:
-            self._origin_ns += behind_ns
-        self._meter = Meter(self._now_ns(), num_cpus=len(os.sched_getaffinity(0)))
+        self._accounts.begin(since_ns)
 
     def describe(self) -> tuple[list[FunctionState], list[BackboneState]]:
         """Return the states of all functions that differ from a registered one's, and of the backbones."""
-        now = asyncio.get_running_loop().time()
-        states = [one.describe(now) for one in self.functions.values()]
         backbones = [
             BackboneState(
                 name=host.name,
@@ -363,38 +368,55 @@ class FunctionNode:
             )
             for host in self.hosts.values()
         ]
-        return [one for one in states if one.state != "asleep" or one.num_starts], backbones
+        return self.states(), backbones
+
+    def states(self, backbone: str | None = None) -> list[FunctionState]:
+        """Return the states of functions that have been awake, of one backbone or of all."""
+        now = asyncio.get_running_loop().time()
+        woken = [one for one in self._woken.values() if backbone in (None, one.host.name)]
+        states = [one.describe(now) for one in woken]
+        return [one for one in states if one.state != "asleep" or one.num_starts]
+
+    def cancel(self, backbone: str, request_ids: Sequence[str], *, stopped: bool) -> None:
+        """Cancel requests of functions of a backbone, wherever they are; as ``Fleet.cancel``."""
+        for one in self._present:
+            if one.host.name == backbone and one.awake is not None:
+                one.awake.fleet.cancel(request_ids, stopped=stopped)
+        self.changed()
 
     def _is_charged(self, instance: FunctionInstance) -> bool:
-        """Whether a function that is awake pays; one that is held ready beyond its keep-alive is the platform's."""
-        if not instance.is_idle:
+        """Whether a function that has a process pays for its time and memory.
+
+        Pre-loading pays for itself: a start that no request waits for, and the time beyond the keep-alive.
+        """
+        if instance.has_waiting or instance.is_running:
             return True
+        if instance.phase is Phase.WAKING:
+            return False
         now = asyncio.get_running_loop().time()
         return now - instance.last_used < self._keep_alive_s(instance)
 
     def _machine_state(self) -> MachineState:
-        present = self._present
-        charged = [one for one in present if self._is_charged(one)]
-        awake = [one.name for one in charged]
-        own: dict[str, int] = dict.fromkeys(awake, 0)
-        for one in present:
-            account = one.name if one.name in own else PLATFORM
-            if one.phase is Phase.AWAKE:
+        charged = {one: one.account for one in self._present if self._is_charged(one)}
+        own: dict[str, int] = {}
+        for one in self._present:
+            if one.phase is not Phase.WAKING:
+                account = charged.get(one, PLATFORM)
                 own[account] = own.get(account, 0) + one.own_bytes
         shared = [
-            (host.num_bytes + host.zygote_bytes, [one.name for one in charged if one.host is host])
+            (
+                host.num_bytes + host.zygote_bytes,
+                list(dict.fromkeys(account for one, account in charged.items() if one.host is host)),
+            )
             for host in self.hosts.values()
             if host.num_bytes
         ]
-        return MachineState(
-            running=[one.name for one in charged if one.is_running],
-            awake=awake,
+        return MachineState(  # a function that was replaced may be there twice
+            running=list(dict.fromkeys(account for one, account in charged.items() if one.is_running)),
+            awake=list(dict.fromkeys(charged.values())),
             host_bytes=own,
             shared_host_bytes=shared,
         )
-
-    def _now_ns(self) -> int:
-        return self._origin_ns + time.monotonic_ns()
 
 
 def _read_ahead(folders: Iterable[Path]) -> None:
