@@ -214,7 +214,10 @@ def test_many_tokens_at_once_travel_in_one_event(server: BackgroundServer) -> No
     """A reader that lags gets larger pieces, not more of them."""
     body = {"model": "base", "prompt": "say", "max_tokens": 200, "stream": True, "n": 100}
     with httpx.Client(base_url=server.url, timeout=60) as http:
-        events = events_of(http.post("/v1/completions", json=body).text)[:-1]
+        before = ended(http, "length")
+        with begun(server, "/v1/completions", body) as slow:
+            wait_for(lambda: ended(http, "length") == before + 100)
+            events = events_of(b"".join(chunks_of(rest_of(slow))).decode())[:-1]
     texts: dict[int, str] = {}
     for event in events:
         choice = event["choices"][0]
@@ -226,22 +229,15 @@ def test_many_tokens_at_once_travel_in_one_event(server: BackgroundServer) -> No
 
 def test_a_client_that_does_not_read_stops_nobody_and_misses_nothing(server: BackgroundServer) -> None:
     """Its chunks no longer fit into the socket: the rest of its answer waits, and comes whole when it reads."""
-    host, port = server.url.removeprefix("http://").split(":")
     body = {"model": "base", "messages": [{"role": "user", "content": "say"}], "max_tokens": 200, "n": 24}
     body |= {"stream": True, "logprobs": True, "top_logprobs": 20}
-    content = json.dumps(body).encode()
-    with socket.socket() as slow, httpx.Client(base_url=server.url, timeout=60) as http:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((host, int(port)))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    with httpx.Client(base_url=server.url, timeout=60) as http:
         before = ended(http, "length")
-        slow.sendall(
-            f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
-        )
-        wait_for(lambda: ended(http, "length") == before + 24)  # the engine waits for no reader
-        quick = http.post("/v1/completions", json={"model": "base", "prompt": "say", "max_tokens": 5, "stream": True})
-        assert len(events_of(quick.text)) >= 2
-        answer = b"".join(iter(lambda: slow.recv(1 << 16), b"")).partition(b"\r\n\r\n")[2]
+        with begun(server, "/v1/chat/completions", body) as slow:
+            wait_for(lambda: ended(http, "length") == before + 24)  # the engine waits for no reader
+            say = {"model": "base", "prompt": "say", "max_tokens": 5, "stream": True}
+            assert len(events_of(http.post("/v1/completions", json=say).text)) >= 2
+            answer = rest_of(slow)
     texts: dict[int, str] = {}
     events = events_of(b"".join(chunks_of(answer)).decode())
     for event in events[:-1]:
@@ -251,6 +247,24 @@ def test_a_client_that_does_not_read_stops_nobody_and_misses_nothing(server: Bac
     assert len(texts) == 24
     assert {len(text) for text in texts.values()} == {200}
     assert len(answer) > 4_500_000  # more than the sockets of a connection hold
+
+
+@contextmanager
+def begun(server: BackgroundServer, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """Send a request on a connection with little room, and read nothing."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((host, int(port)))
+        slow.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield slow
+
+
+def rest_of(slow: socket.socket) -> bytes:
+    """Read an answer to its end; return its body."""
+    return b"".join(iter(lambda: slow.recv(1 << 16), b"")).partition(b"\r\n\r\n")[2]
 
 
 def chunks_of(body: bytes) -> Iterator[bytes]:
