@@ -17,6 +17,7 @@ from manylora import errors
 from manylora.adapters.layout import AdapterLayout
 from manylora.adapters.shape import BaseShape
 from manylora.errors import AdapterError
+from manylora.isolation.answers import receive_answer
 from manylora.types import AdapterKey, AdapterVersion
 
 __all__ = [
@@ -191,12 +192,5 @@ def receive(pipe: Connection, limit_s: float) -> Answer:
         TimeoutError: There is none within ``limit_s`` seconds.
         OSError: The reader died, or its answer cannot be read.
     """
-    if not pipe.poll(limit_s):
-        raise TimeoutError
-    try:
-        answer: Answer = _decode(pipe.recv_bytes(MAX_ANSWER_BYTES))
-    except EOFError as error:
-        raise ConnectionResetError from error
-    except msgspec.MsgspecError as error:
-        raise OSError(f"its answer is malformed: {error}") from error
+    answer: Answer = receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)
     return answer

@@ -6,6 +6,8 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from manylora.isolation.answers import receive_answer
+
 __all__ = ["MAX_ANSWER_BYTES", "Checked", "FormSettings", "encode", "receive"]
 
 MAX_ANSWER_BYTES = 16 * 1024
@@ -48,11 +50,4 @@ def receive(pipe: Connection, limit_s: float) -> Checked:
         TimeoutError: There is none within ``limit_s`` seconds.
         OSError: The process died, or its answer cannot be read.
     """
-    if not pipe.poll(limit_s):
-        raise TimeoutError
-    try:
-        return _decode(pipe.recv_bytes(MAX_ANSWER_BYTES))
-    except EOFError as error:
-        raise ConnectionResetError from error
-    except msgspec.MsgspecError as error:
-        raise OSError(f"its answer is malformed: {error}") from error
+    return receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)
