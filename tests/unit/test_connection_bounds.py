@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from transports import Transport
 from uvicorn.server import ServerState
 
 from manylora.config import ServerConfig
@@ -17,37 +18,6 @@ from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.http_server import connection_bounds
 
 GET = b"GET /%d HTTP/1.1\r\nHost: here\r\n\r\n"
-
-
-class Transport(asyncio.Transport):
-    """A connection whose client reads as the test says."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__({"peername": (address, 1), "sockname": ("127.0.0.1", 2)})
-        self.written = b""
-        self.unread = 0
-        self.is_closed = self.is_aborted = self.is_paused = False
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def abort(self) -> None:
-        self.is_closed = self.is_aborted = True
-
-    def pause_reading(self) -> None:
-        self.is_paused = True
-
-    def resume_reading(self) -> None:
-        self.is_paused = False
-
-    def get_write_buffer_size(self) -> int:
-        return self.unread
 
 
 @dataclass

@@ -12,6 +12,7 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
+from transports import Transport
 from uvicorn.server import ServerState
 
 from manylora.errors import CapacityError
@@ -21,30 +22,6 @@ from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.refusals import MOST_BODY_BYTES, MOST_RETRY_S, Refusals, RetryTimes
 
 BODY = b'{"prompt": "say"}'
-
-
-class Transport(asyncio.Transport):
-    """Keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.is_closed = False
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
 
 
 @dataclass
