@@ -124,6 +124,29 @@ def test_a_wrong_body_goes_nowhere(body: bytes, status: int) -> None:
     run(test)
 
 
+def test_bodies_that_stall_leave_room_for_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora.proxy.relay.relay.MAX_HELD_BYTES", 200_000)
+    long = b'{"model": "base", "prompt": "' + b"x" * 150_000 + b'"}'
+
+    async def test() -> None:
+        fake = FakeServer()
+        async with servers(fake) as urls, routing(*urls) as (proxy, client):
+            host, port = proxy.url.removeprefix("http://").split(":")
+            _, stalled = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(long)}\r\n\r\n"
+            stalled.write(head.encode() + long[:-1])
+            await stalled.drain()
+            while (await client.ask("POST", "/v1/completions", long)).status != 429:
+                await asyncio.sleep(0.01)
+            assert (await client.complete("base")).status == 200
+            stalled.write(long[-1:])
+            while (await client.ask("POST", "/v1/completions", long)).status != 200:
+                await asyncio.sleep(0.01)
+            stalled.close()
+
+    run(test)
+
+
 def test_sglang_is_told_the_base_with_the_adapter() -> None:
     async def test() -> None:
         fake = FakeServer({"a": "/a"}, owner="sglang", metrics="sglang:num_running_reqs 3.0\n")
