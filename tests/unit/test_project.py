@@ -148,12 +148,21 @@ def command_options() -> dict[str, set[str]]:
     return options
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_are_true(path: Path) -> None:
-    """Links lead somewhere, commands exist, and so do their options."""
+    """Links and their headings lead somewhere, commands exist, and so do their options."""
     text = path.read_text()
-    for link in re.findall(r"\]\((?!https?:|mailto:|#)([^)\s#]+)", text):
+    links = (found.partition("#") for found in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text))
+    for link, _, heading in links:
         assert (path.parent / link).exists(), f"broken link: {link}"
+        page = path.parent / link if link else path
+        assert not heading or page.suffix != ".md" or heading in anchors_of(page), f"no such heading: {link}#{heading}"
 
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     options = command_options()
