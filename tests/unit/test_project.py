@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,11 +18,14 @@ import typer
 
 from manylora.cli.app import app
 from manylora.cli.options.table import options_page
+from manylora.cli.options.vllm_flag_table import VLLM_FLAGS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "manylora"
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".cfg", ".jinja", ""}
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
+FLAGS_OF_OTHERS = {"--enable-metrics", "--hypothesis-profile", "--prefetch"}
+"""Options of SGLang, pytest and S-LoRA that documents name."""
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__main__.py")
 
 
@@ -134,6 +138,7 @@ def test_importing_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@cache
 def command_options() -> dict[str, set[str]]:
     """Return the options of every command of the program, by command."""
     group = typer.main.get_command(app)
@@ -142,10 +147,18 @@ def command_options() -> dict[str, set[str]]:
     def visit(command: object, path: str) -> None:
         for name, inner in getattr(command, "commands", {}).items():
             visit(inner, f"{path} {name}".strip())
-        options[path] = {option for param in command.params for option in param.opts}  # type: ignore[attr-defined]
+        options[path] = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}  # type: ignore[attr-defined]
 
     visit(group, "")
     return options
+
+
+@cache
+def all_flags() -> set[str]:
+    """Return the options of every command, of vLLM's server and of the scripts in bench."""
+    scripts = "".join(path.read_text() for path in (ROOT / "bench").glob("*.py"))
+    ours = set().union(*command_options().values())
+    return ours | VLLM_FLAGS.keys() | FLAGS_OF_OTHERS | set(re.findall(r'"(--[a-z][a-z0-9-]*)"', scripts))
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -178,3 +191,5 @@ def test_documents_are_true(path: Path) -> None:
             assert command in options, f"no such command: {line}"
             given = {word.partition("=")[0] for word in words if word.startswith("--")}
             assert given <= options[command], f"no such option: {given - options[command]}"
+    flags = set(re.findall(r"`(--[a-z][a-z0-9-]*)", text)) if path.name != "options.md" else set()  # made from the fields
+    assert flags <= all_flags(), f"no such option: {flags - all_flags()}"
