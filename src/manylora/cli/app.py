@@ -109,6 +109,18 @@ def _options(
     """Define the options that come before the command."""
 
 
+def _usage_error(error: Exception) -> str | None:
+    """Return the line for a wrong command line, empty if the help was printed; ``None`` for another error.
+
+    typer brings a copy of click, so its errors are known by what they have.
+    """
+    context, describe = getattr(error, "ctx", None), getattr(error, "format_message", None)
+    if describe is None:
+        return None
+    line = str(describe()).rstrip(".")
+    return f"{line} (see `{context.command_path} --help`)" if line and context is not None else line
+
+
 def main() -> None:
     """Run the command line.
 
@@ -118,8 +130,15 @@ def main() -> None:
     if asked == "serve" and not _NO_EARLY_ENGINE.intersection(arg.partition("=")[0] for arg in sys.argv):
         start_early(TORCH_BUILDER)
     try:
-        make_app((asked,) if asked in _COMMANDS else tuple(_COMMANDS))()
+        # typer returns the code of an exit that a command asked for; the commands themselves return nothing.
+        sys.exit(make_app((asked,) if asked in _COMMANDS else tuple(_COMMANDS))(standalone_mode=False) or 0)
     except Exception as error:
+        if isinstance(error, typer.Abort):
+            sys.exit(1)
+        if (line := _usage_error(error)) is not None:
+            if line:
+                fail(line, code=2)
+            sys.exit(2)
         if os.environ.get(_DEBUG):
             raise
         if isinstance(error, ManyloraError):

@@ -29,7 +29,8 @@ def note(message: str) -> None:
 
 def fail(message: str, *, code: int) -> NoReturn:
     """Print an error on one line, and exit with ``code``."""
-    notes.print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)
+    line = " ".join(message.split("\n"))
+    notes.print(Text.assemble(("error: ", "bold red"), (line, "red")), soft_wrap=True)
     sys.exit(code)
 
 
