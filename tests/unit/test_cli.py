@@ -194,6 +194,9 @@ def test_file_environment_and_line_in_this_order(served: list[Served], tmp_path:
         (["serve", "demo", "--log-level", "loud"], "loud"),
         (["serve"], "MODEL"),
         (["serve", "demo", "--no-such-option"], "--no-such-option"),
+        (["serve", "demo", "--port", "many"], "--port"),
+        (["serv", "demo"], "Did you mean 'serve'?"),
+        (["adapters", "inspect"], "PATH"),
         (["generate", "demo", "hi", "--adapter", "nobody"], "'nobody'"),
         (["generate", "demo", "hi", "--temperature", "-1"], "temperature"),
     ],
@@ -208,7 +211,8 @@ def test_what_is_asked_wrongly_is_one_message_and_code_2(
     assert run_main(monkeypatch, *line) == 2
     said = capsys.readouterr()
     assert words in said.err
-    assert "Traceback" not in said.err
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
     assert not said.out
     assert not served
 
