@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.streams import FloatArray, IntArray
 from manylora.workloads.traces.requests import read_requests
 
@@ -167,8 +168,7 @@ class GammaArrivals:
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
-        if not self.cov > 0:
-            raise ConfigError(f"Got cov = {self.cov!r}, expected above 0")
+        require(self.cov > 0, "cov", self.cov, "above 0")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""
@@ -195,8 +195,7 @@ class WeibullArrivals:
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
-        if not self.shape > 0:
-            raise ConfigError(f"Got shape = {self.shape!r}, expected above 0")
+        require(self.shape > 0, "shape", self.shape, "above 0")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""

@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.arrivals import Arrived, Extent, GammaArrivals, WeibullArrivals
 from manylora.workloads.streams import FloatArray, IntArray
 from manylora.workloads.traces.azure_functions import read_calls_per_minute, read_single_calls
@@ -81,8 +82,7 @@ class AzureFunctions2019:
 
     def __post_init__(self) -> None:
         _check(self.rate, minute_s=self.minute_s, num_minutes=1 if self.num_minutes is None else self.num_minutes)
-        if self.start_minute < 0:
-            raise ConfigError(f"Got start_minute = {self.start_minute!r}, expected 0 or later")
+        require(self.start_minute >= 0, "start_minute", self.start_minute, "0 or later")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent, at most one window of them."""

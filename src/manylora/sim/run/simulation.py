@@ -31,6 +31,7 @@ from manylora.engine.core import EngineCore
 from manylora.engine.loop import Arrivals
 from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
+from manylora.options import require
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
 from manylora.plan import AdapterLoad, PlannedSequence
@@ -108,17 +109,13 @@ class SimulationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"Got {name} = {getattr(self, name)!r}, expected {expected}")
-
-        check(self.num_pages >= 2, "num_pages", "at least 2")
-        check(self.num_replicas >= 1, "num_replicas", "at least 1")
+        require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2")
+        require(self.num_replicas >= 1, "num_replicas", self.num_replicas, "at least 1")
         fleet = self.num_replicas if self.scaling is None else self.scaling.policy.max_replicas
-        check(self.num_replicas == fleet, "num_replicas", f"{fleet}, as in scaling")
-        check(self.scheduler_time_s >= 0, "scheduler_time_s", "0 or more")
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        check(self.sample_every_s > 0, "sample_every_s", "above 0")
+        require(self.num_replicas == fleet, "num_replicas", self.num_replicas, f"{fleet}, as in scaling")
+        require(self.scheduler_time_s >= 0, "scheduler_time_s", self.scheduler_time_s, "0 or more")
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        require(self.sample_every_s > 0, "sample_every_s", self.sample_every_s, "above 0")
         if self.memory.block_size != self.base.page.block_size:
             raise ConfigError(f"Got block_size = {self.memory.block_size}, and a base with {self.base.page.block_size}")
 
