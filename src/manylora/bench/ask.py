@@ -140,9 +140,9 @@ async def ask(session: Any, url: str, question: Question, *, retries: int = 0) -
 
     Args:
         session: aiohttp's.
-        url: Where to.
-        question: What to send.
-        retries: How often to ask again when told that there is no room (429, 503); waiting for it is part of the
+        url: The address.
+        question: The request.
+        retries: Times to ask again after a refusal for lack of room (429, 503); waiting for it is part of the
             time to first token.
     """
     aiohttp = aiohttp_or_fail()

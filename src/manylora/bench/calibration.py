@@ -33,7 +33,7 @@ def sweep_live(
     write: Callable[[LogLine], None],
     on_progress: Callable[[float], None] = lambda elapsed_s: None,
 ) -> int:
-    """Run the calibration sweep on an engine that is built for it; return how many steps were logged.
+    """Run the calibration sweep on an engine that is built for it; return the number of steps that were logged.
 
     No adapter idles on the device and a fourth of them finds no place in host memory, so that loads of both kinds
     happen all the time; prompts are never remembered.

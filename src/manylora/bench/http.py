@@ -42,11 +42,11 @@ class HttpResult:
     """One rate in one round.
 
     Args:
-        steps_per_s: Asked of the engine.
-        seen: By the client.
+        steps_per_s: Rate of the engine's steps.
+        seen: Figures of the client.
         api_cpu_us: Microseconds of the API process per token; ``None`` where the system does not tell.
         engine_cpu_us: Microseconds of the engine process per token.
-        floor: What the same client saw of an application that only writes (see ``http_floor``).
+        floor: Figures of the same client with an application that only writes (see ``http_floor``).
         floor_cpu_us: Microseconds of that process per token.
     """
 
@@ -96,7 +96,7 @@ def http_table(results: Sequence[HttpResult], command: str, busy_share: float) -
 
     Args:
         results: One for each rate and round.
-        command: What made them.
+        command: The command that measured them.
         busy_share: Share of the machine's processor time that other processes took.
     """
     about = machine()
@@ -162,7 +162,7 @@ class _Process:
 
     Args:
         pid: Its process.
-        port: Where it listens.
+        port: Its port.
     """
 
     pid: int

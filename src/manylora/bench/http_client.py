@@ -79,8 +79,8 @@ def run_streams(host: str, port: int, *, num_streams: int, step_ticks: int, num_
     Args:
         host: Of the server.
         port: Of the server.
-        num_streams: How many at once.
-        step_ticks: What a step should take, in units of ``TICK_S``.
+        num_streams: Concurrent streams.
+        step_ticks: Duration of a step, in units of ``TICK_S``.
         num_tokens: Tokens of each stream.
     """
     selector = selectors.DefaultSelector()

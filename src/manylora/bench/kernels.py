@@ -78,11 +78,11 @@ def measure_kernels(
     """Time every kernel and the floor in turns, after a round that does not count.
 
     Args:
-        base: Whose modules; every linear layer gets an adapter.
+        base: The base; every linear layer of it gets an adapter.
         num_adapters: Adapters in the step.
         ranks: They take turns.
         rows_each: Rows of each: 1 is decoding.
-        rounds: How many count.
+        rounds: Rounds that count.
         kernels: Names, of those in ``TABLELESS``.
         device: Where.
     """

@@ -35,7 +35,7 @@ class Transformers:
 
     Args:
         model: Folder of the base.
-        device: Where it runs.
+        device: Device of the model.
         dtype: Its precision; as saved when ``None``.
     """
 
@@ -73,7 +73,7 @@ class Peft(Transformers):
     Args:
         model: Folder of the base.
         adapters: Folders of adapters with different names.
-        device: Where it runs.
+        device: Device of the model.
         dtype: Its precision; as saved when ``None``.
 
     Raises:

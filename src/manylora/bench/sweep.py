@@ -33,11 +33,11 @@ class Burst:
     """Requests of one size.
 
     Args:
-        num_requests: How many.
+        num_requests: Number of requests.
         num_prompt_tokens: Length of each prompt.
         num_output_tokens: Length of each answer.
-        adapters: Indices of the adapters they ask for in turn; ``None`` among them is the base.
-        stagger_s: How much later the second half comes, in seconds.
+        adapters: Indices of the adapters that they name in turn; ``None`` among them is the base.
+        stagger_s: Delay of the second half, in seconds.
     """
 
     num_requests: int
@@ -53,12 +53,12 @@ def draw_burst(
     """Draw a burst.
 
     Args:
-        rng: Chance.
+        rng: Random numbers.
         max_num_seqs: Most requests in it.
         max_context: Longest prompt and answer together.
-        max_tokens: Most prompt tokens in it: what keeps a burst short.
-        num_adapters: Adapters there are.
-        step_s: How long a step takes, about, in seconds: what staggering is measured in.
+        max_tokens: Most prompt tokens in it, which keeps a burst short.
+        num_adapters: Number of adapters.
+        step_s: Typical duration of a step in seconds, the unit of the delay.
     """
 
     def spread(low: int, high: int) -> int:
@@ -91,17 +91,17 @@ def run_sweep(
     write: Callable[[StepRecord | LoadRecord], None],
     on_progress: Callable[[float], None] = lambda elapsed_s: None,
 ) -> int:
-    """Run bursts for so many seconds; return how many steps were logged.
+    """Run bursts for so many seconds; return the number of steps that were logged.
 
     Args:
         parts: The live engine's parts.
-        config: How it schedules; prefix caching must be off, for a remembered prompt costs nothing.
+        config: Its configuration; prefix caching must be off, because a cached prompt costs nothing.
         adapters: In the host tier; loads happen when bursts ask for those that are not on the device.
         clock: The parts' own.
         rng: Draws the bursts.
-        seconds: How long.
-        write: Takes the records.
-        on_progress: Told how many seconds have gone.
+        seconds: Length of the sweep.
+        write: Receives the records.
+        on_progress: Called with the seconds that have passed.
     """
     assert not config.memory.prefix_caching
     steps: list[float] = []

@@ -112,7 +112,7 @@ def renewal_times(
         draw_gaps: Draws so many gaps, in seconds.
         first_gap: Draws what is left of the gap under way at time 0, for extents with a duration.
         rate: Mean arrivals per second: how many gaps are drawn at a time, nothing else.
-        extent: Where to stop; not open.
+        extent: The end of the arrivals; not open.
     """
     chunk = extent.num_requests or 0
     if extent.duration_s is not None:

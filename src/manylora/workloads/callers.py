@@ -41,7 +41,7 @@ class GammaCallers:
     Args:
         rate: Mean requests per second of each.
         cov: Coefficient of variation of the gaps: 1 is Poisson, above it bursts, below it regularity.
-        num_callers: How many.
+        num_callers: Number of callers.
     """
 
     kind: ClassVar[str] = "gamma-callers"
@@ -135,7 +135,7 @@ class ServeGenClients:
 
     Args:
         file: `servegen_oneday_trace.csv.gz`.
-        model: Whose clients: `m-large`, `m-mid`, `m-small` or `deepseek-r1`.
+        model: The model of the clients: `m-large`, `m-mid`, `m-small` or `deepseek-r1`.
         rate: Mean requests per second over the window, all clients together; as recorded when ``None``.
         start_s: Beginning of the window, in seconds of the trace's clock; its first when ``None``.
         window_s: Seconds that a recorded ten-minute window is played in.

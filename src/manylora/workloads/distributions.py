@@ -36,7 +36,7 @@ class FixedTokens:
     """Always the same.
 
     Args:
-        tokens: How many.
+        tokens: Number of tokens.
     """
 
     kind: ClassVar[str] = "fixed"

@@ -111,7 +111,7 @@ class AdapterSet:
     """The registered adapters; ranks take turns.
 
     Args:
-        count: How many; 0 asks for the base alone.
+        count: Number of adapters; with 0 all requests are for the base.
         ranks: Their ranks.
         targets: Last names of the modules they change.
         base_share: Share of requests for the base instead of an adapter.
