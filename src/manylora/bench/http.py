@@ -1,10 +1,10 @@
 """The cost of HTTP: streams through one API process, from the engine to the client.
 
-A server as people start it (an API process and an engine process, real core and loop) on paced parts, and the cheapest
-client in a third process. At every rate each token carries the moment it left the device, so the figure is what the
-way adds to it: the core's bookkeeping, the message between the processes, text, JSON, HTTP, sockets.
+The server runs as in production (an API process and an engine process, with the real core and loop), on paced parts. A
+minimal client runs in a third process. Each token carries the time at which it left the device, so the figure is the
+latency that is added after it: the core's bookkeeping, the message between the processes, text, JSON, HTTP, sockets.
 
-Tokens are counted, not events: under load a chunk carries several, and that is how a busy server keeps up.
+Tokens are counted, not events: under load a chunk carries several.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The calibration sweep: steps of every kind on a live engine, for a cost model to be fitted from.
+"""The calibration sweep: steps of every kind on a live engine, to which a cost model is fitted.
 
-Bursts of requests of one size each, sizes drawn afresh for every burst: how many, how long, over how many adapters, and
-whether all come at once or the second half while the first decodes (which gives steps with prompts and decoding rows
-in them). Sizes are spread evenly over their logarithms and drawn rather than enumerated, so that a sweep may be cut
-off after any time and has seen a bit of everything.
+The requests of a burst have one size. Their number, lengths and adapters are drawn for each burst, and whether all
+arrive at once or the second half while the first decodes, which gives steps with prompts and decoding rows. Sizes are
+uniform over their logarithms. They are drawn and not enumerated, so that a sweep that ends at any time has steps of all
+kinds.
 """
 
 from __future__ import annotations
