@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from manylora.costs.model import CostModel
 from manylora.errors import ConfigError
-from manylora.options import require
 from manylora.events import Event, RequestFinished
 from manylora.measure import RequestRecord
+from manylora.options import require
 from manylora.planning.meter import Meter
 from manylora.planning.slo import Objective
 from manylora.sim.run.simulation import Run, SimulationConfig, simulate

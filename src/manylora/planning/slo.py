@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.errors import ConfigError
-from manylora.options import require
 from manylora.measure import RequestRecord, Slo, gaps_of
+from manylora.options import require
 
 __all__ = ["Objective", "pool_values"]
 

@@ -31,9 +31,9 @@ from manylora.engine.core import EngineCore
 from manylora.engine.loop import Arrivals
 from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
-from manylora.options import require
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
+from manylora.options import require
 from manylora.plan import AdapterLoad, PlannedSequence
 from manylora.plugins import options_for
 from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
