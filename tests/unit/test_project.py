@@ -18,7 +18,7 @@ import typer
 
 from manylora.cli.app import app
 from manylora.cli.options.table import options_page
-from manylora.cli.options.vllm_flag_table import VLLM_FLAGS
+from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "manylora"
@@ -158,7 +158,8 @@ def all_flags() -> set[str]:
     """Return the options of every command, of vLLM's server and of the scripts in bench."""
     scripts = "".join(path.read_text() for path in (ROOT / "bench").glob("*.py"))
     ours = set().union(*command_options().values())
-    return ours | VLLM_FLAGS.keys() | FLAGS_OF_OTHERS | set(re.findall(r'"(--[a-z][a-z0-9-]*)"', scripts))
+    vllm = VLLM_FLAGS.keys() | TRANSLATED.keys()
+    return ours | vllm | FLAGS_OF_OTHERS | set(re.findall(r'"(--[a-z][a-z0-9-]*)"', scripts))
 
 
 def anchors_of(page: Path) -> set[str]:
