@@ -21,22 +21,32 @@ __all__ = ["main", "make_app"]
 
 _DEBUG = "MANYLORA_DEBUG"
 
-_COMMANDS = {
-    "serve": "serve:serve",
-    "route": "route:route",
-    "generate": "generate:generate",
-    "backbone": "backbone:backbone",
-    "functions": "functions:functions_app",
-    "adapters": "adapters:adapters_app",
-    "calibrate": "calibrate:calibrate",
-    "top": "top:top",
-    "simulate": "simulate:simulate_command",
-    "plan": "plan:plan_command",
-    "experiment": "experiment:experiment_app",
-    "bench": "bench:bench_app",
-    "demo": "demo:demo",
+_PANELS = {
+    "Serve": {
+        "demo": "demo:demo",
+        "serve": "serve:serve",
+        "route": "route:route",
+        "top": "top:top",
+        "generate": "generate:generate",
+        "adapters": "adapters:adapters_app",
+    },
+    "Plan": {
+        "simulate": "simulate:simulate_command",
+        "plan": "plan:plan_command",
+        "calibrate": "calibrate:calibrate",
+    },
+    "Measure": {
+        "bench": "bench:bench_app",
+        "experiment": "experiment:experiment_app",
+    },
+    "Isolated functions": {
+        "functions": "functions:functions_app",
+        "backbone": "backbone:backbone",
+    },
 }
-"""Commands by name: a module below ``commands``, and in it a function or a tree of commands."""
+"""Commands by panel of the help and by name: a module below ``commands``, and in it a function or a tree."""
+
+_COMMANDS = {name: (panel, place) for panel, commands in _PANELS.items() for name, place in commands.items()}
 
 
 def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
@@ -52,13 +62,14 @@ def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
     )
     app.callback()(_options)
     for name in names:
-        module, _, attribute = _COMMANDS[name].partition(":")
+        panel, place = _COMMANDS[name]
+        module, _, attribute = place.partition(":")
         found = getattr(import_module(f"manylora.cli.commands.{module}"), attribute)
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name)
+            app.add_typer(found, name=name, rich_help_panel=panel)
         else:
-            app.command(name=name, cls=getattr(found, "command_class", None))(found)
-    app.command(name="version")(show_version)
+            app.command(name=name, cls=getattr(found, "command_class", None), rich_help_panel=panel)(found)
+    app.command(name="version", rich_help_panel="Serve")(show_version)
     return app
 
 

@@ -139,9 +139,9 @@ def _check_early(engine: EngineConfig, server: ServerConfig, named: Mapping[str,
 
     ``named`` are paths by name of the adapters that must load.
     """
-    for name, path in named.items():
-        if os.path.isdir(path) and not os.path.lexists(os.path.join(path, CONFIG_FILE)):
-            raise AdapterNotFound(name, f"there is no {CONFIG_FILE} in {path!r}")
+    for name, folder in named.items():
+        if os.path.isdir(folder) and not os.path.lexists(os.path.join(folder, CONFIG_FILE)):
+            raise AdapterNotFound(name, f"there is no {CONFIG_FILE} in {folder!r}")
     if (uds := server.web.uds) is not None and not Path(uds).absolute().parent.is_dir():
         raise ConfigError(f"Got --uds {uds!r}, and there is no such folder for the socket")
     # A simulated engine reads the tokenizer alone.
