@@ -141,6 +141,7 @@ def build_systems(path: Path, num_adapters: int) -> tuple[dict[str, System], lis
         model=ModelConfig(model=str(demo_model_path()), device="cpu", max_model_len=256),
         memory=MemoryConfig(num_pages=64, prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
+        adapters=AdapterConfig(max_adapter_share=1.0),  # a probe has no room beside the largest adapter
     )
     probe = build_parts(config, WallClock())
     base = probe.base
