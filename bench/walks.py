@@ -28,7 +28,6 @@ from typing import Any
 import httpx
 
 import manylora
-from manylora.catalog.dims import ModelDims
 from manylora.catalog.models import base_shape
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
@@ -124,25 +123,12 @@ def adapter() -> Counter[str]:
 def simulated() -> Counter[str]:
     """Walk a simulation of one request."""
     walk = Walk()
-    base = base_shape(
-        ModelDims(
-            name="tiny",
-            hidden_size=64,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=4,
-            head_dim=16,
-            intermediate_size=128,
-            vocab_size=500,
-            max_model_len=512,
-        )
-    )
     workload = Workload(
         name="one",
         adapters=(AdapterSpec(name="a", rank=8),),
         requests=(RequestSpec(arrival_s=0.0, adapter="a", num_prompt_tokens=10, num_output_tokens=NUM_TOKENS),),
     )
-    config = SimulationConfig(base=base, cost=FixedCost(), num_pages=100)
+    config = SimulationConfig(base=base_shape("demo"), cost=FixedCost(), num_pages=100)
     simulate(workload, config)
     with walk.counted():
         simulate(workload, config)

@@ -45,9 +45,9 @@ class Comparison:
     """A claim beside ours.
 
     Args:
-        claim: What was published.
+        claim: The published figure.
         ours: The same of our runs; ``None`` where they do not go that far.
-        verdict: How they stand to each other.
+        verdict: Agreement of the two.
     """
 
     claim: Claim
@@ -59,7 +59,7 @@ class Findings:
     """The results of an experiment.
 
     Args:
-        experiment: What was run.
+        experiment: The experiment that was run.
         results: By setup and label of the point: one for each seed.
     """
 

@@ -76,8 +76,8 @@ def as_markdown(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
     """Return a report of experiments, with links to their pictures.
 
     Args:
-        pages: What each found, and its pictures.
-        command: What makes all of it.
+        pages: Findings and pictures of each experiment.
+        command: The command that makes the report.
     """
     lines = ["# Experiments", "", f"Made by `{command}`. {_about(pages)}", "", *_overview(pages)]
     for findings, pictures in pages:
@@ -247,8 +247,8 @@ def as_html(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
     """Return the same report as one page, its pictures inside.
 
     Args:
-        pages: What each found, and its pictures.
-        command: What makes all of it.
+        pages: Findings and pictures of each experiment.
+        command: The command that makes the report.
     """
     body = ["<h1>Experiments</h1>", f"<p>Made by <code>{html.escape(command)}</code>. "]
     body += [f"{html.escape(_about(pages))}</p>", _html_of(_overview(pages))]
