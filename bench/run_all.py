@@ -24,11 +24,13 @@ HERE = Path(__file__).parent
 ALWAYS = {"device.py": ("--compare",)}
 TRACES = (
     "chameleon_readings.py",
+    "prompt_predictor.py",
     "s_lora.py",
     "simulator.py",
     "throughput.py",
     "traces.py",
     "unloaded.py",
+    "chameleon",
     "experiments",
 )
 """Benchmarks that read traces."""
@@ -38,6 +40,10 @@ COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
     "http": (["bench", "http", "--rounds=5", f"--save={RESULTS / 'http'}"], ["bench", "http", "--seconds=1"]),
     "caraserve": (["experiment", "report", "caraserve", f"--output={RESULTS / 'experiments' / 'caraserve'}"], None),
     "serverless": (["experiment", "report", "serverless", f"--output={RESULTS / 'experiments' / 'serverless'}"], None),
+    "chameleon": (
+        ["experiment", "report", "chameleon", "multi-lora", "--processes=2", f"--output={RESULTS / 'experiments'}"],
+        None,
+    ),
     "experiments": (["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"], None),
 }
 """Commands of manylora by name: in full, and as a smoke test where there is one."""
