@@ -7,7 +7,7 @@ order of the files. Lengths are counted in words and marks.
 
 * *quantile*: the median of all answers so far, what `--predictor quantile` says of a new request of a known adapter;
 * *length of the prompt*: a line through the logarithms of both lengths;
-* *words of the prompt*: ridge regression of the logarithm of the length on the words, hashed into a fixed number of columns.
+* *words of the prompt*: ridge regression of the logarithm of the length on the words, hashed into columns.
 
 *Error* is the median of |predicted - true| / true; *in order*: pairs of requests whose predictions are in the order of
 their lengths (half of them by chance), which is all that an order of requests can use. The cost of a prediction is
@@ -146,9 +146,7 @@ def main() -> None:
         name: {"error": one.error, "in_order": one.in_order, "microseconds": one.microseconds.rounds}
         for name, one in outcomes.items()
     }
-    rows = [
-        (name, f"{one.error:.2f}", f"{one.in_order:.2f}", f"{one.microseconds}") for name, one in outcomes.items()
-    ]
+    rows = [(name, f"{one.error:.2f}", f"{one.in_order:.2f}", f"{one.microseconds}") for name, one in outcomes.items()]
     lines = [
         "# Predicting the length of an answer from its prompt",
         "",

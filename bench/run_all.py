@@ -49,8 +49,8 @@ COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
 """Commands of manylora by name: in full, and as a smoke test where there is one."""
 
 BY_HAND = ("clients.py", "former.py", "gpu.py", "proxy_parts.py", "scaling.py", "scaling_live.py", "versions.py")
-"""Not run here: the first installs packages (`make clients`), the second compares what others have written, the third needs
-a GPU, the fourth is started by `proxy.py`, two read one trace by its name, the last needs another checkout."""
+"""Not run here: the first installs packages (`make clients`), the second compares what others have written, the third
+needs a GPU, the fourth is started by `proxy.py`, two read one trace by its name, the last needs another checkout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,5 +70,5 @@ def test_the_former_version_is_the_last_that_differs(results):
     figures, text = former.page([("speed", found)])
     assert "| base over peer | 1.39 | 1.42 | 1.50 (1.40 to 1.60) |" in text
     assert "| base | 200 | 2 | 210 | 5 |" in text
-    assert "gone" not in text and "new |" not in text
+    assert "| gone" not in text and "| new |" not in text
     assert figures["speed"]["commit"] == found.commit

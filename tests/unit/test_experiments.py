@@ -300,7 +300,10 @@ def test_other_limits():
     change = replace(least, form="change-at-most", versus="b", published=-0.2, unit="%")
     assert format_published(change) == "at most -20.0%"
     assert ours(change, a=[3.0], b=[4.0]) == pytest.approx(-0.25)
-    assert [compare(change, values).verdict for values in ([-0.3, -0.12], [-0.3, 0.1])] == [Verdict.AGREES, Verdict.DIFFERS]
+    assert [compare(change, values).verdict for values in ([-0.3, -0.12], [-0.3, 0.1])] == [
+        Verdict.AGREES,
+        Verdict.DIFFERS,
+    ]
 
 
 @pytest.mark.parametrize(
