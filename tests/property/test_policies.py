@@ -240,7 +240,7 @@ def test_a_queue_with_work_and_quota_is_never_skipped(demands, refusals, num_pag
 )
 @settings(max_examples=20)
 def test_small_requests_wait_no_longer_than_large_ones_under_chameleon_at_any_load(gap, share, num_pages, seats, seed):
-    """The promise of the fast lane: from an idle engine to many times what it can serve."""
+    """The guarantee of the fast lane: from an idle engine to many times what it can serve."""
     rng = Random(seed)
     is_large = [rng.random() < share for _ in range(200)]
     asks = [(gap, 24, 24, 7) if large else (gap, 4, 4, 0) for large in is_large]
