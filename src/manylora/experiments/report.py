@@ -51,7 +51,7 @@ def format_value(value: float, claim: Claim) -> str:
     if claim.form == "order":
         return "in order" if value == 1.0 else f"{value:.0%} of pairs in order"
     if claim.unit == "%":
-        return f"{value:+.1%}" if claim.form in ("change", "overhead") else f"{value:.1%}"
+        return f"{value:+.1%}" if claim.form in ("change", "change-at-most", "overhead") else f"{value:.1%}"
     if claim.unit == "ms":
         return f"{1e3 * value:.3g} ms"
     return f"{value:.3g} {claim.unit}".replace(" x", "x").strip()
@@ -59,7 +59,8 @@ def format_value(value: float, claim: Claim) -> str:
 
 def format_published(claim: Claim) -> str:
     """Return the published number of a claim, as a limit where it was published as one."""
-    return f"{'at most ' * (claim.form == 'at-most')}{format_value(claim.published, claim)}"
+    limit = "at most " if claim.form.endswith("at-most") else "at least " if claim.form == "at-least" else ""
+    return limit + format_value(claim.published, claim)
 
 
 def format_interval(ours: Interval | None, claim: Claim) -> str:

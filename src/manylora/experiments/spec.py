@@ -79,8 +79,8 @@ class Claim:
         figure: Name of the figure it is about.
         form: The compared quantity:
 
-            * ``value``: the figure itself; ``at-most``: the same, published as a limit;
-            * ``change``: relative to another setup, less 1;
+            * ``value``: the figure itself; ``at-most`` and ``at-least``: the same, published as a limit;
+            * ``change``: relative to another setup, less 1; ``change-at-most``: the same, as a limit;
             * ``ratio``: relative to another setup;
             * ``overhead``: as ``change``, of what both exceed a third setup by, the ``bound``;
             * ``crossing``: where on the axis the figure first exceeds ``limit``;
@@ -101,7 +101,18 @@ class Claim:
 
     text: str
     figure: str
-    form: Literal["value", "at-most", "change", "ratio", "overhead", "crossing", "crossing-ratio", "order"] = "value"
+    form: Literal[
+        "value",
+        "at-most",
+        "at-least",
+        "change",
+        "change-at-most",
+        "ratio",
+        "overhead",
+        "crossing",
+        "crossing-ratio",
+        "order",
+    ] = "value"
     setup: str = ""
     point: str = ""
     relative: tuple[float, ...] = ()
