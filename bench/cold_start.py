@@ -53,7 +53,7 @@ from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.demo import demo_model_path
 from manylora.engine.adapters.cold_starts import possible_modes
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
@@ -142,7 +142,7 @@ class System:
         self._clock = WallClock()
         self._parts = build_parts(config, self._clock)
         self._recorder = Recorder()
-        self._core = EngineCore.from_parts(self._parts, config, sinks=[lambda event: self._recorder(event)])
+        self._core = build_core(self._parts, config, sinks=[lambda event: self._recorder(event)])
         self.close = self._parts.close
         self.versions: list[AdapterVersion] = []
         for folder in folders:
