@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manylora.clock import WallClock
 from manylora.config import EngineConfig
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.measure import Recorder
@@ -21,7 +21,7 @@ class LiveEngine:
         self.clock = WallClock()
         self.parts = build_parts(config, self.clock)
         self._recorder = Recorder()
-        self.core = EngineCore.from_parts(self.parts, config, sinks=[lambda event: self._recorder(event)])
+        self.core = build_core(self.parts, config, sinks=[lambda event: self._recorder(event)])
         self.versions: list[AdapterVersion] = []
         for folder in folders:
             version = self.parts.reader.read(folder.name, str(folder))

@@ -33,7 +33,7 @@ from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.costs.model import FixedCost
 from manylora.demo import demo_adapters, demo_model_path
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.execution.build import build_parts
 from manylora.server import BackgroundServer
 from manylora.sim.run.simulation import SimulationConfig, simulate
@@ -104,7 +104,7 @@ def adapter() -> Counter[str]:
         model=ModelConfig(model=str(demo_model_path()), device="cpu"), memory=MemoryConfig(memory_bytes=64 << 20)
     )
     parts = build_parts(config, clock)
-    core = EngineCore.from_parts(parts, config, served_name="demo")
+    core = build_core(parts, config, served_name="demo")
     try:
         for is_counted, (name, path) in zip((False, True), demo_adapters().items(), strict=False):
             with walk.counted() if is_counted else _nothing():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.engine.loop import EngineLoop
 from manylora.ports import EngineParts
 from manylora.types import AdapterVersion, Request, SamplingParams
@@ -113,7 +113,7 @@ def run_sweep(
         if is_warm:
             write(record)
 
-    core = EngineCore.from_parts(parts, config, executor=LoggedExecutor(parts.executor, take))
+    core = build_core(parts, config, executor=LoggedExecutor(parts.executor, take))
     names = [f"adapter-{index}" for index in range(len(adapters))]
     for name, version in zip(names, adapters, strict=True):
         core.adapters.register(name, version, clock.now())
