@@ -261,6 +261,25 @@ def test_addresses_of_a_name_join_and_leave() -> None:
     run(test)
 
 
+def test_a_name_that_is_given_twice_may_change_while_the_router_starts() -> None:
+    async def test() -> None:
+        first, second = FakeServer(), FakeServer()
+        async with servers(first):
+            await second.start(host="127.0.0.2", port=first.port)
+            answers = iter([{"127.0.0.1"}, {"127.0.0.2"}])
+
+            async def look_up(name: str, port: int) -> set[str]:
+                return next(answers)
+
+            name = f"dns:fleet.example:{first.port}"
+            async with routing(name, name, look_up=look_up) as (proxy, client):
+                assert [backend.address.host for backend in proxy.backends] == ["127.0.0.2"]
+                assert (await client.complete("base")).status == 200
+            await second.stop()
+
+    run(test)
+
+
 def test_state_and_metrics_tell_of_every_backend() -> None:
     async def test() -> None:
         fakes = FakeServer({"a": "/a"}, running=2), FakeServer()
@@ -298,6 +317,6 @@ def test_the_name_of_an_address() -> None:
     assert parse_backend("https://h/x/").url == "https://h:443/x"
     assert parse_backend("dns+https:h:8443").is_name_of_many
     assert parse_backend("http://[::1]:8000").authority == "[::1]:8000"
-    for wrong in ("", "ftp://h", "http://h:0", "http://h\r\nx:1", "http://u:p@h", "http://h?x", "h:99999"):
+    for wrong in ("", "ftp://h", "http://h:0", "http://h\r\nx:1", "http://u:p@h", "http://h?x", "h:99999", "a..b:80"):
         with pytest.raises(ConfigError, match="expected something like"):
             parse_backend(wrong)

@@ -20,6 +20,7 @@ from manylora.adapters.stamp import is_provisional
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.costs.step_log import LoggedExecutor, open_step_log
+from manylora.engine.build import build_core
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import AdapterStatus
@@ -144,7 +145,7 @@ class EngineService:
             return False
         files = contextlib.ExitStack()
         try:
-            core = EngineCore.from_parts(
+            core = build_core(
                 parts,
                 self._config,
                 served_name=self._engine.served_name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import ipaddress
 import logging
@@ -177,7 +178,10 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"Got host = {host!r} and port = {port}, which cannot be listened on: {error}") from error
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "another process listens there; choose another port, or 0 for a free one"
+        raise ConfigError(f"Got host = {host!r} and port = {port}, which cannot be listened on: {reason}") from error
     return bound
 
 
