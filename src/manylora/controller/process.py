@@ -17,6 +17,7 @@ import uvicorn
 
 from manylora.controller.app import make_app
 from manylora.controller.controller import Controller
+from manylora.controller.members import MemberProtocol
 from manylora.controller.store import Store
 from manylora.controller.tls import TlsFiles, server_context
 from manylora.errors import ConfigError, ManyloraError
@@ -90,6 +91,7 @@ class ControllerServer:
         """Serve until drained."""
         config = uvicorn.Config(
             make_app(self._controller, self._token),
+            http=MemberProtocol,
             log_config=None,
             log_level=logging.WARNING,
             access_log=False,

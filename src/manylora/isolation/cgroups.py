@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["Cgroup", "remove_groups_of_the_dead"]
+__all__ = ["ROOT", "Cgroup", "cpu_group_of", "is_own_group", "remove_groups_of_the_dead"]
 
 ROOT = Path("/sys/fs/cgroup")
 
@@ -85,3 +85,24 @@ def remove_groups_of_the_dead(prefix: str, root: Path = ROOT) -> None:
         if not Path("/proc", pid).exists():
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
+
+
+def cpu_group_of(pid: int | str, root: Path = ROOT) -> Path | None:
+    """Return the folder of the group whose processor time a process shares; ``None`` for the group of all.
+
+    Raises:
+        OSError: The process has ended.
+    """
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):  # version 1; sessions are grouped in its root alone
+            return None if path == "/" else root / "cpu" / path[1:]
+        # Version 2 comes last. Without the controller in its group, a process is in that of an ancestor: of all here.
+        if not controllers and (root / path[1:] / "cpu.max").exists():
+            return root / path[1:]
+    return None
+
+
+def is_own_group(group: Path) -> bool:
+    """Whether a group was made here, for one function."""
+    return group.name.startswith("manylora-")

@@ -189,7 +189,8 @@ def main() -> int:
     """Run a zygote; return the exit code."""
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ZygoteSetup)
     nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
+    for descriptor in (0, 1):  # functions have a log, on standard error, and no more
+        os.dup2(nowhere, descriptor)
     os.close(nowhere)
     configure_logging(setup.log_level, "function")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
