@@ -119,6 +119,7 @@ def engine_config(spec: FunctionSpec, host: BackboneHost) -> EngineConfig:
         adapters=AdapterConfig(
             host_bytes=spec.adapter_bytes,
             max_adapter_share=1.0,  # the pool is its own
+            keep_host_copies=False,  # there is one adapter, and its files are near
             real_roots=real_roots([spec.adapter], []),  # the tenant writes the folder: its links lead nowhere else
         ),
         scheduler=SchedulerConfig(max_num_seqs=spec.max_batch, max_waiting=spec.max_waiting),
