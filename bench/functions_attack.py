@@ -1,6 +1,6 @@
 """Do functions serve as before while one of them attacks? Time to first token and per token of the others.
 
-    python bench/functions_attack.py [--quick] [--rounds 5] [--memory-mib 1024]
+    python bench/functions_attack.py [--quick] [--rounds 5] [--memory-mib 4096]
 
 `manylora functions serve` on the CPU over a random Llama of about 300 MB in float32. One function is compromised: it
 goes on serving, and runs an attack of `compromised/starve_others.py` from inside while its orders say so. In each round
@@ -108,7 +108,8 @@ class Platform:
                 if row["name"] == self.hostile and row["state"].get("pid") is not None:
                     assert seen is not None
                     pids = {"attacker": row["state"]["pid"], "agent": seen["nodes"][0]["pid"]}
-                    return {name: psutil.Process(pid) for name, pid in pids.items()}
+                    with contextlib.suppress(psutil.NoSuchProcess):  # as of the last report; it may have died since
+                        return {name: psutil.Process(pid) for name, pid in pids.items()}
             await asyncio.sleep(PAUSE_S)
 
     @contextlib.asynccontextmanager
@@ -265,7 +266,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = arguments(__doc__, quick="one round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory-mib", type=int, default=1024, help="of address space for each function")
+    parser.add_argument("--memory-mib", type=int, default=4096, help="of address space for each function")
     options = parser.parse_args()
     if options.quick:
         options.rounds = 1

@@ -29,6 +29,7 @@ LOOK_EVERY_S = 0.02
 NUM_SPINNING, NUM_COPYING = 8, 2
 BLOCK_BYTES = 64 << 20
 MIB = 1 << 20
+STACK_BYTES = 1 << 18
 DESCRIPTORS = range(3, 64)
 
 Attack = Callable[[threading.Event, Path], None]
@@ -131,11 +132,14 @@ def descriptor_of(is_wanted: Callable[[int], bool]) -> int:
 
 @contextlib.contextmanager
 def beside(end: threading.Event, folder: Path, work: Attack, num: int) -> Iterator[list[threading.Thread]]:
-    """Run threads beside; at the end they have ended."""
-    threads = [threading.Thread(target=work, args=(end, folder), daemon=True) for _ in range(num)]
-    for thread in threads:
-        thread.start()
+    """Run threads beside, as many as may be started; at the end they have ended."""
+    threads: list[threading.Thread] = []
     try:
+        with contextlib.suppress(RuntimeError):
+            for _ in range(num):
+                thread = threading.Thread(target=work, args=(end, folder), daemon=True)
+                thread.start()
+                threads.append(thread)
         yield threads
     finally:
         end.set()
@@ -145,6 +149,7 @@ def beside(end: threading.Event, folder: Path, work: Attack, num: int) -> Iterat
 
 def obey(folder: Path) -> None:
     """Follow the file of orders for ever."""
+    threading.stack_size(STACK_BYTES)
     while True:
         wanted = (folder / ORDERS).read_text()
         if wanted not in ATTACKS:
