@@ -21,7 +21,7 @@ from manylora.hosting.node.launch import Awake
 from manylora.hosting.protocol import EngineSpec
 from manylora.isolation import ProcessorShare
 from manylora.isolation import share as share_module
-from manylora.isolation.cgroups import cpu_group_of
+from manylora.isolation.cgroups import Cgroup, cpu_group_of
 
 AUTOGROUP = Path("/proc/self/autogroup")
 
@@ -112,3 +112,14 @@ def test_a_flood_of_messages_is_not_read_for_a_while(monkeypatch: pytest.MonkeyP
         await reads.wait()
 
     asyncio.run(scenario())
+
+
+def test_a_group_for_a_share_alone_leaves_a_process_where_it_is_for_all_else(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    group = Cgroup("function-1-1", has_share=True, root=tmp_path)
+    assert [path.name for path in (tmp_path / "cpu").iterdir()] == ["manylora-function-1-1"]
+    group.close()
+    assert not list((tmp_path / "cpu").iterdir())
+    (tmp_path / "cgroup.controllers").touch()
+    with pytest.raises(OSError, match="version 1"):
+        Cgroup("function-1-1", has_share=True, root=tmp_path)

@@ -19,6 +19,8 @@ class Cgroup:
         memory_bytes: Most memory; a process that needs more is ended by the kernel.
         cpus: Most processors, as 0.5 or 2.
         num_tasks: Most threads and processes.
+        has_share: Whether it is a group for processor time without a limit of it; in version 1 of the interface, where
+            controllers have hierarchies of their own, alone: the process stays in its groups for all else.
         root: Where the kernel shows groups.
 
     Raises:
@@ -32,6 +34,7 @@ class Cgroup:
         memory_bytes: int | None = None,
         cpus: float | None = None,
         num_tasks: int | None = None,
+        has_share: bool = False,
         root: Path = ROOT,
     ) -> None:
         self._folders: list[Path] = []
@@ -44,6 +47,10 @@ class Cgroup:
             quota = str(int(cpus * 100_000))
             files = {"cpu.max": f"{quota} 100000"} if is_unified else {"cpu.cfs_quota_us": quota}
             wanted.append(("cpu", files))
+        elif has_share:
+            if is_unified:
+                raise OSError("groups for processor time alone need version 1 of the interface")
+            wanted.append(("cpu", {}))
         if num_tasks is not None:
             wanted.append(("pids", {"pids.max": str(num_tasks)}))
         try:

@@ -8,6 +8,7 @@ A function ends with its zygote.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -40,6 +41,7 @@ from manylora.hosting.functions.messages import (
 )
 from manylora.hosting.service import BuildParts, load_builder
 from manylora.isolation import Cgroup, Measure, remove_groups_of_the_dead
+from manylora.isolation.cgroups import cpu_group_of
 from manylora.logs import configure_logging
 
 __all__ = ["main"]
@@ -152,8 +154,15 @@ class ZygoteProcess:
 
 
 def _make_group(fork: Fork) -> tuple[Cgroup | None, tuple[Measure, ...]]:
-    """Return the control group of a function, if it is to have one and can; and whether it has."""
+    """Return the control group of a function, if it is to have one and can; and whether it has.
+
+    Without limits it has one for its share alone, where no service manager has put this process into another group: one
+    that is idle yields at once, and a session within some milliseconds.
+    """
     if fork.cgroup_bytes is None and fork.cgroup_cpus is None:
+        if cpu_group_of("self") is None:
+            with contextlib.suppress(OSError):
+                return Cgroup(f"{GROUPS}-{os.getpid()}-{fork.number}", has_share=True), ()
         return None, ()
     try:
         group = Cgroup(
