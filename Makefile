@@ -52,7 +52,7 @@ check: $(FOR_TEST) ## lint, format, types and the layering of imports
 	  $(BIN)/$$tool || failed=1; done; exit $$failed
 
 .PHONY: bench
-bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (four hours, on a quiet machine); TRACES=DIR
+bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (eight hours, on a quiet machine); TRACES=DIR
 	@$(BIN)/python bench/run_all.py $(if $(TRACES),--traces '$(TRACES)') $(ARGS)
 
 .PHONY: docs

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from live_engine import LiveEngine
 from publishing import arguments, publish, table
 from rich.progress import Progress
 
@@ -37,12 +38,9 @@ from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.demo import demo_model_path
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.measure import Recorder
-from manylora.types import AdapterVersion, Request, SamplingParams, Tier
+from manylora.types import Request, SamplingParams, Tier
 
 RANKS = (8, 16, 32, 64)
 NUM_SEATS = 16
@@ -54,40 +52,25 @@ Round = dict[str, float]
 """The figures of one engine in one round, by the title that they are shown under."""
 
 
-class System:
+class System(LiveEngine):
     """One engine, kept from round to round."""
-
-    def __init__(self, config: EngineConfig, folders: Sequence[Path]) -> None:
-        self._clock = WallClock()
-        self._parts = build_parts(config, self._clock)
-        self._recorder = Recorder()
-        self._core = EngineCore.from_parts(self._parts, config, sinks=[lambda event: self._recorder(event)])
-        self.versions: list[AdapterVersion] = []
-        for folder in folders:
-            version = self._parts.reader.read(folder.name, str(folder))
-            self._core.adapters.register(folder.name, version, self._clock.now())
-            self.versions.append(version)
 
     def warm_all(self) -> None:
         """Bring every adapter to the device."""
-        for status in self._core.adapters.statuses(self._clock.now()):
-            self._core.adapters.warm(status.name, self._clock.now())
-        self._settle()
-        assert self._core.stats().num_resident == len(self.versions)
+        for status in self.core.adapters.statuses(self.clock.now()):
+            self.core.adapters.warm(status.name, self.clock.now())
+        self.settle()
+        assert self.core.stats().num_resident == len(self.versions)
 
     def run(self, requests: Sequence[tuple[float, Request]]) -> Round:
         """Serve requests that arrive at their times, counted from now; return when all have ended."""
-        recorder = self._recorder = Recorder()
-        before = self._core.stats()
-        start = self._clock.now()
-        arrivals = [(start + after_s, request) for after_s, request in requests]
-        EngineLoop(self._core, self._clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
-        self._settle()
+        before = self.core.stats()
+        recorder = self.serve(requests)
         records, loads = recorder.records, recorder.timeline.loads[Tier.DEVICE]
         assert [one.num_output_tokens for one in records] == [NUM_OUT] * len(requests), "a request fell short"
-        after = self._core.stats()
+        after = self.core.stats()
         assert not (after.num_kv_pages or after.num_prefix_pages), "pages outlive their requests"
-        self._core.check_integrity()
+        self.core.check_integrity()
         gaps, ttfts = [gap for one in records for gap in one.gaps_s], [one.ttft_s or 0.0 for one in records]
         return {
             "between tokens, P50, ms": percentile_ms(gaps, 50),
@@ -108,25 +91,20 @@ class System:
 
     def seconds(self, requests: Sequence[Request]) -> float:
         """Return how long the requests take when all arrive at once."""
-        began = self._clock.now()
+        began = self.clock.now()
         self.run([(0.0, request) for request in requests])
-        return self._clock.now() - began
+        return self.clock.now() - began
 
     def close(self) -> int:
         """Unload everything; return the pages that are still held."""
-        for status in self._core.adapters.statuses(self._clock.now()):
-            self._core.adapters.unregister(status.name, self._clock.now())
-        self._settle()
-        self._core.check_integrity()
-        stats = self._core.stats()
+        for status in self.core.adapters.statuses(self.clock.now()):
+            self.core.adapters.unregister(status.name, self.clock.now())
+        self.settle()
+        self.core.check_integrity()
+        stats = self.core.stats()
         assert stats.host_bytes == stats.num_host == 0, "the host tier keeps what was unloaded"
-        self._parts.close()
+        self.parts.close()
         return stats.num_pages - stats.num_free_pages
-
-    def _settle(self) -> None:
-        while self._core.has_pending_work:
-            self._clock.wait_until(self._clock.now() + 0.01)
-            self._core.collect(self._clock.now())
 
 
 def percentile_ms(seconds: Sequence[float], share: float) -> float:
@@ -163,6 +141,7 @@ def build_systems(path: Path, num_adapters: int) -> tuple[dict[str, System], lis
         model=ModelConfig(model=str(demo_model_path()), device="cpu", max_model_len=256),
         memory=MemoryConfig(num_pages=64, prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
+        adapters=AdapterConfig(max_adapter_share=1.0),  # a probe has no room beside the largest adapter
     )
     probe = build_parts(config, WallClock())
     base = probe.base

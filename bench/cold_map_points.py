@@ -15,7 +15,7 @@ from manylora.catalog.models import base_shape
 from manylora.costs.roofline import RooflineCost
 from manylora.costs.synthetic_plan import Part, synthetic_plan
 from manylora.costs.workers import AssistCost, CpuWorkers
-from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, AdapterLoad, Placement, StepPlan
+from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, AdapterLoad, Placement, StepPlan, StepResult
 from manylora.sim.run.adapters import adapter_versions
 from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import AdapterVersion, Tier
@@ -100,8 +100,12 @@ class Rig:
             assist, num_layers = AssistCost(self.cost, workers), self.cost.dims.num_layers
             executor = SimulatedExecutor(self.cost, vocab_size=2, num_layers=num_layers, assist=assist)
             arrives_at = max(executor.load_adapter(load, 0.0).ready_at for load in loads)
-            num_steps_before = math.ceil(arrives_at / self.decode_s) if placement is ON_DEVICE else 0
-            return executor.launch(self._plan(prompt, placement), num_steps_before * self.decode_s).ready_at
+            begins_at = self._next_step_s(arrives_at) if placement is ON_DEVICE else 0.0
+            step = executor.launch(self._plan(prompt, placement), begins_at)
+            if isinstance(step.result, StepResult) and step.result.late:  # it waits for all of its adapter now
+                begins_at = self._next_step_s(arrives_at, step.ready_at)
+                step = executor.launch(self._plan(prompt, ON_DEVICE), begins_at)
+            return step.ready_at
 
         return Point(
             device=self.device,
@@ -120,10 +124,14 @@ class Rig:
             both_s=first_token_s(IN_HOST, takes_over=True),
         )
 
+    def _next_step_s(self, arrives_at: float, ended_at: float = 0.0) -> float:
+        """Return the begin of the first step with weights that arrive then, after a step that ended earlier or not."""
+        return ended_at + self.decode_s * math.ceil(max(0.0, arrives_at - ended_at) / self.decode_s)
+
     def _plan(self, prompt: int, placement: Placement) -> StepPlan:
         plan = synthetic_plan([*self._batch, Part(0, prompt, self.cold.key, self.cold.rank)])
         *batch, cold = plan.sequences
-        return StepPlan(step_id=0, sequences=(*batch, msgspec.structs.replace(cold, placement=placement)))
+        return StepPlan(step_id=0, sequences=(*batch, msgspec.structs.replace(cold, placement=placement, pages=[])))
 
 
 def make_points(*, is_quick: bool = False) -> Iterator[Point]:

@@ -45,6 +45,7 @@ from typing import Any
 import numpy as np
 import torch
 from churn import percentile_ms
+from live_engine import LiveEngine
 from publishing import Steps, arguments, publish, table
 
 from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
@@ -53,13 +54,10 @@ from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.demo import demo_model_path
 from manylora.engine.adapters.cold_starts import possible_modes
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
 from manylora.hosting.gc_freeze import freeze_start_up_heap
-from manylora.measure import Recorder
-from manylora.types import AdapterVersion, ColdStart, Request, SamplingParams
+from manylora.types import ColdStart, Request, SamplingParams
 
 RANK = 64
 NUM_WARM, NUM_COLD = 4, 32
@@ -135,34 +133,23 @@ class Outcome:
         return [one.samples(title, num_requests) for one in self.rounds]
 
 
-class System:
+class System(LiveEngine):
     """One engine, kept from round to round."""
 
-    def __init__(self, config: EngineConfig, folders: Sequence[Path]) -> None:
-        self._clock = WallClock()
-        self._parts = build_parts(config, self._clock)
-        self._recorder = Recorder()
-        self._core = EngineCore.from_parts(self._parts, config, sinks=[lambda event: self._recorder(event)])
-        self.close = self._parts.close
-        self.versions: list[AdapterVersion] = []
-        for folder in folders:
-            version = self._parts.reader.read(folder.name, str(folder))
-            self._core.adapters.register(folder.name, version, self._clock.now())
-            self.versions.append(version)
+    def close(self) -> None:
+        """End the engine."""
+        self.parts.close()
 
     def pin(self, names: Sequence[str]) -> None:
         """Bring adapters to the device, to stay."""
         for name in names:
-            self._core.adapters.pin(name, True, self._clock.now())
-        self._settle()
+            self.core.adapters.pin(name, True, self.clock.now())
+        self.settle()
 
     def run(self, requests: Sequence[tuple[float, Request]]) -> Round:
         """Serve requests that arrive at their times, counted from now; return when all have ended."""
-        recorder = self._recorder = Recorder()
-        num_loads, start = self._core.stats().num_loads, self._clock.now()
-        arrivals = [(start + after_s, request) for after_s, request in requests]
-        EngineLoop(self._core, self._clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
-        self._settle()
+        num_loads, start = self.core.stats().num_loads, self.clock.now()
+        recorder = self.serve(requests)
         assert [one.num_output_tokens for one in recorder.records] == [NUM_OUT] * len(requests), "a request fell short"
         return Round(
             served=[
@@ -174,19 +161,14 @@ class System:
                 )
                 for one in recorder.records
             ],
-            seconds=self._clock.now() - start,
+            seconds=self.clock.now() - start,
             step_s=float(np.median(recorder.timeline.steps.took_s)),
-            num_copies=self._core.stats().num_loads - num_loads,
+            num_copies=self.core.stats().num_loads - num_loads,
         )
 
     def cold_starts(self) -> list[dict[str, Any]]:
         """Return the counters of cold starts by mode."""
-        return [asdict(one) for one in self._core.stats().cold_starts]
-
-    def _settle(self) -> None:
-        while self._core.has_pending_work:
-            self._clock.wait_until(self._clock.now() + 0.01)
-            self._core.collect(self._clock.now())
+        return [asdict(one) for one in self.core.stats().cold_starts]
 
 
 def make_requests(count: int, vocab_size: int, label: str) -> list[Request]:

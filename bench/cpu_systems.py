@@ -20,7 +20,7 @@ from manylora.bench.peers import Asked, quiet
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
@@ -108,7 +108,7 @@ class Ours:
         )
         self._parts = build_parts(config, self._clock)
         executor = self._parts.executor if log is None else LoggedExecutor(self._parts.executor, log)
-        self._core = EngineCore.from_parts(self._parts, config, executor=executor)
+        self._core = build_core(self._parts, config, executor=executor)
         self.weight_bytes: dict[str, int] = {}
         for name, folders in sets.items():
             versions = [self._parts.reader.read(folder.name, str(folder)) for folder in folders]

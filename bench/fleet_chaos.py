@@ -29,13 +29,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -43,6 +40,8 @@ from typing import Any
 
 import aiohttp
 import psutil
+from fleet_account import Asked, Chaos, ask
+from fleet_faults import HANG_S, disturb, send
 from fleet_rig import Clock, Command, Disk, Link, disk_at, set_content, write_adapters
 from fleet_routed import RoutedAdapters
 from publishing import arguments, publish, table
@@ -60,98 +59,11 @@ MOST_TOKENS = 120
 SILENCE_S = 90.0
 """Longest silence in an answer; a longer one is a request that hangs."""
 
-HANG_S, HEAL_S = 5.0, 180.0
+HEAL_S = 180.0
 SIMULATED = ("demo", "--simulate", "a40:llama-7b", "--memory", "4GiB", "--max-model-len", "1024")
-Key = tuple[str, int | None]
-"""What an answer depends on: the content of the adapter, and the seed."""
-
-
-@dataclass
-class Asked:
-    """A request, and its end as the client saw it; times are monotonic seconds."""
-
-    way: Command
-    contents: Sequence[str]
-    seed: int | None
-    num_tokens: int
-    began: float
-    ended: float = 0.0
-    status: int = 0
-    text: str = ""
-    usage: int | None = None
-    error: str = ""
-    broken: str = ""
-    has_left: bool = False
-    is_whole: bool = False
-
-
-@dataclass
-class Chaos:
-    """The run: its parts, and its account."""
-
-    servers: list[Command]
-    router: Command
-    routed: RoutedAdapters
-    links: list[Link]
-    disk: Disk
-    clock: Clock
-    folder: Path
-    rng: Random
-    began: float = 0.0
-    ends_at: float = 0.0
-    expected: dict[Key, str] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
-    faults: Counter[str] = field(default_factory=Counter)
-    admin: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self.ends_at
-
-    def check(self, holds: bool, text: str) -> None:
-        if not holds:
-            print(f"violated: {text}", flush=True)
-            self.violations.append(text)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
-
-
-async def ask(session: aiohttp.ClientSession, asked: Asked, model: str, *, leaves_after: int | None = None) -> Asked:
-    """Send a request and read its answer, whatever it is."""
-    body: dict[str, Any] = {"model": model, "prompt": "the birds", "max_tokens": asked.num_tokens, "ignore_eos": True}
-    body |= {"temperature": 0.0} if asked.seed is None else {"temperature": 0.9, "seed": asked.seed}
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    try:
-        async with session.post(f"{asked.way.url}/v1/completions", json=body) as answer:
-            asked.status = answer.status
-            if answer.status != 200:
-                asked.error = (await answer.json())["error"]["message"]
-            async for line in answer.content:
-                if answer.status == 200 and line.startswith(b"data: "):
-                    take(asked, line[6:].strip())
-                if leaves_after is not None and len(asked.text) >= leaves_after:
-                    asked.has_left = True
-                    break
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:
-        asked.broken = repr(error)[:200]
-    asked.ended = time.monotonic()
-    return asked
-
-
-def take(asked: Asked, content: bytes) -> None:
-    """Take an event of a stream."""
-    if content == b"[DONE]":
-        asked.is_whole = not asked.error
-        return
-    event = json.loads(content)
-    if "error" in event:
-        asked.error = event["error"]["message"] or "an error without a message"
-    elif event["choices"]:
-        asked.text += event["choices"][0]["text"]
-    if event.get("usage"):
-        asked.usage = event["usage"]["completion_tokens"]
 
 
 async def learn(chaos: Chaos, session: aiohttp.ClientSession) -> None:
@@ -199,127 +111,6 @@ async def churn(chaos: Chaos, session: aiohttp.ClientSession, rng: Random) -> No
             is_due = not server.is_running or server.was_away(began - 1.0, time.monotonic()) or chaos.is_over
             chaos.check(is_due or not isinstance(error, TimeoutError), f"{verb}: {error!r}")
         await asyncio.sleep(rng.expovariate(1.0))
-
-
-# -- faults -----------------------------------------------------------------------------------------------------------
-
-
-async def kill_engine(chaos: Chaos) -> bool:
-    return send(chaos, signal.SIGKILL) is not None
-
-
-async def hang_engine(chaos: Chaos) -> bool:
-    return send(chaos, signal.SIGSTOP) is not None
-
-
-async def pause_engine(chaos: Chaos) -> bool:
-    stopped = send(chaos, signal.SIGSTOP)
-    await asyncio.sleep(chaos.rng.uniform(0.2, 0.5 * HANG_S))
-    with contextlib.suppress(psutil.Error):
-        if stopped is not None:
-            stopped.resume()
-    return stopped is not None
-
-
-def send(chaos: Chaos, number: signal.Signals) -> psutil.Process | None:
-    """Send a signal to an engine; return it if there was one."""
-    engines = [one for server in chaos.servers if server.is_running for one in server.engines()]
-    if not engines:
-        return None
-    engine = chaos.rng.choice(engines)
-    with contextlib.suppress(psutil.Error):
-        engine.send_signal(number)
-        return engine
-    return None
-
-
-async def kill_server(chaos: Chaos) -> bool:
-    server = chaos.rng.choice(chaos.servers)
-    async with server.away():
-        engines = server.engines()
-        await server.kill()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, engines, 15.0)
-        chaos.check(not alive, f"{len(alive)} engines outlived {server.name}")
-        await server.start()
-    return True
-
-
-async def restart_server(chaos: Chaos) -> bool:
-    server = chaos.rng.choice(chaos.servers)
-    async with server.away():
-        code = await server.stop()
-        chaos.check(code == 0, f"{server.name} ended with {code} after SIGTERM")
-        await server.start()
-    return True
-
-
-async def kill_router(chaos: Chaos) -> bool:
-    async with chaos.router.away():
-        await chaos.router.kill()
-        await chaos.router.start()
-    chaos.routed.forget()
-    return True
-
-
-async def replace_router(chaos: Chaos) -> bool:
-    async with chaos.router.away():
-        code = await chaos.router.replace()
-        chaos.check(code == 0, f"the router ended with {code} after SIGTERM")
-    chaos.routed.forget()
-    return True
-
-
-async def break_link(chaos: Chaos) -> bool:
-    link = chaos.rng.choice(chaos.links)
-    link.fault = chaos.rng.choice(Link.FAULTS)
-    async with contextlib.AsyncExitStack() as stack:
-        if link.fault == "half":  # an answer that ends within an event can only be broken off
-            await stack.enter_async_context(chaos.router.away())
-        await asyncio.sleep(chaos.rng.uniform(1.0, 6.0))
-        link.fault = ""
-    return True
-
-
-async def fill_disk(chaos: Chaos) -> bool:
-    if not chaos.disk.can_change:
-        return False
-    chaos.disk.fill()
-    chaos.check(chaos.disk.is_full, "the disk was not full")
-    await asyncio.sleep(chaos.rng.uniform(2.0, 10.0))
-    chaos.disk.free()
-    return True
-
-
-async def jump_clock(chaos: Chaos) -> bool:
-    chaos.clock.jump(chaos.rng.uniform(-1.0, 1.0) * 36_000)
-    return True
-
-
-FAULTS: dict[str, tuple[Callable[[Chaos], Awaitable[bool]], float]] = {
-    "engine killed": (kill_engine, 3.0),
-    "engine stopped and continued": (pause_engine, 2.0),
-    "engine stopped": (hang_engine, 2.0),
-    "server killed": (kill_server, 1.0),
-    "server ended and started": (restart_server, 1.0),
-    "router killed": (kill_router, 1.0),
-    "router replaced": (replace_router, 1.0),
-    "link with a fault": (break_link, 5.0),
-    "disk full": (fill_disk, 1.0),
-    "clock jumped": (jump_clock, 1.0),
-}
-"""Faults by name, and how often each is chosen."""
-
-
-async def disturb(chaos: Chaos, every_s: float) -> None:
-    """Cause one fault after another; each ends before the next one begins."""
-    weights = [weight for _, weight in FAULTS.values()]
-    while not chaos.is_over:
-        await asyncio.sleep(min(chaos.rng.expovariate(1.0 / every_s), max(0.0, chaos.ends_at - time.monotonic())))
-        if not chaos.is_over:
-            (name,) = chaos.rng.choices(list(FAULTS), weights)
-            began = time.monotonic()
-            chaos.faults[name] += await FAULTS[name][0](chaos)
-            print(f"{began - chaos.began:.1f} s: {name}, {time.monotonic() - began:.1f} s", flush=True)
 
 
 # -- invariants -------------------------------------------------------------------------------------------------------

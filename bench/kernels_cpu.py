@@ -51,7 +51,7 @@ class Case:
         run: Does it for a layer.
         num_bytes: Read and written at least.
         num_operations: Multiplications and additions.
-        per_step: How often a decoding step does it; 0 for what prompts do.
+        per_step: Calls in a decoding step; 0 for a call of prompts.
     """
 
     run: Callable[[int], object]

@@ -47,7 +47,7 @@ from manylora.costs.calibrate import fit_profile, predict_times
 from manylora.costs.fitted import FittedCost
 from manylora.costs.profile import CostProfile
 from manylora.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord, write_step_log
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import EngineStats
 from manylora.events import AdapterEvicted, Event, RequestAdmitted, RequestArrived, RequestPreempted
@@ -130,7 +130,7 @@ class Bench:
         """Serve the arrivals: live or simulated, this is all there is to it."""
         events: list[Event] = []
         recorder = Recorder()
-        core = EngineCore.from_parts(self.parts, self.config, executor=executor, sinks=[events.append, recorder])
+        core = build_core(self.parts, self.config, executor=executor, sinks=[events.append, recorder])
         for version, folder in zip(versions, self.folders, strict=True):
             core.adapters.register(folder.name, version, start_s)
         EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()

@@ -54,8 +54,8 @@ class Speed:
 
     Args:
         at: Middles of the steps, in seconds, rising.
-        took: What they took.
-        foretold: What they should have taken.
+        took: Their durations.
+        foretold: Their predicted durations.
         window_s: Width of the window.
     """
 

@@ -55,7 +55,7 @@ class Gaps:
         p50_us: The gap in the middle, in microseconds.
         p90_us: One in ten is longer.
         share: Of the time, that the device stood still.
-        steps: How many were looked at.
+        steps: Number of steps.
     """
 
     batch: int

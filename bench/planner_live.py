@@ -30,7 +30,7 @@ from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConf
 from manylora.costs.calibrate import fit_profile
 from manylora.costs.step_log import LogLine
 from manylora.demo import demo_model_path
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
 from manylora.experiments.findings import crossing
@@ -89,7 +89,7 @@ class Live:
     def __init__(self, config: EngineConfig, adapters: Workload, folder: Path) -> None:
         self._clock = WallClock()
         self._parts = build_parts(config, self._clock)
-        self._core = EngineCore.from_parts(self._parts, config, sinks=(self._take,))
+        self._core = build_core(self._parts, config, sinks=(self._take,))
         self._recorder = Recorder()
         rng = np.random.default_rng(0)
         for spec in adapters.adapters:

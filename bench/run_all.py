@@ -24,11 +24,13 @@ HERE = Path(__file__).parent
 ALWAYS = {"device.py": ("--compare",)}
 TRACES = (
     "chameleon_readings.py",
+    "prompt_predictor.py",
     "s_lora.py",
     "simulator.py",
     "throughput.py",
     "traces.py",
     "unloaded.py",
+    "chameleon",
     "experiments",
 )
 """Benchmarks that read traces."""
@@ -38,13 +40,17 @@ COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
     "http": (["bench", "http", "--rounds=5", f"--save={RESULTS / 'http'}"], ["bench", "http", "--seconds=1"]),
     "caraserve": (["experiment", "report", "caraserve", f"--output={RESULTS / 'experiments' / 'caraserve'}"], None),
     "serverless": (["experiment", "report", "serverless", f"--output={RESULTS / 'experiments' / 'serverless'}"], None),
+    "chameleon": (
+        ["experiment", "report", "chameleon", "multi-lora", "--processes=2", f"--output={RESULTS / 'experiments'}"],
+        None,
+    ),
     "experiments": (["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"], None),
 }
 """Commands of manylora by name: in full, and as a smoke test where there is one."""
 
-BY_HAND = ("clients.py", "gpu.py", "proxy_parts.py", "scaling.py", "scaling_live.py", "versions.py")
-"""Not run here: the first installs packages (`make clients`), the second needs a GPU, the third is started by
-`proxy.py`, two read one trace by its name, the last needs another checkout."""
+BY_HAND = ("clients.py", "former.py", "gpu.py", "proxy_parts.py", "scaling.py", "scaling_live.py", "versions.py")
+"""Not run here: the first installs packages (`make clients`), the second compares what others have written, the third
+needs a GPU, the fourth is started by `proxy.py`, two read one trace by its name, the last needs another checkout."""
 
 
 @dataclass(frozen=True, slots=True)

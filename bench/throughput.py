@@ -1,11 +1,12 @@
-"""Tokens per second of a whole engine on a CPU: against bare torch, transformers `generate`, and PEFT.
+"""Tokens per second of a whole engine on a CPU: against bare torch, transformers `generate`, llama.cpp, and PEFT.
 
-    python bench/throughput.py [--quick] [--traces DIR] [--processor-time]
+    python bench/throughput.py [--quick] [--traces DIR] [--llama-cpp DIR] [--processor-time]
 
 An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in and 64 out, greedy.
 
 * *base*: no adapter. Against bare torch doing the same arithmetic on a static batch, once with its own products and
-  once with ours (oneDNN, packed weights), and against `generate`.
+  once with ours (oneDNN, packed weights), against `generate`, and with `--llama-cpp` against llama.cpp in fp32 with
+  the settings that a sweep before the first round finds quickest (`llama_cpp_base.py`).
 * *8*, *32*: adapters of rank 8 to 128 on all linears; 8 take four requests each, 32 one each. Saved in float32, and
   32 saved in bfloat16, which are kept in 16 bits. Against `generate` of PEFT with `adapter_names`.
 * *attention*: the same ranks on q, k, v and o alone, which is where most published measurements put them.
@@ -37,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from cpu_systems import RANKS, VOCAB, Bare, Ours, make_adapters, make_model
+from llama_cpp_base import LlamaCpp, described, reason_to_leave_out
 from publishing import arguments, clock_of, publish, table
 
 from manylora.bench.peers import Asked, Peft, Transformers
@@ -55,6 +57,7 @@ RATIOS = {
     "base over bare torch": ("bare torch", "base"),
     "base over bare torch with packed weights": ("bare torch packed", "base"),
     "base over transformers": ("transformers", "base"),
+    "base over llama.cpp": ("llama.cpp", "base"),
     "time of 8 adapters over the base": ("8 adapters", "base"),
     "time of 32 adapters over the base": ("32 adapters", "base"),
     "time of 32 adapters saved in bfloat16 over the base": ("32 adapters bfloat16", "base"),
@@ -73,9 +76,13 @@ def main() -> None:
     parser.add_argument("--slow-rounds", type=int, default=5, help="of PEFT, transformers and spread lengths")
     parser.add_argument("--spread-requests", type=int, default=64)
     parser.add_argument("--traces", type=Path, help="folder of public traces")
+    parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder of a build of llama.cpp")
     parser.add_argument("--only", help="comma-separated systems; nothing written")
     options = parser.parse_args()
     clock = clock_of(options)
+    left_out = reason_to_leave_out(options.llama_cpp)
+    if left_out is not None:
+        print(f"llama.cpp is left out: {left_out}")
     num_requests, rounds = (8, 1) if options.quick else (32, options.rounds)
     rng = np.random.default_rng(0)
     fixed = [Asked(tuple(rng.integers(3, VOCAB, NUM_IN).tolist()), NUM_OUT) for _ in range(num_requests)]
@@ -83,6 +90,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         num_parameters = make_model(path / "base")
+        llama_cpp = None
+        if left_out is None:
+            llama_cpp = LlamaCpp(options.llama_cpp, path / "base", path / "base.gguf", torch.get_num_threads())
         ranks = [RANKS[index % len(RANKS)] for index in range(num_requests)]
         wide = make_adapters(path / "base", path / "float32", ranks)
         narrow = make_adapters(path / "base", path / "bfloat16", ranks, torch.bfloat16)
@@ -90,7 +100,7 @@ def main() -> None:
         for name, dtype in (("wide_attention", torch.float32), ("narrow_attention", torch.bfloat16)):
             sets[name] = make_adapters(path / "base", path / name, ranks, dtype, ATTENTION)
         ours = Ours(path / "base", sets, clock)
-        systems = build_systems(path / "base", ours, wide, fixed, spread, options.only)
+        systems = build_systems(path / "base", ours, llama_cpp, wide, fixed, spread, clock, options.only)
         seconds: dict[str, list[float]] = {name: [] for name in systems}
         beside: dict[str, list[float]] = {name: [] for name in systems}
         outside: list[float] = []
@@ -120,12 +130,14 @@ def main() -> None:
                         {
                             "command": "python bench/throughput.py"
                             + (" --traces DIR" if options.traces else "")
+                            + (" --llama-cpp DIR" if llama_cpp else "")
                             + (" --processor-time" if options.processor_time else ""),
                             "processor_time": options.processor_time,
                             "parameters": num_parameters,
                             "requests": num_requests,
                             "adapter_bytes": ours.weight_bytes,
                             "outside_forward": statistics.median(outside),
+                            "llama_cpp": llama_cpp.facts() if llama_cpp else None,
                         },
                         seconds,
                         beside,
@@ -135,6 +147,8 @@ def main() -> None:
                         is_last=number == rounds - 1 and name == list(systems)[-1],
                     )
         ours.close()
+        if llama_cpp:
+            llama_cpp.close()
 
 
 def is_against_base(name: str) -> bool:
@@ -213,7 +227,14 @@ def draw_spread(num: int, traces: Path | None, rng: np.random.Generator) -> list
 
 
 def build_systems(
-    base: Path, ours: Ours, adapters: list[Path], fixed: list[Asked], spread: list[Asked], only: str | None
+    base: Path,
+    ours: Ours,
+    llama_cpp: LlamaCpp | None,
+    adapters: list[Path],
+    fixed: list[Asked],
+    spread: list[Asked],
+    clock: Callable[[], float],
+    only: str | None,
 ) -> dict[str, Callable[[], None]]:
     """Return what takes turns, by name."""
 
@@ -221,14 +242,19 @@ def build_systems(
         names = [f"{kind}-{index % num_adapters}" for index in range(len(asked))]
         return lambda: ours.run(asked, names)
 
-    def base_beside(bare: Bare) -> Callable[[], None]:
+    def base_beside(other: Bare | LlamaCpp) -> Callable[[], None]:
         def run() -> None:
-            bare.run(fixed)
+            other.run(fixed)
             # The same tokens, but where two were all but equally likely.
-            pairs = zip(bare.answers, expected, strict=True)
+            pairs = zip(other.answers, expected, strict=True)
             assert sum(theirs == mine for theirs, mine in pairs) >= len(fixed) * 3 // 4, "it computes something else"
 
         return run
+
+    def llama_cpp_at_its_best(one: LlamaCpp) -> Callable[[], None]:
+        one.choose(fixed, clock)
+        one.check(fixed)
+        return base_beside(one)
 
     ours.run(fixed)
     expected = ours.answers
@@ -244,6 +270,7 @@ def build_systems(
         "32 adapters attention": lambda: mixed("wide_attention", fixed, len(adapters)),
         "32 adapters attention bfloat16": lambda: mixed("narrow_attention", fixed, len(adapters)),
         "transformers": lambda: partial(Transformers(base).run, fixed),
+        **({"llama.cpp": lambda: llama_cpp_at_its_best(llama_cpp)} if llama_cpp else {}),
         "PEFT": lambda: lambda: peft().run_mixed(fixed),
         "32 adapters spread": lambda: mixed("wide", spread, len(adapters)),
         "PEFT spread": lambda: lambda: peft().run_mixed(spread),
@@ -288,6 +315,7 @@ def page(report: dict[str, Any]) -> str:
         ),
         "",
         f"Of a base run, {report['outside_forward']:.1%} is outside the model's forward.",
+        *(["", *described(report["llama_cpp"])] if report["llama_cpp"] else []),
     ]
     return "\n".join(lines)
 

@@ -28,13 +28,12 @@ from typing import Any
 import httpx
 
 import manylora
-from manylora.catalog.dims import ModelDims
 from manylora.catalog.models import base_shape
 from manylora.clock import WallClock
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.costs.model import FixedCost
 from manylora.demo import demo_adapters, demo_model_path
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.execution.build import build_parts
 from manylora.server import BackgroundServer
 from manylora.sim.run.simulation import SimulationConfig, simulate
@@ -105,7 +104,7 @@ def adapter() -> Counter[str]:
         model=ModelConfig(model=str(demo_model_path()), device="cpu"), memory=MemoryConfig(memory_bytes=64 << 20)
     )
     parts = build_parts(config, clock)
-    core = EngineCore.from_parts(parts, config, served_name="demo")
+    core = build_core(parts, config, served_name="demo")
     try:
         for is_counted, (name, path) in zip((False, True), demo_adapters().items(), strict=False):
             with walk.counted() if is_counted else _nothing():
@@ -124,25 +123,12 @@ def adapter() -> Counter[str]:
 def simulated() -> Counter[str]:
     """Walk a simulation of one request."""
     walk = Walk()
-    base = base_shape(
-        ModelDims(
-            name="tiny",
-            hidden_size=64,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=4,
-            head_dim=16,
-            intermediate_size=128,
-            vocab_size=500,
-            max_model_len=512,
-        )
-    )
     workload = Workload(
         name="one",
         adapters=(AdapterSpec(name="a", rank=8),),
         requests=(RequestSpec(arrival_s=0.0, adapter="a", num_prompt_tokens=10, num_output_tokens=NUM_TOKENS),),
     )
-    config = SimulationConfig(base=base, cost=FixedCost(), num_pages=100)
+    config = SimulationConfig(base=base_shape("demo"), cost=FixedCost(), num_pages=100)
     simulate(workload, config)
     with walk.counted():
         simulate(workload, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-__all__ = ["LineFormatter", "configure_logging"]
+__all__ = ["LineFormatter", "configure_logging", "escape"]
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 

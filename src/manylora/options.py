@@ -21,7 +21,7 @@ from typing import Any
 
 from manylora.errors import ConfigError
 
-__all__ = ["Option", "check_options", "option", "option_of"]
+__all__ = ["Option", "check_options", "option", "option_of", "require"]
 
 _KEY = "manylora.option"
 
@@ -109,5 +109,18 @@ def check_options(made: Any) -> None:
     """Raise ``ConfigError`` if an option of a dataclass has a value that is not allowed; for ``__post_init__``."""
     for field in dataclasses.fields(made):
         known, value = option_of(field), getattr(made, field.name)
-        if known is not None and not known.allows(value):
-            raise ConfigError(f"Got {field.name} = {value!r}, expected {known.expected}")
+        if known is not None:
+            require(known.allows(value), field.name, value, known.expected)
+
+
+def require(is_allowed: bool, name: str, value: object, expected: str) -> None:
+    """Raise ``ConfigError`` unless a value is allowed: for fields that are no options, and for limits between fields.
+
+    Args:
+        is_allowed: Whether it is.
+        name: The field.
+        value: Its value.
+        expected: The values that are allowed, in words.
+    """
+    if not is_allowed:
+        raise ConfigError(f"Got {name} = {value!r}, expected {expected}")

@@ -1,4 +1,6 @@
-"""Serialisation of step plans, for an executor in another process.
+"""Serialisation of step plans, for an executor in another process: one that runs a model on several devices.
+
+No executor here is such a process yet. Tests hold the two sides to each other, so that a new field of a plan is sent.
 
 ::
 

@@ -6,6 +6,7 @@ change, and is the least of a few tries. A neighbour is late by as much, on any 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,9 @@ LONGEST_S = 0.020
 """Most processor time of one callback: a decoder's pass over a megabyte, or a message of two thousand requests."""
 
 NUM_TRIES = 3
+
+NUM_AT_ONCE = 120
+"""Large bodies at once: half of the room for bodies, which one caller may have."""
 
 
 def check_callbacks(target: Target, path: str, body: bytes, status: int) -> None:
@@ -83,4 +87,23 @@ def test_hostile_requests_at_once_stop_nobody(target: Target) -> None:
         answers = list(pool.map(lambda _: target.ask("POST", dense.path, dense.body), range(32 * NUM_TIMES)))
     print(seen.summary())
     assert {answer.status for answer in answers} == {400}
+    seen.check()
+
+
+def test_large_bodies_that_end_together_stop_nobody(target: Target) -> None:
+    """Each is decoded in pieces of some milliseconds, and the pieces of all share every pass of the event loop."""
+    large = next(one for one in HOSTILE if one.slug == "fields")
+    head = (
+        f"POST {large.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"Content-Length: {len(large.body)}\r\n\r\n"
+    ).encode()
+    with Watch(target) as seen, contextlib.ExitStack() as stack:
+        begun = [stack.enter_context(target.connect()) for _ in range(NUM_AT_ONCE)]
+        for one in begun:
+            one.sendall(head + large.body[:-1])
+        for one in begun:
+            one.sendall(large.body[-1:])
+        statuses = {one.recv(12) for one in begun}
+    print(seen.summary())
+    assert statuses == {b"HTTP/1.1 400"}
     seen.check()

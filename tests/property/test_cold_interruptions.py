@@ -34,12 +34,13 @@ from transformers import LlamaForCausalLM
 from manylora.adapters.shape import BaseShape
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.costs.patience import Patience
 from manylora.engine.adapters.cold_starts import ColdStarts
 from manylora.engine.core import EngineCore
 from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.build import build_parts
-from manylora.execution.storage.arrival import ArrivingAdapter, Patience
+from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.device_load import DeviceLoad
 from manylora.plan import ARRIVING, IN_HOST, Placement
 from manylora.types import ColdStart, FinishReason, Output, Request, SamplingParams, Tier

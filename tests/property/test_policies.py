@@ -6,8 +6,11 @@ long" means something.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from random import Random
+from statistics import fmean
 
 import pytest
 from harness import policy_context, sequence, small_base, version
@@ -36,6 +39,8 @@ from manylora.sim.run.executor import SimulatedExecutor
 from manylora.types import Request, SamplingParams
 
 NUM_ADAPTERS = 8
+SLACK_S = 0.1
+"""A few steps: what two means may differ by when no request waits."""
 LEAST_WORK = f"{Path(__file__).parents[2] / 'examples' / 'own_policy.py'}:least_work"
 # A plug-in, module:Name or file.py:Name, held to the same guarantees: docs/scheduling.md, "Writing a policy".
 NAMES_OF_POLICIES = [*sorted(POLICIES), LEAST_WORK, *os.environ.get("OWN_POLICY", "").split()]
@@ -224,3 +229,27 @@ def test_a_queue_with_work_and_quota_is_never_skipped(demands, refusals, num_pag
         if len(running) > 3:
             made.finish(running.pop(0), float(now))
             made.check_integrity()
+
+
+@given(
+    gap=st.sampled_from([0.002, 0.005, 0.01, 0.02, 0.05, 0.2]),
+    share=st.floats(0.05, 0.4),
+    num_pages=st.integers(40, 120),
+    seats=st.integers(4, 16),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=20)
+def test_small_requests_wait_no_longer_than_large_ones_under_chameleon_at_any_load(gap, share, num_pages, seats, seed):
+    """The guarantee of the fast lane: from an idle engine to many times what it can serve."""
+    rng = Random(seed)
+    is_large = [rng.random() < share for _ in range(200)]
+    asks = [(gap, 24, 24, 7) if large else (gap, 4, 4, 0) for large in is_large]
+    events = run("chameleon", asks, num_pages=num_pages, seats=seats, max_loras=None)
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    arrived: dict[str, float] = {}
+    for event in events:
+        if isinstance(event, RequestArrived):
+            arrived[event.request_id] = event.at
+        elif isinstance(event, RequestAdmitted) and event.request_id in arrived:
+            waits[is_large[int(event.request_id)]].append(event.at - arrived.pop(event.request_id))
+    assert fmean(waits[False]) <= fmean(waits[True] or [math.inf]) + SLACK_S

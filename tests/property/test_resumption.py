@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from harness import engine_info
@@ -21,13 +22,16 @@ from manylora.hosting.protocol import (
     Cancel,
     Command,
     Ending,
+    Fault,
     Message,
     Observations,
     Ready,
     Reply,
+    Room,
     Turn,
 )
 from manylora.hosting.resumption import ResumePolicy
+from manylora.routing import FirstFitRouter, Router
 from manylora.types import FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
 
 INFO = engine_info(vocab_size=100_000)
@@ -112,7 +116,9 @@ class FakeEngine:
 class World:
     """A fleet of fake engines, and the requests of clients."""
 
-    def __init__(self, num_engines: int, max_resumes: int, max_deaths: int = 1000) -> None:
+    def __init__(
+        self, num_engines: int, max_resumes: int, max_deaths: int = 1000, router: Router | None = None
+    ) -> None:
         self.engines: list[FakeEngine] = []
         self.present: dict[int, FakeEngine] = {}
         self.cancelled: set[str] = set()
@@ -127,6 +133,7 @@ class World:
             served_name="base",
             observe=lambda observed: None,
             restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.0, max_pause_s=0.0),
+            make_router=None if router is None else lambda ranks: router,
             resumes=ResumePolicy(max_resumes=max_resumes),
             seed=7,
         )
@@ -197,7 +204,7 @@ class World:
         return error
 
 
-def play(num_engines: int, max_resumes: int, scenario: Callable[[World], object], **options: int) -> None:
+def play(num_engines: int, max_resumes: int, scenario: Callable[[World], object], **options: Any) -> None:
     async def main() -> None:
         world = World(num_engines, max_resumes, **options)
         await world.fleet.start()
@@ -425,3 +432,59 @@ def test_a_cancelled_request_does_not_come_back() -> None:
         assert world.fleet.resumes.num_waiting == 0
 
     play(1, 3, scenario)
+
+
+def test_a_request_that_was_refused_with_another_does_not_come_back_when_its_engine_dies() -> None:
+    async def scenario(world: World) -> None:
+        asked = [Request(request_id=name, prompt=(1,), model="base") for name in ("first", "second")]
+        submission = asyncio.create_task(world.fleet.submit(asked))
+        await world.settle()
+        one, other = world.present[0], world.present[1]
+        refused, waiting = one.submitted.pop(), other.submitted[0]
+        assert len(refused.requests) == len(waiting.requests) == 1
+        one.deliver([Reply(refused.call, Fault.of(CapacityError("full")))])
+        other.die(Ending("killed", is_external=True))  # in the same turn of the loop, before its answer
+        await world.settle()
+        assert isinstance(submission.exception(), CapacityError)
+        assert world.fleet.resumes.num_resumes == world.fleet.resumes.num_waiting == 0
+        assert not any(engine.submitted for engine in world.present.values())
+
+    play(2, 3, scenario)
+
+
+def test_a_request_that_its_next_engine_has_not_answered_ends_with_the_fleet() -> None:
+    async def scenario(world: World) -> None:
+        request = world.ask(5)
+        await world.settle()
+        world.present[0].turn(is_lost=False)
+        world.present[0].die(Ending("killed", is_external=True))
+        await world.settle()
+        assert world.present[0].submitted, "it was sent on"
+        await world.fleet.stop()
+        await world.settle()
+        assert isinstance(world.check(request), EngineDead)
+
+    play(1, 3, scenario)
+
+
+def test_a_full_engine_gets_no_request_while_another_has_room() -> None:
+    async def scenario(world: World) -> None:
+        first = world.ask(5)
+        await world.settle()
+        world.present[0].turn(is_lost=False)
+        world.present[0].deliver([Turn([], Observations(), Room(0, Fault.of(CapacityError("full"))))])
+        second = world.ask(5)
+        await world.settle()
+        assert [one.request_id for command in world.present[1].submitted for one in command.requests] == [second]
+        world.fleet.check_room()
+        world.present[1].turn(is_lost=False)
+        world.present[1].deliver([Turn([], Observations(), Room(0, Fault.of(CapacityError("full"))))])
+        with pytest.raises(CapacityError, match="full"):
+            world.fleet.check_room()
+        third = world.ask(5)  # the engines know better: by now one may have room
+        await world.settle()
+        assert world.present[0].submitted
+        await world.finish()
+        assert [world.check(one) for one in (first, second, third)] == [None] * 3
+
+    play(2, 3, scenario, router=FirstFitRouter(100))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from reciter import engine_config
 from serving import PATIENCE_S, Gate, wait_for
 
 from manylora.config import ServerConfig
-from manylora.server import BackgroundServer
+from manylora.server import BackgroundServer, auth
+from manylora.server.api import models
 from manylora.server.api.body_room import BodyRoom
 
 LONG = {"model": "base", "prompt": "say", "max_tokens": 200}
@@ -113,12 +115,12 @@ def test_a_tenant_leaves_room_in_the_queue_to_others(tokenizer: Path, gate: Gate
             body = {**LONG, "stream": True, "max_tokens": 5}
             with one.stream("POST", "/v1/completions", json={**body, "n": 3}) as first:
                 assert first.status_code == 200
+                assert one.post("/v1/completions", json={**body, "n": 5}).status_code == 400
                 with one.stream("POST", "/v1/completions", json=body) as left:
                     assert left.status_code == 200
                     refused = one.post("/v1/completions", json=body)
                     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
                     assert "4 answers under way" in refused.json()["error"]["message"]
-                    assert one.post("/v1/completions", json={**body, "n": 5}).status_code == 400
                     with two.stream("POST", "/v1/completions", json=body) as other:
                         assert other.status_code == 200
 
@@ -323,12 +325,41 @@ def test_bodies_that_stall_leave_room_for_short_ones_and_give_theirs_back(
         with socket.create_connection((host, int(port))) as stalled:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
             stalled.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:-1])
-            wait_for(lambda: http.post("/v1/completions", content=body).status_code == 503)
+            wait_for(lambda: http.post("/v1/completions", content=body).status_code == 429)
             refused = http.post("/v1/completions", content=body)
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             short = {"model": "base", "prompt": "say", "max_tokens": 1}
             assert http.post("/v1/completions", json=short).status_code == 200
             stalled.sendall(body[-1:])
             assert stalled.recv(12) == b"HTTP/1.1 200"
         for _ in range(3):
             assert http.post("/v1/completions", content=body).status_code == 200
+
+
+def test_lists_of_models_that_are_asked_for_together_are_made_once(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_clients, num_made, num_asked = 8, 0, 0
+    all_asked = asyncio.Event()
+    make, is_admin = models._list, auth.Gate.is_admin
+
+    async def made(*args: Any, **kwargs: Any) -> bytes:
+        nonlocal num_made
+        num_made += 1
+        await all_asked.wait()
+        return await make(*args, **kwargs)
+
+    def asked(self: auth.Gate, request: Any) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == num_clients:
+            all_asked.set()
+        return is_admin(self, request)
+
+    monkeypatch.setattr(models, "_list", made)
+    monkeypatch.setattr(auth.Gate, "is_admin", asked)
+    with serving(tokenizer, builder="reciter:reciter_parts") as server, ThreadPoolExecutor(num_clients) as pool:
+        lists = list(pool.map(lambda _: httpx.get(f"{server.url}/v1/models", timeout=60).json(), range(num_clients)))
+    assert num_made == 1
+    assert [one["id"] for one in lists[0]["data"]] == ["base"]
+    assert all(one == lists[0] for one in lists)

@@ -124,6 +124,30 @@ def test_a_wrong_body_goes_nowhere(body: bytes, status: int) -> None:
     run(test)
 
 
+def test_bodies_that_stall_leave_room_for_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora.proxy.relay.relay.MAX_HELD_BYTES", 200_000)
+    long = b'{"model": "base", "prompt": "' + b"x" * 150_000 + b'"}'
+
+    async def test() -> None:
+        fake = FakeServer()
+        async with servers(fake) as urls, routing(*urls) as (proxy, client):
+            host, port = proxy.url.removeprefix("http://").split(":")
+            _, stalled = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(long)}\r\n\r\n"
+            stalled.write(head.encode() + long[:-1])
+            await stalled.drain()
+            # It sends on while it is refused, and asks to be closed: it may see a reset (0) in place of the answer.
+            while (await client.ask("POST", "/v1/completions", long)).status not in (0, 429):
+                await asyncio.sleep(0.01)
+            assert (await client.complete("base")).status == 200
+            stalled.write(long[-1:])
+            while (await client.ask("POST", "/v1/completions", long)).status != 200:
+                await asyncio.sleep(0.01)
+            stalled.close()
+
+    run(test)
+
+
 def test_sglang_is_told_the_base_with_the_adapter() -> None:
     async def test() -> None:
         fake = FakeServer({"a": "/a"}, owner="sglang", metrics="sglang:num_running_reqs 3.0\n")
@@ -238,6 +262,25 @@ def test_addresses_of_a_name_join_and_leave() -> None:
     run(test)
 
 
+def test_a_name_that_is_given_twice_may_change_while_the_router_starts() -> None:
+    async def test() -> None:
+        first, second = FakeServer(), FakeServer()
+        async with servers(first):
+            await second.start(host="127.0.0.2", port=first.port)
+            answers = iter([{"127.0.0.1"}, {"127.0.0.2"}])
+
+            async def look_up(name: str, port: int) -> set[str]:
+                return next(answers)
+
+            name = f"dns:fleet.example:{first.port}"
+            async with routing(name, name, look_up=look_up) as (proxy, client):
+                assert [backend.address.host for backend in proxy.backends] == ["127.0.0.2"]
+                assert (await client.complete("base")).status == 200
+            await second.stop()
+
+    run(test)
+
+
 def test_state_and_metrics_tell_of_every_backend() -> None:
     async def test() -> None:
         fakes = FakeServer({"a": "/a"}, running=2), FakeServer()
@@ -275,6 +318,6 @@ def test_the_name_of_an_address() -> None:
     assert parse_backend("https://h/x/").url == "https://h:443/x"
     assert parse_backend("dns+https:h:8443").is_name_of_many
     assert parse_backend("http://[::1]:8000").authority == "[::1]:8000"
-    for wrong in ("", "ftp://h", "http://h:0", "http://h\r\nx:1", "http://u:p@h", "http://h?x", "h:99999"):
+    for wrong in ("", "ftp://h", "http://h:0", "http://h\r\nx:1", "http://u:p@h", "http://h?x", "h:99999", "a..b:80"):
         with pytest.raises(ConfigError, match="expected something like"):
             parse_backend(wrong)

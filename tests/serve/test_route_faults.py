@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from proxying import Call, Client, FakeServer, recite, routing, run, servers, until
 
+from manylora.proxy.backends.backend import Backend
 from manylora.proxy.serve import Proxy
 from manylora.proxy.upstream import connection
 
@@ -401,6 +402,27 @@ def test_a_list_of_models_or_metrics_that_are_wrong_take_no_backend_in_or_out() 
             assert (await client.complete("base")).status == 200
 
     run(test)
+
+
+def test_a_poll_that_breaks_is_a_failed_poll_and_others_follow(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        fake = FakeServer()
+        async with servers(fake) as urls, routing(*urls, fall=2, rise=1) as (proxy, client):
+            (backend,), prepare = proxy.backends, proxy.backends.prepare
+
+            async def broken(backend: Backend) -> bool:
+                raise ZeroDivisionError
+
+            proxy.backends.prepare = broken
+            await until(lambda: not backend.health.is_up)
+            assert "ZeroDivisionError" in backend.health.reason
+            assert (await client.complete("base")).status == 503
+            proxy.backends.prepare = prepare
+            await until(lambda: backend.health.is_up)
+            assert (await client.complete("base")).status == 200
+
+    run(test)
+    assert any("poll_broke" in record.message for record in caplog.records)
 
 
 def test_a_router_is_replaced_under_load_and_no_request_is_lost() -> None:

@@ -37,3 +37,11 @@ def test_live_points_are_read_from_a_result(tmp_path: Path) -> None:
     assert read_live(path) == []
     path.write_text(json.dumps({"engines": {name: figures(ms) for name, ms in times.items()}}))
     assert read_live(path) == [(4.0, 0.5)]
+
+
+def test_a_request_that_a_step_gives_up_waits_for_all_of_its_adapter() -> None:
+    """Seventeen copies of 107 ms are more than a step waits for."""
+    rig = Rig("h100", "all", 128, 6e9, base_shape(MODEL, block_size=16))
+    one = rig.point(64, 32, 16)
+    assert (one.queued + 1) * one.copy_s > 1.0
+    assert abs(one.layers_s - one.wait_s) < one.decode_s  # steps end at other times

@@ -194,6 +194,13 @@ def test_file_environment_and_line_in_this_order(served: list[Served], tmp_path:
         (["serve", "demo", "--log-level", "loud"], "loud"),
         (["serve"], "MODEL"),
         (["serve", "demo", "--no-such-option"], "--no-such-option"),
+        (["serve", "demo", "--port", "many"], "--port"),
+        (["serve", "demo", "--uds", "/nonexistent/socket"], "no such folder for the socket"),
+        (["serve", "demo", "--lora-modules", f"x={Path(__file__).parent}"], "there is no adapter_config.json"),
+        (["bench", "serve", "--popularity", "flat"], "popularity = 'flat', expected one of"),
+        (["bench", "kernels", "--device", "tpu"], "device = 'tpu', expected auto, cpu or cuda"),
+        (["serv", "demo"], "Did you mean 'serve'?"),
+        (["adapters", "inspect"], "PATH"),
         (["generate", "demo", "hi", "--adapter", "nobody"], "'nobody'"),
         (["generate", "demo", "hi", "--temperature", "-1"], "temperature"),
     ],
@@ -208,7 +215,8 @@ def test_what_is_asked_wrongly_is_one_message_and_code_2(
     assert run_main(monkeypatch, *line) == 2
     said = capsys.readouterr()
     assert words in said.err
-    assert "Traceback" not in said.err
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
     assert not said.out
     assert not served
 

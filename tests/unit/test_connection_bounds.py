@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from transports import Transport
 from uvicorn.server import ServerState
 
 from manylora.config import ServerConfig
+from manylora.proxy.serve import max_connections
 from manylora.server.connections import ConnectionBounds, client_of
 from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.http_server import connection_bounds
@@ -218,3 +220,10 @@ def test_the_end_of_an_answer_does_not_wait_for_ever() -> None:
         assert transport.is_aborted
 
     scenario(run)
+
+
+def test_a_router_leaves_files_for_connections_to_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1024, 1024))
+    assert 400 < max_connections() < 512
+    monkeypatch.setattr("resource.getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert max_connections() == 2**16

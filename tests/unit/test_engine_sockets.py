@@ -39,7 +39,7 @@ def engine(client_key: bytes) -> Iterator[tuple[OpenSockets, Door]]:
     try:
         ends.commands.rcvtimeo = ends.messages.sndtimeo = int(1e3 * PATIENCE_S)
         ports = {"commands_port": commands_port, "messages_port": messages_port}
-        yield ends, Door(version="1", node="n", host="127.0.0.1", public_key=public_key, **ports)
+        yield ends, Door(version="1", node="n", host="127.0.0.1", public_key=public_key, resources={}, **ports)
     finally:
         ends.commands.close(0)
         ends.messages.close(0)

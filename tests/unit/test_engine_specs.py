@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from unittest.mock import MagicMock
 
+import msgspec
 import pytest
 
 from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
@@ -11,8 +14,11 @@ from manylora.errors import ConfigError
 from manylora.fleet_config import FleetConfig
 from manylora.hosting.engine_specs import engine_specs
 from manylora.hosting.protocol import EngineSpec
+from manylora.hosting.ray.actor import Door
 from manylora.hosting.ray.cluster import RayCluster
-from manylora.hosting.ray.resources import engine_resources
+from manylora.hosting.ray.connection import CurveKeys
+from manylora.hosting.ray.link import RayLink
+from manylora.hosting.ray.resources import engine_resources, engines_on_node
 
 ENGINE = EngineConfig(
     model=ModelConfig(model="demo", device="cpu"),
@@ -61,6 +67,7 @@ def test_engines_on_ray_take_what_they_ask_for() -> None:
     found = specs(replicas=2, ray="auto", ray_resources={"CPU": "6", "GPU": 0.5, "memory": "32e9", "slot": 1})
     assert [spec.num_threads for spec in found] == [6, 6]
     assert [spec.config.memory.gpu_memory_utilization for spec in found] == [0.4, 0.4]
+    assert [spec.config.num_engines for spec in found] == [2, 2]
     assert [spec.config.step_log for spec in found] == ["logs/steps.jsonl", "logs/steps.1.jsonl"]
     assert engine_resources({}, "cuda") == {"CPU": 1, "GPU": 1}
     assert engine_resources({"CPU": "2"}, "auto") == {"CPU": 2}
@@ -84,3 +91,62 @@ def test_an_address_that_ray_cannot_join_and_a_lack_of_ray_are_named(monkeypatch
     monkeypatch.setattr("manylora.hosting.ray.cluster.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="Ray is not installed"):
         RayCluster(FleetConfig(ray="auto"), {"CPU": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("node", "each", "most", "expected"),
+    [
+        ({"CPU": 64, "GPU": 8}, {"CPU": 1, "GPU": 1}, 16, 8),
+        ({"CPU": 64, "GPU": 8}, {"CPU": 1, "GPU": 1}, 3, 3),
+        ({"CPU": 64, "GPU": 1}, {"CPU": 1, "GPU": 1}, 3, 1),
+        ({"CPU": 64, "GPU": 1}, {"CPU": 1, "GPU": 0.1}, 16, 10),
+        ({"CPU": 8, "memory": 100e9}, {"CPU": 1, "memory": 40e9}, 4, 2),
+        ({}, {"CPU": 1}, 4, 1),
+    ],
+)
+def test_a_node_has_as_many_engines_as_it_has_room_for(
+    node: dict[str, float], each: dict[str, float], most: int, expected: int
+) -> None:
+    assert engines_on_node(node, each, most) == expected
+
+
+class FakeCluster:
+    """A cluster whose one node has two GPUs, and the engine that it was asked to start."""
+
+    keys, resources = CurveKeys(b"", b""), {"GPU": 1.0}
+
+    def __init__(self) -> None:
+        self.started = b""
+
+    def place(self) -> FakeCluster:
+        return self
+
+    async def open(self) -> Door:
+        ports = {"commands_port": 1, "messages_port": 2}
+        return Door(version="1", node="n", host="127.0.0.1", public_key=b"", resources={"GPU": 2.0}, **ports)
+
+    async def start(self, engine: bytes, log_level: int) -> int:
+        self.started = engine
+        return 7
+
+    async def exit_code(self) -> int:
+        return 0
+
+    async def remove(self) -> None:
+        pass
+
+
+def test_an_engine_shares_its_node_with_those_that_the_node_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora.hosting.ray.link.EngineConnection", MagicMock())
+    cluster = FakeCluster()
+    spec = specs(replicas=5, ray="auto")[0]
+
+    async def start() -> None:
+        link = RayLink(spec, cluster)  # type: ignore[arg-type]
+        await link.start(lambda messages: None)
+        await link.stop()
+
+    asyncio.run(start())
+    started = msgspec.msgpack.decode(cluster.started, type=EngineSpec)
+    assert started.config.num_engines == 2
+    assert replace(started.config, num_engines=5) == spec.config

@@ -293,6 +293,19 @@ def test_a_limit_is_kept_up_to_the_limit_and_one_run_makes_no_verdict():
     assert overall([alone]) is Verdict.ONE_RUN
 
 
+def test_other_limits():
+    least = Claim(text="", figure="y", form="at-least", setup="a", point="1", published=5.0, tolerance=0.0, unit="s")
+    assert format_published(least) == "at least 5 s"
+    assert [compare(least, values).verdict for values in ([4.0, 5.5], [5.0, 6.0])] == [Verdict.DIFFERS, Verdict.AGREES]
+    change = replace(least, form="change-at-most", versus="b", published=-0.2, unit="%")
+    assert format_published(change) == "at most -20.0%"
+    assert ours(change, a=[3.0], b=[4.0]) == pytest.approx(-0.25)
+    assert [compare(change, values).verdict for values in ([-0.3, -0.12], [-0.3, 0.1])] == [
+        Verdict.AGREES,
+        Verdict.DIFFERS,
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -88,3 +88,14 @@ def test_a_client_that_leaves_or_is_cancelled_gives_its_turn_up() -> None:
         assert await bench.run("c0") == "c0"
 
     assert scenario(8)(act).ran == ["a0", "a2", "b1", "c0"]
+
+
+def test_a_caller_is_a_key_or_an_address_or_a_network() -> None:
+    def caller(address: str, *keys: str, key: str = "") -> str:
+        headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        return Gate(keys).caller_of(Request({"type": "http", "headers": headers, "client": (address, 1)}))
+
+    assert caller("10.0.0.1") == "10.0.0.1"
+    assert caller("2001:db8::1") == caller("2001:db8::2") != caller("2001:db8:0:1::1")
+    assert caller("10.0.0.1", "one", "two", key="one") == caller("10.0.0.2", "one", "two", key="one")
+    assert caller("10.0.0.1", "one", key="one") == "10.0.0.1"

@@ -350,4 +350,4 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
             await guarded(scope | {"headers": [(b"authorization", b"Bearer secret")]}, unread, note)
 
     asyncio.run(main())
-    assert statuses == [503, 200, 200, 200]
+    assert statuses == [429, 200, 200, 200]

@@ -16,6 +16,7 @@ from manylora.server.api import large_body
 from manylora.server.api.json_body import decode_prompts, parse
 from manylora.server.api.json_parts import JsonParts, encode_parts
 from manylora.server.api.schemas import ChatBody, CompletionBody, TokenizeBody
+from manylora.server.loop_turns import SHARE_S, LoopTurns, next_turn
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MESSAGES = [
@@ -83,3 +84,33 @@ def test_parts_add_up_to_the_whole(value: Any) -> None:
     in_parts = JsonParts.of_list([b"", *(msgspec.json.encode(one) for one in items), b""])
     parts = encode_parts({"a": value, "b": [in_parts, {"c": JsonParts([b"null"])}], "d": in_parts})
     assert json.loads(b"".join(parts)) == {"a": value, "b": [items, {"c": None}], "d": items}
+
+
+def test_bodies_at_once_leave_passes_of_the_loop_to_others() -> None:
+    """However many there are, a pass has the pieces of a share of it, here one piece."""
+    num_bodies, num_seen, clock = 40, 0, 0.0
+    data = json.dumps({"model": "m", "prompt": "a", "allowed_token_ids": [1] * 200_000}).encode()
+    num_slices = len(data) // large_body.SLICE_BYTES
+
+    def now_s() -> float:
+        nonlocal clock
+        clock += SHARE_S
+        return clock
+
+    async def main() -> None:
+        nonlocal num_seen
+        turns = LoopTurns(now_s)
+
+        async def read() -> None:
+            turns.enter(lambda: "a")
+            await next_turn()
+            await parse(data, CompletionBody)
+
+        reading = asyncio.gather(*(read() for _ in range(num_bodies)))
+        while not reading.done():
+            num_seen += 1
+            await asyncio.sleep(0)
+        await reading
+
+    asyncio.run(main())
+    assert num_seen >= num_bodies * num_slices

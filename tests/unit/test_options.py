@@ -28,7 +28,7 @@ from manylora.fleet_config import FleetConfig
 from manylora.memory import ReloadCosts, make_eviction_policy
 from manylora.options import check_options, option, option_of
 from manylora.plugins import options_for, options_of
-from manylora.scheduling import POLICIES, make_policy, make_predictor
+from manylora.scheduling import POLICIES, FifoPolicy, make_policy, make_predictor
 from manylora.sim.scenario import read_scenario
 from manylora.web_config import WebConfig
 
@@ -225,7 +225,8 @@ def test_an_option_without_a_value_is_refused(
 
 
 def test_options_of_another_policy_wait_for_it() -> None:
-    make_policy("fifo", policy_context(policy_options={"slo_s": 5.0, "ageing-tokens-per-s": 1}))
+    policy = make_policy("fifo", policy_context(policy_options={"slo_s": 5.0, "ageing-tokens-per-s": 1}))
+    assert isinstance(policy, FifoPolicy)
 
 
 def test_predictors_and_evictions_get_theirs_as_an_argument(tmp_path: Path) -> None:

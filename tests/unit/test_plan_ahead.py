@@ -8,6 +8,7 @@ from harness import Rig, make_rig, request, small_base, version
 from manylora.clock import VirtualClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
+from manylora.engine.build import build_core
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.steps.plan_ahead import fill_in, plan_at
@@ -191,7 +192,7 @@ def test_by_default_on_a_device_of_its_own(asked: bool | None, is_accelerated: b
         is_accelerated=is_accelerated,
     )
     config = EngineConfig(model=ModelConfig(model="base"), scheduler=SchedulerConfig(plan_ahead=asked))
-    core = EngineCore.from_parts(parts, config)
+    core = build_core(parts, config)
     core.add_request(request("a"), 0.0)
     core.launch(0.0)
     core.launch(1.0)

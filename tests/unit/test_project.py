@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,11 +18,14 @@ import typer
 
 from manylora.cli.app import app
 from manylora.cli.options.table import options_page
+from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "manylora"
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".cfg", ".jinja", ""}
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
+FLAGS_OF_OTHERS = {"--enable-metrics", "--hypothesis-profile", "--prefetch"}
+"""Options of SGLang, pytest and S-LoRA that documents name."""
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__main__.py")
 
 
@@ -134,6 +138,7 @@ def test_importing_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@cache
 def command_options() -> dict[str, set[str]]:
     """Return the options of every command of the program, by command."""
     group = typer.main.get_command(app)
@@ -142,18 +147,36 @@ def command_options() -> dict[str, set[str]]:
     def visit(command: object, path: str) -> None:
         for name, inner in getattr(command, "commands", {}).items():
             visit(inner, f"{path} {name}".strip())
-        options[path] = {option for param in command.params for option in param.opts}  # type: ignore[attr-defined]
+        options[path] = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}  # type: ignore[attr-defined]
 
     visit(group, "")
     return options
 
 
+@cache
+def all_flags() -> set[str]:
+    """Return the options of every command, of vLLM's server and of the scripts in bench."""
+    scripts = "".join(path.read_text() for path in (ROOT / "bench").glob("*.py"))
+    ours = set().union(*command_options().values())
+    vllm = VLLM_FLAGS.keys() | TRANSLATED.keys()
+    return ours | vllm | FLAGS_OF_OTHERS | set(re.findall(r'"(--[a-z][a-z0-9-]*)"', scripts))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_are_true(path: Path) -> None:
-    """Links lead somewhere, commands exist, and so do their options."""
+    """Links and their headings lead somewhere, commands exist, and so do their options."""
     text = path.read_text()
-    for link in re.findall(r"\]\((?!https?:|mailto:|#)([^)\s#]+)", text):
+    links = (found.partition("#") for found in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", text))
+    for link, _, heading in links:
         assert (path.parent / link).exists(), f"broken link: {link}"
+        page = path.parent / link if link else path
+        assert not heading or page.suffix != ".md" or heading in anchors_of(page), f"no such heading: {link}#{heading}"
 
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     options = command_options()
@@ -169,3 +192,6 @@ def test_documents_are_true(path: Path) -> None:
             assert command in options, f"no such command: {line}"
             given = {word.partition("=")[0] for word in words if word.startswith("--")}
             assert given <= options[command], f"no such option: {given - options[command]}"
+    flags = set(re.findall(r"`(--[a-z][a-z0-9-]*)", text))
+    is_generated = path.name == "options.md"
+    assert is_generated or flags <= all_flags(), f"no such option: {flags - all_flags()}"

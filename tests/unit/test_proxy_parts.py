@@ -186,6 +186,16 @@ def test_a_book_keeps_all_loads_and_the_latest_unloads() -> None:
     assert changes[0].generation > changes[1].generation
 
 
+def test_ranks_of_adapters_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora.proxy.choice.MOST_RANKS", 3)
+    ranks: dict[str, int] = {}
+    choice: Choice[Member] = Choice(LeastLoadedRouter(), ranks)
+    for names in ("ab", "bc", "de"):
+        choice.learn_ranks(dict.fromkeys(names, 8))
+        assert len(ranks) <= 3
+        assert set(names) <= set(ranks)
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["send", "end", "report", "silence"])), max_size=80))
 def test_own_requests_and_reports_never_make_a_load_negative(steps: list[tuple[int, str]]) -> None:
     members = [Member(str(index)) for index in range(4)]

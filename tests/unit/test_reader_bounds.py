@@ -267,7 +267,7 @@ def test_an_adapter_that_the_operator_names_may_consist_of_links(tmp_path: Path)
     helper = ReaderProcess()
     helper.configure(replace(SETTINGS, roots=real_roots([], [str(snapshot)])))
     try:
-        helper.read("mine", str(snapshot))
+        assert helper.read("mine", str(snapshot)).version.source == str(snapshot)
     finally:
         helper.close()
 

@@ -11,12 +11,14 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from transports import Transport
 from uvicorn.server import ServerState
 
 from manylora.errors import CapacityError
 from manylora.server.auth import Gate
+from manylora.server.caller_room import CallerRoom
 from manylora.server.connections import ConnectionBounds
 from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.refusals import MOST_BODY_BYTES, MOST_RETRY_S, Refusals, RetryTimes
@@ -32,6 +34,7 @@ class World:
     status: int = 429
     counted: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     reached: list[str] = field(default_factory=list)
+    callers: CallerRoom = field(default_factory=lambda: CallerRoom(2, lambda: 1))
 
     def check_room(self) -> None:
         if not self.has_room:
@@ -57,6 +60,7 @@ class World:
                 refusals=Refusals(
                     paths=["/v1/completions"],
                     check_room=self.check_room,
+                    callers=self.callers,
                     gate=Gate(keys),
                     retries=RetryTimes(),
                     count=self.count,
@@ -175,3 +179,23 @@ def test_a_refusal_without_places_is_told_its_own_time() -> None:
     retries = RetryTimes()
     error = CapacityError("starting", retry_after_s=4.2, status=503)
     assert [retries.after_s(error, 0.0) for _ in range(3)] == [5, 5, 5]
+
+
+def test_a_tenant_without_room_is_refused_and_another_is_not() -> None:
+    keys = ("one", "two")
+    tenant = Gate(keys).check_inference(Request({"type": "http", "headers": [(b"authorization", b"Bearer one")]}))
+    world = World(has_room=True)
+    first, second = ask("Authorization: Bearer one"), ask("Authorization: Bearer two")
+    places = world.callers.take(tenant, 1)
+    assert b" 200 OK" in world.send(first, keys=keys).written
+    last = world.callers.take(tenant, 1)
+    assert b" 429 " in world.send(first, keys=keys).written
+    assert b" 200 OK" in world.send(second, keys=keys).written
+    places.close()
+    assert b" 200 OK" in world.send(first, keys=keys).written
+    places.close()  # it has none any more
+    assert world.callers.take(tenant, 1)
+    places.close()
+    assert b" 429 " in world.send(first, keys=keys).written
+    last.close()
+    assert world.counted == {("POST", "/v1/completions", 429): 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -11,16 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.catalog.models import base_shape
+from manylora.clock import VirtualClock
+from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.model import FixedCost
 from manylora.costs.roofline import RooflineCost
 from manylora.costs.synthetic_plan import Part, synthetic_plan
 from manylora.costs.workers import AssistCost, CpuWorkers
+from manylora.engine.core import EngineCore
+from manylora.engine.loop import EngineLoop
+from manylora.events import Event, RequestPreempted, TokensEmitted
 from manylora.plan import ARRIVING, IN_HOST, AdapterLoad, Placement, StepPlan, StepResult
 from manylora.sim.alone import prompt_step
 from manylora.sim.run.adapters import adapter_versions
-from manylora.sim.run.cold_steps import LoadTimeline
-from manylora.sim.run.executor import SimulatedExecutor
-from manylora.types import AdapterVersion, Tier
+from manylora.sim.run.executor import SimulatedExecutor, SimulatedWork
+from manylora.sim.run.link import SimulatedLink
+from manylora.types import AdapterVersion, Request, SamplingParams, Tier
 from manylora.workloads import AdapterSpec
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -62,13 +68,13 @@ def copied(target: SimulatedExecutor, versions: Seq[AdapterVersion], now: float 
     num_layers=st.integers(1, 40),
 )
 def test_a_copy_follows_its_read_layer_by_layer(read_s: float, copy_s: float, free_at: float, num_layers: int) -> None:
-    read = LoadTimeline(0.0, read_s, num_layers)
-    copy = LoadTimeline(free_at, copy_s, num_layers, read)
+    read = SimulatedLink().load(0.0, read_s, num_layers)
+    copy = SimulatedLink().load(free_at, copy_s, num_layers, read)
     at = free_at
     for layer in range(num_layers):
-        at = max(at, read.arrival(layer)) + copy_s / num_layers
-        assert copy.arrival(layer) == pytest.approx(at)
-    assert copy.ends_at == copy.arrival(num_layers - 1)
+        at = max(at, read.arrivals[layer]) + copy_s / num_layers
+        assert copy.arrivals[layer] == pytest.approx(at)
+    assert copy.ends_at == copy.arrivals[-1]
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 1024])
@@ -184,3 +190,79 @@ def test_a_layer_that_has_not_arrived_is_left_to_the_workers_again() -> None:
     work = target.launch(plan, 0.0)
     assert work.ready_at == pytest.approx(at)
     assert isinstance(work.result, StepResult) and work.result.cpu_share == pytest.approx(num_on_cpu / LAYERS)
+
+
+# -- patience ----------------------------------------------------------------------------------------------------------
+
+
+def impatient(patience_s: float) -> SimulatedExecutor:
+    return SimulatedExecutor(COST, vocab_size=100, num_layers=LAYERS, patience_s=patience_s)
+
+
+def result_of(work: SimulatedWork) -> StepResult:
+    assert isinstance(work.result, StepResult)
+    return work.result
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_step_goes_on_without_the_sequences_of_an_adapter_that_is_late(has_begun: bool) -> None:
+    """Before its copy has begun, its rows are not in the step; afterwards they are, for nothing."""
+    patience_s = COPY_S / LAYERS / 2
+    target = impatient(patience_s)
+    copied(target, [B] * (1 - has_begun))
+    copied(target, [A])
+    plan = step((A, ARRIVING, 16), (B, None, 1))
+    work = target.launch(plan, 0.0)
+    assert result_of(work).late == {0} and set(result_of(work).tokens) == {1}
+    rest = plan if has_begun else step((B, None, 1))
+    assert work.ready_at == pytest.approx(patience_s + COST.step_time_s(rest))
+    # The step that was planned ahead has the sequence, and leaves it out.
+    ahead = target.launch(plan, 0.0)
+    assert not result_of(ahead).late and set(result_of(ahead).tokens) == {1}
+    assert ahead.ready_at == pytest.approx(work.ready_at + COST.step_time_s(step((B, None, 1))))
+    again = target.launch(plan, work.ready_at)
+    assert not result_of(again).late and set(result_of(again).tokens) == {0, 1}
+
+
+def test_waits_for_all_adapters_add_up_and_one_that_keeps_up_goes_on() -> None:
+    loads = [AdapterLoad(version=version, tier=Tier.DEVICE) for version in (A, B)]
+    plan = step((A, ARRIVING, 16), (B, ARRIVING, 16))
+    for num_copies, late in ((1.1, set()), (1.01, {1}), (0.5, {1}), (0.5 / LAYERS, {0, 1})):
+        patience_s = num_copies * COPY_S
+        target = impatient(patience_s)
+        for load in loads:
+            target.load_adapter(load, 0.0)
+        work = target.launch(plan, 0.0)
+        assert result_of(work).late == late
+        assert work.ready_at <= patience_s + COST.step_time_s(plan) + 1e-9
+
+
+def test_an_engine_in_virtual_time_gives_a_late_request_up_and_answers_it_later() -> None:
+    """Its adapter takes 16 s from disk. Its neighbour waits for it for one second, once."""
+    base = base_shape("llama-2-7b", block_size=16)
+    cost = FixedCost(disk_bytes_per_s=A.disk_bytes / 16)
+    events: list[Event] = []
+    core = EngineCore(
+        base=base,
+        num_pages=400,
+        executor=SimulatedExecutor(cost, vocab_size=base.vocab_size, num_layers=LAYERS),
+        scheduler=SchedulerConfig(),
+        memory=MemoryConfig(),
+        adapters=AdapterConfig(cold_start="layers", look_ahead=0),
+        served_name="base",
+        sinks=[events.append],
+        waits_by_layer=True,
+    )
+    core.adapters.register("a", A, 0.0, tier=Tier.DISK)
+    requests = []
+    for at, model, num_tokens in ((0.0, "base", 100), (0.1, "a", 3)):
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        requests.append((at, Request(request_id=model, prompt=(1,) * 8, sampling=sampling, model=model)))
+    EngineLoop(core, VirtualClock(), on_outputs=lambda outputs, now: None, arrivals=requests).run()
+    core.check_integrity()
+    assert [event.request_id for event in events if isinstance(event, RequestPreempted)] == ["a"]
+    tokens = [event for event in events if isinstance(event, TokensEmitted)]
+    emitted = {name: [one.at for one in tokens if name in one.request_ids] for name in ("a", "base")}
+    assert len(emitted["a"]) == 3 and emitted["a"][0] > 16.0
+    gaps = sorted(after - before for before, after in pairwise(emitted["base"]))
+    assert len(gaps) == 99 and gaps[-2] < 0.1 < 1.0 <= gaps[-1] < 1.1

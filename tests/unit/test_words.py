@@ -37,6 +37,8 @@ class Word(NamedTuple):
 SUBJECT = "a sentence names its subject"
 FIELD = "the term of the field"
 
+QUESTION = "What|Whose|Told|How many|How often|How long"
+
 WORDS = [
     Word(r"\bnobody\b", "no request / no sequence / nothing", SUBJECT),
     Word(r"\bwhoever\b", "the request / sequence / caller that", SUBJECT),
@@ -59,11 +61,12 @@ WORDS = [
     Word(r"\btall(?:y|ies|ied)\b", "batch histogram / count", FIELD),
     Word(r"\bpage ?pools?\b", "page allocator", "PageAllocator counts pages"),
     Word(r"\bpage ?(?:stores?|storage)\b", "page cache (pages) / page tensor (bytes)", "PageCache and PageTensor"),
+    Word(rf"(?m:^)\s+\w+: (?-i:{QUESTION})\b", "a noun", "an argument is a noun", "docstring"),
 ]
 
 PATTERNS = [(re.compile(word.pattern.replace(" ", r"\s+"), re.IGNORECASE), word) for word in WORDS]
 ANY = re.compile("|".join(pattern.pattern for pattern, word in PATTERNS if word.where == "all"), re.IGNORECASE)
-SENTENCE = re.compile(r"\b(?:What|Who)\s+(?:is|are)\b")
+SENTENCE = re.compile(rf"\b(?:What|Who)\s+(?:is|are)\b|\w+: (?:{QUESTION})\b")
 """Modules that match neither of these two are not parsed, which keeps the test fast."""
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")]
 TABLES = [*ROOT.glob("examples/*.toml"), *ROOT.glob("src/**/*.toml")]
@@ -117,6 +120,8 @@ def test_words_are_plain() -> None:
         ("What is left of a step.", True),
         ("What is left of a step?", False),
         ("Keys. Who is\nfirst in line.", True),
+        ("Args:\n    rounds: How many.", True),
+        ("Drawn by size: how many.", False),
         ("the step, what is left", False),
         ("paced by the device", False),
     ],

@@ -74,6 +74,42 @@ class _TokenizerConfig(msgspec.Struct):
     added_tokens_decoder: dict[int, _AddedToken] = {}
 
 
+class _Files:
+    """The files of a folder, of which those that cannot be read are ``problems``.
+
+    Args:
+        name: The adapter.
+        directory: The folder, links resolved.
+        places: Real paths below which the files must lie.
+    """
+
+    def __init__(self, name: str, directory: Path, places: Collection[str]) -> None:
+        self._name, self._directory, self._places = name, directory, places
+        self.problems: list[str] = []
+
+    def read(self, file: str, max_bytes: int) -> bytes | None:
+        """Return the content of a file; ``None`` if there is none or it cannot be read."""
+        if not os.path.lexists(self._directory / file):
+            return None
+        try:
+            with open_regular(self._name, self._directory / file, max_bytes, self._places) as opened:
+                return opened.read(max_bytes)
+        except AdapterForbidden:
+            self.problems.append(f"{file}: it is a link that leads out of the folder")
+        except (AdapterError, OSError) as error:
+            self.problems.append(f"{file}: {error.reason if isinstance(error, AdapterError) else error.strerror}")
+        return None
+
+    def decode(self, file: str, kind: Any) -> Any:
+        """Return a JSON file as a value of this type; ``None`` as for ``read``."""
+        content = self.read(file, MAX_JSON_BYTES)
+        try:
+            return None if content is None else msgspec.json.decode(content, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.problems.append(f"{file}: {error}")
+            return None
+
+
 def read_extras(name: str, path: str, roots: Collection[str] | None = None) -> AdapterExtras:
     """Read the settings in the folder of an adapter of that name; never raises. A folder in a registry has none.
 
@@ -90,30 +126,10 @@ def read_extras(name: str, path: str, roots: Collection[str] | None = None) -> A
     places = [str(place) for place in (directory, blobs) if roots is None or lies_in(str(place), roots)]
     if str(directory) not in places:
         return AdapterExtras(problems=("its path leads outside the directories adapters may be loaded from",))
-    problems: list[str] = []
-
-    def read(file: str, max_bytes: int) -> bytes | None:
-        if not os.path.lexists(directory / file):
-            return None
-        try:
-            with open_regular(name, directory / file, max_bytes, places) as opened:
-                return opened.read(max_bytes)
-        except AdapterForbidden:
-            problems.append(f"{file}: it is a link that leads out of the folder")
-        except (AdapterError, OSError) as error:
-            problems.append(f"{file}: {error.reason if isinstance(error, AdapterError) else error.strerror}")
-        return None
-
-    def decode(file: str, kind: Any) -> Any:
-        content = read(file, MAX_JSON_BYTES)
-        try:
-            return None if content is None else msgspec.json.decode(content, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            problems.append(f"{file}: {error}")
-            return None
-
+    files = _Files(name, directory, places)
+    problems = files.problems
     defaults = NO_DEFAULTS
-    content = read(GENERATION_FILE, MAX_FILE_BYTES)
+    content = files.read(GENERATION_FILE, MAX_FILE_BYTES)
     if content is not None:
         try:
             defaults, without_effect = parse_generation_config(content, GENERATION_FILE)
@@ -121,17 +137,17 @@ def read_extras(name: str, path: str, roots: Collection[str] | None = None) -> A
             problems.append(str(error))
         else:
             problems += [f"{GENERATION_FILE}: {key} has no effect" for key in without_effect]
-    tokens = dict(decode("added_tokens.json", dict[str, int]) or {})
-    if (tokenizer := decode("tokenizer_config.json", _TokenizerConfig)) is not None:
+    tokens = dict(files.decode("added_tokens.json", dict[str, int]) or {})
+    if (tokenizer := files.decode("tokenizer_config.json", _TokenizerConfig)) is not None:
         tokens |= {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
     if len(tokens) > MAX_TOKENS:
         problems.append(f"its tokenizer adds more than {MAX_TOKENS} tokens")
         tokens = {}
-    template = _template(read(TEMPLATE_FILE, MAX_TEMPLATE_BYTES), tokenizer)
+    template = _template(files.read(TEMPLATE_FILE, MAX_TEMPLATE_BYTES), tokenizer)
     if template is not None and len(template) > MAX_TEMPLATE_BYTES:
         problems.append(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
         template = None
-    config = decode(CONFIG_FILE, _AdapterConfig)
+    config = files.decode(CONFIG_FILE, _AdapterConfig)
     base_model = None if config is None else config.base_model_name_or_path
     return AdapterExtras(
         defaults=defaults,

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from manylora.server.api.body_room import BodyRoom
 from manylora.server.api.models import json_response
 from manylora.server.auth import Gate
-from manylora.server.bounds import SHORT_BODY_BYTES
 from manylora.server.errors import HttpError, error_response
 
 __all__ = ["Dispatch"]
@@ -70,7 +69,7 @@ class Dispatch:
             await self._app_of(path.removeprefix("/v1/models/"))(scope, receive, send)
         elif scope["method"] == "POST" and self._has_key(scope):
             try:
-                body, rest = await self._read(receive)
+                body, rest = await self._read(scope, receive)
             except HttpError as error:
                 await error_response(error)(scope, receive, send)
             else:
@@ -88,15 +87,16 @@ class Dispatch:
             return False
         return True
 
-    async def _read(self, receive: Receive) -> tuple[bytes, Receive]:
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes, Receive]:
         """Return the body as far as it may go, and a ``receive`` that begins again.
 
         Raises:
-            HttpError: 503: other bodies leave no room.
+            HttpError: 429: other bodies leave no room.
         """
         messages: list[Message] = []
         parts: list[bytes] = []
-        num_bytes = held = 0
+        num_bytes = 0
+        arriving = self._bodies.enter(lambda: self._gate.caller_of(Request(scope)))
         try:
             while num_bytes <= self._max_body_bytes:
                 message = await receive()
@@ -105,13 +105,11 @@ class Dispatch:
                     break
                 parts.append(message.get("body", b""))
                 num_bytes += len(parts[-1])
-                if num_bytes > SHORT_BODY_BYTES:
-                    self._bodies.take(num_bytes - held, held)
-                    held = num_bytes
+                arriving.grow(num_bytes)
                 if not message.get("more_body", False):
                     break
         finally:
-            self._bodies.give(held)
+            arriving.close()
         messages.reverse()
 
         async def again() -> Message:

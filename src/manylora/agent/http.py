@@ -106,6 +106,7 @@ def http_server(
         for one in apps.values():
             one.forms.close()
 
+    bounds = connection_bounds(config)
     return HttpServer(
         uvicorn.Config(
             Dispatch(
@@ -114,7 +115,7 @@ def http_server(
                 gate=Gate(config.api_keys, config.admin_key),
                 max_body_bytes=config.max_body_bytes or LONGEST_BODY,
             ),
-            http=functools.partial(ChunkWritingProtocol, bounds=connection_bounds(config)),  # type: ignore[arg-type]
+            http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
             log_config=None,
             log_level=logging.WARNING,
             access_log=False,
@@ -126,4 +127,5 @@ def http_server(
         ),
         on_listening,
         close,
+        bounds,
     )

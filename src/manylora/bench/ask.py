@@ -1,9 +1,9 @@
-"""One request of the load: sent, read as it streams, and written down.
+"""One request of the load: sent, read as its stream arrives, and recorded.
 
-The parser knows just what it needs: events end with an empty line, their content follows ``data:``. A chunk counts as
-having brought tokens when one of its choices has text (or a role, in chats: that comes with no token and does not
-count). How many tokens an answer had is the server's to say, in the usage of its last chunk; a server that does not is
-counted by chunks, and the report says so.
+The parser knows only what the figures need: events end with an empty line, and their content follows ``data:``. A chunk
+counts as tokens if one of its choices has text. In chats the role comes without a token and does not count. The number
+of tokens of an answer is the server's, from the usage in its last chunk. For a server that reports none, chunks are
+counted, and the report says so.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ async def ask(session: Any, url: str, question: Question, *, retries: int = 0) -
 
     Args:
         session: aiohttp's.
-        url: Where to.
-        question: What to send.
-        retries: How often to ask again when told that there is no room (429, 503); waiting for it is part of the
+        url: The address.
+        question: The request.
+        retries: Times to ask again after a refusal for lack of room (429, 503); waiting for it is part of the
             time to first token.
     """
     aiohttp = aiohttp_or_fail()

@@ -33,25 +33,25 @@ def sweep_live(
     write: Callable[[LogLine], None],
     on_progress: Callable[[float], None] = lambda elapsed_s: None,
 ) -> int:
-    """Run the calibration sweep on an engine that is built for it; return how many steps were logged.
+    """Run the calibration sweep on an engine that is built for it; return the number of steps that were logged.
 
     No adapter idles on the device and a fourth of them finds no place in host memory, so that loads of both kinds
     happen all the time; prompts are never remembered.
 
     Args:
-        config: The engine; what it says of prefixes and adapters is put aside.
+        config: The engine; prefixes are off, and adapters have the settings of a sweep.
         num_adapters: Synthetic adapters to serve.
         ranks: Their ranks, in turn.
         targets: Last names of the modules they change; every linear when ``None``.
-        seconds: How long to sweep, beside building and warming up.
-        seed: Of the bursts and the weights.
-        write: Takes the log, header first.
-        on_progress: Told how many seconds of the sweep have gone.
+        seconds: Length of the sweep, without building and warming up.
+        seed: Seed of the bursts and the weights.
+        write: Receives the lines of the log, the header first.
+        on_progress: Called with the seconds of the sweep that have passed.
 
     Raises:
         ConfigError: The model cannot be served.
     """
-    from manylora.execution.build import build_parts  # torch is wanted only here
+    from manylora.execution.build import build_parts  # imports torch
 
     config = replace(
         config,

@@ -1,10 +1,10 @@
 """The cost of HTTP: streams through one API process, from the engine to the client.
 
-A server as people start it (an API process and an engine process, real core and loop) on paced parts, and the cheapest
-client in a third process. At every rate each token carries the moment it left the device, so the figure is what the
-way adds to it: the core's bookkeeping, the message between the processes, text, JSON, HTTP, sockets.
+The server runs as in production (an API process and an engine process, with the real core and loop), on paced parts. A
+minimal client runs in a third process. Each token carries the time at which it left the device, so the figure is the
+latency that is added after it: the core's bookkeeping, the message between the processes, text, JSON, HTTP, sockets.
 
-Tokens are counted, not events: under load a chunk carries several, and that is how a busy server keeps up.
+Tokens are counted, not events: under load a chunk carries several.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class HttpResult:
     """One rate in one round.
 
     Args:
-        steps_per_s: Asked of the engine.
-        seen: By the client.
+        steps_per_s: Rate of the engine's steps.
+        seen: Figures of the client.
         api_cpu_us: Microseconds of the API process per token; ``None`` where the system does not tell.
         engine_cpu_us: Microseconds of the engine process per token.
-        floor: What the same client saw of an application that only writes (see ``http_floor``).
+        floor: Figures of the same client with an application that only writes (see ``http_floor``).
         floor_cpu_us: Microseconds of that process per token.
     """
 
@@ -96,7 +96,7 @@ def http_table(results: Sequence[HttpResult], command: str, busy_share: float) -
 
     Args:
         results: One for each rate and round.
-        command: What made them.
+        command: The command that measured them.
         busy_share: Share of the machine's processor time that other processes took.
     """
     about = machine()
@@ -162,7 +162,7 @@ class _Process:
 
     Args:
         pid: Its process.
-        port: Where it listens.
+        port: Its port.
     """
 
     pid: int

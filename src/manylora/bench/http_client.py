@@ -1,11 +1,11 @@
-"""The cheapest client of event streams there can be, in a process of its own: sockets, epoll, and a list.
+"""A minimal client of event streams, in a process of its own: sockets, epoll, and a list.
 
 ``python -m manylora.bench.http_client HOST PORT STREAMS STEP_TICKS TOKENS`` opens all streams at once against a server
-with paced parts (see ``paced``), keeps what it reads with the time it read it, and only when all is over looks inside:
-a client that parsed as it went would measure itself. It prints one JSON object.
+with paced parts (see ``paced``). It stores each read with its time and parses after the run: a client that parsed
+meanwhile would measure itself. It prints one JSON object.
 
-Even so it is late itself: it sleeps between looks, and the last of two hundred sockets is read after all others. Linux
-tells when bytes came into a socket, so what the server added and what the client did are told apart.
+The client is late itself: it sleeps between two polls, and reads the last of two hundred sockets after all others.
+Linux gives the time at which bytes arrived in a socket, which separates the server's latency from the client's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["SO_TIMESTAMPNS", "Read", "StreamsResult", "arrived_at", "epoch_s", "
 
 STAMP = re.compile(rb"~(\d{5})")
 LOOK_EVERY_S = 0.0005
-"""How often sockets are looked at. A client that sleeps until each write wakes it makes the server pay for the waking,
-which on a virtual machine costs more than the write; clients are elsewhere. Latencies are up to this too long."""
+"""Seconds between two polls of the sockets. A client that each write wakes makes the server pay for the wake-up, which
+on a virtual machine costs more than the write; real clients are elsewhere. Latencies are up to this too long."""
 
 SO_TIMESTAMPNS = 35 if sys.platform == "linux" else None
-"""The option that makes a socket tell when bytes came in; Python has no name for it."""
+"""The option with which a socket gives the time of arrival of its bytes; Python has no name for it."""
 
 _TIMESPEC = struct.Struct("@qq")
 
@@ -42,7 +42,7 @@ WARM_SHARE = 0.1
 
 
 Read: TypeAlias = tuple[float, list[tuple[int, int, bytes]], bytes]
-"""When it was read by the monotonic clock, what the socket told beside it, and the bytes."""
+"""Time of the read on the monotonic clock, the socket's ancillary data, and the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,8 @@ def run_streams(host: str, port: int, *, num_streams: int, step_ticks: int, num_
     Args:
         host: Of the server.
         port: Of the server.
-        num_streams: How many at once.
-        step_ticks: What a step should take, in units of ``TICK_S``.
+        num_streams: Concurrent streams.
+        step_ticks: Duration of a step, in units of ``TICK_S``.
         num_tokens: Tokens of each stream.
     """
     selector = selectors.DefaultSelector()

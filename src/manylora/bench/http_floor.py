@@ -37,7 +37,7 @@ class FloorApp:
     """An ASGI application that answers completions as the server with paced parts does, without making them.
 
     Args:
-        num_streams: How many streams to wait for before the first step.
+        num_streams: Streams that the first step waits for.
     """
 
     def __init__(self, num_streams: int) -> None:

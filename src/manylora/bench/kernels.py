@@ -17,6 +17,7 @@ import torch
 from manylora.adapters.layout import lay_out
 from manylora.adapters.shape import BaseShape
 from manylora.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.execution.device import find_device
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
 from manylora.execution.lora.parts import GroupParts
 from manylora.execution.storage.page_tensor import PageTensor
@@ -78,20 +79,23 @@ def measure_kernels(
     """Time every kernel and the floor in turns, after a round that does not count.
 
     Args:
-        base: Whose modules; every linear layer gets an adapter.
+        base: The base; every linear layer of it gets an adapter.
         num_adapters: Adapters in the step.
-        ranks: They take turns.
+        ranks: Ranks of the adapters, assigned in turn.
         rows_each: Rows of each: 1 is decoding.
-        rounds: How many count.
+        rounds: Rounds that count.
         kernels: Names, of those in ``TABLELESS``.
-        device: Where.
+        device: Name of the device.
+
+    Raises:
+        ConfigError: There is no such device.
     """
-    place = torch.device(device)
+    place = find_device(device)
     layouts = [lay_out(dict.fromkeys(base.all_linear, rank), base) for rank in _taking_turns(ranks, num_adapters)]
     num_pages = sum(layout.num_pages for layout in layouts)
     storage = PageTensor(base.page, num_pages, place)
     torch.manual_seed(0)
-    storage.flat.normal_(std=0.01)  # what lies where does not matter, that it lies in pages does
+    storage.flat.normal_(std=0.01)
     segments, first_page = [], 0
     for index, layout in enumerate(layouts):
         pages = range(first_page, first_page + layout.num_pages)

@@ -41,7 +41,7 @@ class LoadRun:
         answers: Of every request that ended, in order of their end.
         num_unsent: Requests that were due after the run was stopped.
         num_unfinished: Requests that were in flight then; they are in no figure.
-        lag_s: How late each request was sent, in seconds.
+        lag_s: Delay of each request at its sending, in seconds.
         loop_lag_s: How late the event loop was when it was asked to wake, every ten milliseconds: chunks were noticed
             that much too late.
     """
@@ -67,8 +67,8 @@ async def run_load(
     Args:
         target: The server.
         questions: In order of their time.
-        warm_up: Asked before, one after the other, and not counted.
-        retries: How often a question is asked again after a 429 or 503.
+        warm_up: Sent first, one after the other, and not counted.
+        retries: Times that a question is sent again after a 429 or 503.
         timeout_s: Longest silence of a server, in seconds.
         on_progress: Called after every change.
 

@@ -71,11 +71,11 @@ def measure_offline(
         engine: Ours, with the adapters loaded and without a prefix cache: a second round would find its prompts.
         model: Folder of the base, for the others.
         asked: The requests.
-        adapters: Folders by name; request *i* takes adapter *i*, going round.
-        rounds: How many that count.
+        adapters: Folders by name; request *i* takes adapter *i*, modulo their number.
+        rounds: Rounds that count.
         with_peers: Compare with transformers, and with PEFT where there are adapters.
-        device: Where the others run.
-        on_round: Told of each round: the system, its number (-1 does not count), the seconds it took.
+        device: Device of the others.
+        on_round: Called after each round with the system, its number (-1 does not count) and its seconds.
 
     Raises:
         EngineDead: The engine gave up a request.

@@ -1,7 +1,7 @@
 """Systems to compare with, in one process: transformers' ``generate``, and PEFT's with an adapter per row.
 
-Both take static batches: prompts padded to the longest, every row running until the longest answer is complete. A
-count of tokens should be of those that were asked for.
+Both take static batches: prompts are padded to the longest, and every row runs until the longest answer is complete.
+Only the tokens that were asked for count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Transformers:
 
     Args:
         model: Folder of the base.
-        device: Where it runs.
+        device: Device of the model.
         dtype: Its precision; as saved when ``None``.
     """
 
@@ -73,7 +73,7 @@ class Peft(Transformers):
     Args:
         model: Folder of the base.
         adapters: Folders of adapters with different names.
-        device: Where it runs.
+        device: Device of the model.
         dtype: Its precision; as saved when ``None``.
 
     Raises:
@@ -96,7 +96,7 @@ class Peft(Transformers):
         self._names = [folder.name for folder in adapters]
 
     def run_mixed(self, asked: Sequence[Asked], batch_size: int = 32) -> None:
-        """Answer in static batches; request *i* takes adapter *i*, going round."""
+        """Answer in static batches; request *i* takes adapter *i*, modulo their number."""
         names = [self._names[index % len(self._names)] for index in range(len(asked))]
         for first in range(0, len(asked), batch_size):
             self.run(asked[first : first + batch_size], adapter_names=names[first : first + batch_size])
@@ -104,7 +104,7 @@ class Peft(Transformers):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out that PEFT and transformers warn and draw progress bars about what is meant here."""
+    """Suppress the warnings and progress bars of PEFT and transformers."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

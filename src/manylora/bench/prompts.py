@@ -61,7 +61,7 @@ class TextPrompts:
     """Prompts as text.
 
     Args:
-        tokens: What they are made from.
+        tokens: The prompts as token ids.
         decode: Turns token ids into text; without it each id is a word.
     """
 

@@ -29,9 +29,9 @@ class Generator:
     """Whether the generator kept up.
 
     Args:
-        lag: How late requests were sent, in seconds.
-        loop_lag: How late its event loop ran, in seconds: chunks were noticed that much too late.
-        warnings: What follows for the figures, in words.
+        lag: Delays of the requests at their sending, in seconds.
+        loop_lag: Delays of its event loop, in seconds: chunks were noticed that much too late.
+        warnings: Consequences for the figures, in words.
     """
 
     lag: PercentileSummary | None
@@ -46,8 +46,8 @@ class LoadReport:
     Args:
         records: Every request that ended.
         summary: Their figures; requests for adapters and for the base are groups where there are both.
-        errors: How many, and an example, by kind.
-        generator: How it did.
+        errors: Number and an example, by kind.
+        generator: Figures of the generator itself.
         offered_per_s: Requests per second that were due.
         tokens_per_chunk: Mean; above 1 the gaps between chunks are longer than those between tokens.
         is_counted_by_chunks: Whether some answer had no usage, so that its chunks were taken for tokens.

@@ -1,9 +1,9 @@
-"""The calibration sweep: steps of every kind on a live engine, for a cost model to be fitted from.
+"""The calibration sweep: steps of every kind on a live engine, to which a cost model is fitted.
 
-Bursts of requests of one size each, sizes drawn afresh for every burst: how many, how long, over how many adapters, and
-whether all come at once or the second half while the first decodes (which gives steps with prompts and decoding rows
-in them). Sizes are spread evenly over their logarithms and drawn rather than enumerated, so that a sweep may be cut
-off after any time and has seen a bit of everything.
+The requests of a burst have one size. Their number, lengths and adapters are drawn for each burst, and whether all
+arrive at once or the second half while the first decodes, which gives steps with prompts and decoding rows. Sizes are
+uniform over their logarithms. They are drawn and not enumerated, so that a sweep that ends at any time has steps of all
+kinds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
-from manylora.engine.core import EngineCore
+from manylora.engine.build import build_core
 from manylora.engine.loop import EngineLoop
 from manylora.ports import EngineParts
 from manylora.types import AdapterVersion, Request, SamplingParams
@@ -33,11 +33,11 @@ class Burst:
     """Requests of one size.
 
     Args:
-        num_requests: How many.
+        num_requests: Number of requests.
         num_prompt_tokens: Length of each prompt.
         num_output_tokens: Length of each answer.
-        adapters: Indices of the adapters they ask for in turn; ``None`` among them is the base.
-        stagger_s: How much later the second half comes, in seconds.
+        adapters: Indices of the adapters that they name in turn; ``None`` among them is the base.
+        stagger_s: Delay of the second half, in seconds.
     """
 
     num_requests: int
@@ -53,12 +53,12 @@ def draw_burst(
     """Draw a burst.
 
     Args:
-        rng: Chance.
+        rng: Random numbers.
         max_num_seqs: Most requests in it.
         max_context: Longest prompt and answer together.
-        max_tokens: Most prompt tokens in it: what keeps a burst short.
-        num_adapters: Adapters there are.
-        step_s: How long a step takes, about, in seconds: what staggering is measured in.
+        max_tokens: Most prompt tokens in it, which keeps a burst short.
+        num_adapters: Number of adapters.
+        step_s: Typical duration of a step in seconds, the unit of the delay.
     """
 
     def spread(low: int, high: int) -> int:
@@ -91,17 +91,17 @@ def run_sweep(
     write: Callable[[StepRecord | LoadRecord], None],
     on_progress: Callable[[float], None] = lambda elapsed_s: None,
 ) -> int:
-    """Run bursts for so many seconds; return how many steps were logged.
+    """Run bursts for so many seconds; return the number of steps that were logged.
 
     Args:
         parts: The live engine's parts.
-        config: How it schedules; prefix caching must be off, for a remembered prompt costs nothing.
+        config: Its configuration; prefix caching must be off, because a cached prompt costs nothing.
         adapters: In the host tier; loads happen when bursts ask for those that are not on the device.
         clock: The parts' own.
         rng: Draws the bursts.
-        seconds: How long.
-        write: Takes the records.
-        on_progress: Told how many seconds have gone.
+        seconds: Length of the sweep.
+        write: Receives the records.
+        on_progress: Called with the seconds that have passed.
     """
     assert not config.memory.prefix_caching
     steps: list[float] = []
@@ -113,7 +113,7 @@ def run_sweep(
         if is_warm:
             write(record)
 
-    core = EngineCore.from_parts(parts, config, executor=LoggedExecutor(parts.executor, take))
+    core = build_core(parts, config, executor=LoggedExecutor(parts.executor, take))
     names = [f"adapter-{index}" for index in range(len(adapters))]
     for name, version in zip(names, adapters, strict=True):
         core.adapters.register(name, version, clock.now())

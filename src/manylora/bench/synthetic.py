@@ -23,7 +23,7 @@ def write_synthetic_adapter(
     """Write an adapter as PEFT would, float32.
 
     Args:
-        folder: Where to; made if it is not there.
+        folder: The adapter's folder; made if it is not there.
         base: The base it is for.
         rank: Rank of every module.
         rng: Draws the weights.

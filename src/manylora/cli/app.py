@@ -21,22 +21,32 @@ __all__ = ["main", "make_app"]
 
 _DEBUG = "MANYLORA_DEBUG"
 
-_COMMANDS = {
-    "serve": "serve:serve",
-    "route": "route:route",
-    "generate": "generate:generate",
-    "backbone": "backbone:backbone",
-    "functions": "functions:functions_app",
-    "adapters": "adapters:adapters_app",
-    "calibrate": "calibrate:calibrate",
-    "top": "top:top",
-    "simulate": "simulate:simulate_command",
-    "plan": "plan:plan_command",
-    "experiment": "experiment:experiment_app",
-    "bench": "bench:bench_app",
-    "demo": "demo:demo",
+_PANELS = {
+    "Serve": {
+        "demo": "demo:demo",
+        "serve": "serve:serve",
+        "route": "route:route",
+        "top": "top:top",
+        "generate": "generate:generate",
+        "adapters": "adapters:adapters_app",
+    },
+    "Plan": {
+        "simulate": "simulate:simulate_command",
+        "plan": "plan:plan_command",
+        "calibrate": "calibrate:calibrate",
+    },
+    "Measure": {
+        "bench": "bench:bench_app",
+        "experiment": "experiment:experiment_app",
+    },
+    "Isolated functions": {
+        "functions": "functions:functions_app",
+        "backbone": "backbone:backbone",
+    },
 }
-"""Commands by name: a module below ``commands``, and in it a function or a tree of commands."""
+"""Commands by panel of the help and by name: a module below ``commands``, and in it a function or a tree."""
+
+_COMMANDS = {name: (panel, place) for panel, commands in _PANELS.items() for name, place in commands.items()}
 
 
 def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
@@ -52,13 +62,14 @@ def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
     )
     app.callback()(_options)
     for name in names:
-        module, _, attribute = _COMMANDS[name].partition(":")
+        panel, place = _COMMANDS[name]
+        module, _, attribute = place.partition(":")
         found = getattr(import_module(f"manylora.cli.commands.{module}"), attribute)
         if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name)
+            app.add_typer(found, name=name, rich_help_panel=panel)
         else:
-            app.command(name=name, cls=getattr(found, "command_class", None))(found)
-    app.command(name="version")(show_version)
+            app.command(name=name, cls=getattr(found, "command_class", None), rich_help_panel=panel)(found)
+    app.command(name="version", rich_help_panel="Serve")(show_version)
     return app
 
 
@@ -109,6 +120,18 @@ def _options(
     """Define the options that come before the command."""
 
 
+def _usage_error(error: Exception) -> str | None:
+    """Return the line for a wrong command line, empty if the help was printed; ``None`` for another error.
+
+    typer brings a copy of click, so its errors are known by what they have.
+    """
+    context, describe = getattr(error, "ctx", None), getattr(error, "format_message", None)
+    if describe is None:
+        return None
+    line = str(describe()).rstrip(".")
+    return f"{line} (see `{context.command_path} --help`)" if line and context is not None else line
+
+
 def main() -> None:
     """Run the command line.
 
@@ -118,8 +141,15 @@ def main() -> None:
     if asked == "serve" and not _NO_EARLY_ENGINE.intersection(arg.partition("=")[0] for arg in sys.argv):
         start_early(TORCH_BUILDER)
     try:
-        make_app((asked,) if asked in _COMMANDS else tuple(_COMMANDS))()
+        # typer returns the code of an exit that a command asked for; the commands themselves return nothing.
+        sys.exit(make_app((asked,) if asked in _COMMANDS else tuple(_COMMANDS))(standalone_mode=False) or 0)
     except Exception as error:
+        if isinstance(error, typer.Abort):
+            sys.exit(1)
+        if (line := _usage_error(error)) is not None:
+            if line:
+                fail(line, code=2)
+            sys.exit(2)
         if os.environ.get(_DEBUG):
             raise
         if isinstance(error, ManyloraError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import logging
 import os
@@ -23,12 +24,16 @@ from manylora.controller.tls import TlsFiles, server_context
 from manylora.errors import ConfigError, ManyloraError
 from manylora.functions.deployment import read_deployment
 from manylora.logs import configure_logging
+from manylora.server.connections import ConnectionBounds
+from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 
 __all__ = ["LEDGER", "ControllerSetup", "bind_guarded", "exit_code_of", "run_controller"]
 
 LEDGER = "ledger.db"
 DRAIN_S = 5.0
+MAX_CONNECTIONS = 512
+"""Open connections; an agent has one, and makes another if an idle one is closed."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +94,12 @@ class ControllerServer:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained."""
+        bounds = ConnectionBounds(
+            max_connections=MAX_CONNECTIONS,
+            max_per_address=MAX_CONNECTIONS // 2,
+            header_timeout_s=10.0,
+            body_timeout_s=60.0,
+        )
         config = uvicorn.Config(
             make_app(self._controller, self._token),
             http=MemberProtocol,
@@ -99,10 +110,11 @@ class ControllerServer:
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=int(DRAIN_S),
+            http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
         )
         config.load()
         config.ssl = self._tls
-        self._http = HttpServer(config, on_ready)
+        self._http = HttpServer(config, on_ready, bounds=bounds)
         self._http.should_exit = self.is_stopping
         try:
             await self._http.serve(sockets=[self._socket])

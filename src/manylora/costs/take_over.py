@@ -49,7 +49,7 @@ def count_on_cpu(
     Args:
         begins_s: Begin of the step.
         layer_s: Duration of a layer on the device.
-        delay_s: What a layer takes longer that workers compute.
+        delay_s: Time that a layer takes longer when workers compute it.
         copied_s: Arrival of the last layer.
         copy_layer_s: Time between the arrivals of two layers.
         num_layers: Layers of the model.

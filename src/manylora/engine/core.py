@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from manylora.adapters.registry import AdapterRegistry
 from manylora.adapters.residency import TierState
 from manylora.adapters.shape import BaseShape
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig
+from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.costs.online import OnlineCosts
 from manylora.costs.rank_fit import RankFit, RankLoad
 from manylora.engine.acceptance import Acceptance, arrival_of
@@ -43,7 +42,7 @@ from manylora.errors import CapacityError, RequestError
 from manylora.events import Event, EventSink, PrefixEvicted, StepFinished, StepLaunched, TokensEmitted
 from manylora.memory import Depth, PageCache, ReloadCosts, make_eviction_policy
 from manylora.plan import ON_DEVICE, StepPlan, StepResult
-from manylora.ports import EngineParts, Executor
+from manylora.ports import Executor
 from manylora.scheduling import (
     LengthPredictor,
     Nearness,
@@ -207,44 +206,6 @@ class EngineCore:
             queue_wait=self._queue_wait,
             counters=self._counters,
             emit=self._emit,
-        )
-
-    @classmethod
-    def from_parts(
-        cls,
-        parts: EngineParts,
-        config: EngineConfig,
-        *,
-        served_name: str = "base",
-        executor: Executor | None = None,
-        sinks: Seq[EventSink] = (),
-    ) -> EngineCore:
-        """Return a core on parts that were built for ``config``.
-
-        Args:
-            parts: The parts, from a builder.
-            config: The configuration that they were built for.
-            served_name: Name of the base model in requests.
-            executor: Replaces that of the parts, for example by one that logs.
-            sinks: Receive every event, in order.
-        """
-        scheduler = config.scheduler
-        if scheduler.plan_ahead is None:
-            scheduler = replace(scheduler, plan_ahead=parts.is_accelerated)
-        host_bytes = parts.host_bytes if config.adapters.host_bytes is None else config.adapters.host_bytes
-        return cls(
-            base=parts.base,
-            num_pages=parts.num_pages,
-            executor=executor or parts.executor,
-            scheduler=scheduler,
-            memory=config.memory,
-            adapters=replace(config.adapters, host_bytes=host_bytes),
-            served_name=served_name,
-            seed=config.seed,
-            sinks=sinks,
-            reads_host=parts.reads_host,
-            waits_by_layer=parts.waits_by_layer,
-            is_accelerated=parts.is_accelerated,
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------

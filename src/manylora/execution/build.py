@@ -18,6 +18,8 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from torch import nn
+
 from manylora.adapters.shape import BaseShape
 from manylora.clock import Clock
 from manylora.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
@@ -31,7 +33,7 @@ from manylora.execution.attention.step import (
     choose_attention,
 )
 from manylora.execution.decode_graphs import DecodeGraphs
-from manylora.execution.device import describe_machine, make_device_ops
+from manylora.execution.device import DeviceOps, describe_machine, make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.step import fuse_launches
 from manylora.execution.kernels.linear import bound_caches
@@ -120,12 +122,7 @@ def _build(
 ) -> EngineParts:
     """Build the parts, with readers that may be starting; the stages of the picture, in order."""
     stages = Stages()
-    if weights is None:
-        loaded, weights = load_weights(config.model, load)
-    elif weights.manifest.model != config.model.model:
-        raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {config.model.model!r}")
-    else:
-        loaded = load_skeleton(config.model)
+    loaded, weights = _weights(config.model, load, weights)
     stages.done("weights", then="modules and memory")
     device, model = loaded.device, loaded.model
     base = describe_model(
@@ -147,24 +144,21 @@ def _build(
     space = LoraSpace(directory, pages.flat, TABLE_KERNELS[kernel]) if directory is not None else None
 
     ops = make_device_ops(device)
-    attention: AttentionKernel = TorchAttentionKernel(pages)
+    attention = _attention(config, base, model, pages, ops)
     graphs = None
-    if choose_attention(config.model.attention_kernel, device) == "triton":
-        max_num_seqs = config.scheduler.max_num_seqs
-        fuse_launches(model)
-        attention = TritonAttentionKernel(ops, pages, max_num_seqs=max_num_seqs, max_model_len=base.max_model_len)
-        graphs_option = config.model.decode_graphs
-        if graphs_option == "on" or (graphs_option == "auto" and device.type == "cuda"):
-            graphs = DecodeGraphs(
-                ops=ops,
-                model=model,
-                step=step,
-                pages=pages,
-                tables=attention.tables,
-                vocab_size=base.vocab_size,
-                max_num_seqs=max_num_seqs,
-                space=space,
-            )
+    wanted = config.model.decode_graphs
+    is_replayed = wanted == "on" or (wanted == "auto" and device.type == "cuda")
+    if isinstance(attention, TritonAttentionKernel) and is_replayed:
+        graphs = DecodeGraphs(
+            ops=ops,
+            model=model,
+            step=step,
+            pages=pages,
+            tables=attention.tables,
+            vocab_size=base.vocab_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            space=space,
+        )
     sampler = make_sampler(base) if make_sampler is not None else Sampler(base.vocab_size, base.eos_token_ids, device)
     resident: dict[AdapterKey, ResidentAdapter] = {}
     assistant = start_assistant(device, base)
@@ -178,20 +172,7 @@ def _build(
     stages.done("graphs" if graphs is not None else "check", then="adapters")
 
     host = HostTier(is_pinned=device.type == "cuda", directory=directory)
-    dtype = _adapter_dtype(config.adapters.adapter_dtype, base.page.dtype, kernel)
-    hashes = None if config.cache_dir is None else os.path.join(config.cache_dir, HASHES_FILE)
-    settings = ReaderSettings(
-        base=base,
-        max_bytes=config.adapters.max_adapter_bytes,
-        max_pages=config.adapters.most_pages(num_pages),
-        roots=config.adapters.real_roots,
-        registries=config.adapters.registries,
-        dtype=dtype,
-        hashes=hashes,
-        limit_s=config.adapters.read_timeout_s,
-        memory_bytes=READER_BYTES + 4 * min(config.adapters.max_adapter_bytes, num_pages * base.page.num_bytes),
-    )
-    reader = HostReader(settings, host, readers)
+    reader = HostReader(_reader_settings(config, base, num_pages, kernel), host, readers)
     executor = TorchExecutor(
         runner=runner,
         pages=pages,
@@ -233,6 +214,44 @@ def _build(
         waits_by_layer=True,
         shared=share_weights(weights),
         prepare=sampler.prepare,
+    )
+
+
+def _weights(
+    config: ModelConfig, load: Callable[[ModelConfig], LoadedModel], weights: BaseWeights | None
+) -> tuple[LoadedModel, BaseWeights]:
+    """Return a model without its weights, and the weights: loaded, or those that another process froze."""
+    if weights is None:
+        return load_weights(config, load)
+    if weights.manifest.model != config.model:
+        raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {config.model!r}")
+    return load_skeleton(config), weights
+
+
+def _attention(
+    config: EngineConfig, base: BaseShape, model: nn.Module, pages: PageTensor, ops: DeviceOps
+) -> AttentionKernel:
+    """Return attention over the pages; with Triton's, the model's launches are fused too."""
+    if choose_attention(config.model.attention_kernel, pages.flat.device) != "triton":
+        return TorchAttentionKernel(pages)
+    fuse_launches(model)
+    max_num_seqs = config.scheduler.max_num_seqs
+    return TritonAttentionKernel(ops, pages, max_num_seqs=max_num_seqs, max_model_len=base.max_model_len)
+
+
+def _reader_settings(config: EngineConfig, base: BaseShape, num_pages: int, kernel: str) -> ReaderSettings:
+    """Return the bounds and formats by which reader processes read adapters."""
+    adapters = config.adapters
+    return ReaderSettings(
+        base=base,
+        max_bytes=adapters.max_adapter_bytes,
+        max_pages=adapters.most_pages(num_pages),
+        roots=adapters.real_roots,
+        registries=adapters.registries,
+        dtype=_adapter_dtype(adapters.adapter_dtype, base.page.dtype, kernel),
+        hashes=None if config.cache_dir is None else os.path.join(config.cache_dir, HASHES_FILE),
+        limit_s=adapters.read_timeout_s,
+        memory_bytes=READER_BYTES + 4 * min(adapters.max_adapter_bytes, num_pages * base.page.num_bytes),
     )
 
 

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["DeviceOps", "describe_machine", "make_device_ops"]
+from manylora.errors import ConfigError
+
+__all__ = ["DeviceOps", "describe_machine", "find_device", "make_device_ops"]
 
 
 class DeviceOps:
@@ -94,6 +96,23 @@ class CudaOps(DeviceOps):
     def wait(self) -> None:
         """Wait for the current stream."""
         torch.cuda.current_stream(self.device).synchronize()
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of that name; ``auto`` is the GPU if there is one.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"Got device = {name!r}, expected auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"Got device = {name!r}, but no CUDA device is available")
+    return device
 
 
 def make_device_ops(device: torch.device) -> DeviceOps:

@@ -25,9 +25,10 @@ from typing import Generic, TypeVar
 
 from manylora.adapters.urls import is_url
 from manylora.clock import Clock
+from manylora.costs.patience import PATIENCE_S, Patience
 from manylora.engine.steps.plan_ahead import fill_in
 from manylora.execution.runner import LogitsHook, ModelRunner
-from manylora.execution.storage.arrival import ArrivingAdapter, Patience
+from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.device_load import CopyContext, DeviceLoad, Gone
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.link import Link
@@ -43,10 +44,6 @@ __all__ = ["FutureWork", "TorchExecutor"]
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT", StepResult, LoadResult)
-
-PATIENCE_S = 1.0
-"""Longest wait of a step for the layers of its adapters, in seconds: the whole batch waits with it, and a read that
-hangs takes minutes to be given up."""
 
 
 class FutureWork(Generic[ResultT]):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manylora.costs.model import CostModel
 from manylora.costs.synthetic_plan import Part, synthetic_plan
 from manylora.experiments.cases import Case, read_setup, read_workload
 from manylora.experiments.request_alone import request_alone
 from manylora.experiments.result import Result, cdf
 from manylora.sim.run.adapters import adapter_versions
+from manylora.sim.run.simulation import SimulationConfig
 from manylora.sim.setup import make_config
 from manylora.types import AdapterVersion
 from manylora.workloads import Workload, make_workload
@@ -17,18 +17,18 @@ from manylora.workloads import Workload, make_workload
 __all__ = ["CALCULATIONS", "alone", "kernels"]
 
 
-def _priced(case: Case) -> tuple[Workload, dict[str, AdapterVersion], CostModel]:
-    """Return a case's workload, its adapters by name, and what prices both."""
+def _priced(case: Case) -> tuple[Workload, dict[str, AdapterVersion], SimulationConfig]:
+    """Return a case's workload, its adapters by name, and the configuration with the prices of both."""
     spec = read_workload(case.workload, case.traces)
     workload = make_workload(spec, case.seed)
     config = make_config(read_setup(case.setup), targets=spec.adapters.targets, seed=case.seed)
-    return workload, adapter_versions(workload.adapters, config.base), config.cost
+    return workload, adapter_versions(workload.adapters, config.base), config
 
 
 def alone(case: Case) -> Result:
     """Time every request of a workload as if it were alone, and say what takes its time."""
-    workload, versions, cost = _priced(case)
-    times = [request_alone(one, versions.get(one.adapter or ""), cost) for one in workload.requests]
+    workload, versions, config = _priced(case)
+    times = [request_alone(one, versions.get(one.adapter or ""), config.cost) for one in workload.requests]
     count = len(times)
     ttft = sum(one.ttft_s for one in times) / count
     figures = {
@@ -49,20 +49,28 @@ def alone(case: Case) -> Result:
 
 
 def kernels(case: Case) -> Result:
-    """Price one decoding step: every request of the workload has its prompt behind it and generates one token."""
-    workload, versions, cost = _priced(case)
+    """Price one decoding step: every request of the workload has its prompt behind it and generates one token.
+
+    With CPU workers, the adapter of the last request is on its way to the device, and they compute it.
+    """
+    workload, versions, config = _priced(case)
     base = [Part(one.num_prompt_tokens, 1) for one in workload.requests]
     step = []
     for part, request in zip(base, workload.requests, strict=True):
         version = versions.get(request.adapter or "")
         step.append(part._replace(adapter=version.key, rank=version.rank) if version is not None else part)
-    base_s = cost.step_time_s(synthetic_plan(base))
-    adapters_s = cost.step_time_s(synthetic_plan(step)) - base_s
+    plan = synthetic_plan(step)
+    base_s = config.cost.step_time_s(synthetic_plan(base))
+    if config.assist is not None:
+        step_s = config.assist.step_time_s(plan, plan.sequences[-1:])
+    else:
+        step_s = config.cost.step_time_s(plan)
     return Result(
         {
+            "step_s": step_s,
             "base_s": base_s,
-            "adapters_s": adapters_s,
-            "adapters_share": adapters_s / base_s,
+            "adapters_s": step_s - base_s,
+            "adapters_share": (step_s - base_s) / base_s,
             "num_adapters": len({one.adapter for one in workload.requests} - {None}),
         }
     )

@@ -74,8 +74,8 @@ def cases_of(
     """Return an experiment's cases by setup, label of the point, and seed.
 
     Args:
-        experiment: What to run.
-        seeds: How often each is run; the seeds are the experiment's first one and those that follow.
+        experiment: The experiment.
+        seeds: Runs of each case; the seeds are the experiment's first one and those that follow.
         traces: Folder of traces.
         duration_s: Cuts workloads off, for a quick look.
     """

@@ -45,9 +45,9 @@ class Comparison:
     """A claim beside ours.
 
     Args:
-        claim: What was published.
+        claim: The published figure.
         ours: The same of our runs; ``None`` where they do not go that far.
-        verdict: How they stand to each other.
+        verdict: Agreement of the two.
     """
 
     claim: Claim
@@ -59,7 +59,7 @@ class Findings:
     """The results of an experiment.
 
     Args:
-        experiment: What was run.
+        experiment: The experiment that was run.
         results: By setup and label of the point: one for each seed.
     """
 
@@ -114,7 +114,7 @@ class Findings:
             return self._relative(claim, seed)
         own = self._value(claim.setup, claim.point, claim.figure, seed)
         other = self._value(claim.versus or claim.setup, claim.versus_point or claim.point, claim.figure, seed)
-        if claim.form in ("value", "at-most"):
+        if claim.form in ("value", "at-most", "at-least"):
             return own
         if claim.form == "overhead":
             least = self._value(claim.bound or claim.setup, claim.point, claim.figure, seed)
@@ -189,7 +189,7 @@ def crossing(places: Seq[tuple[float, float]], limit: float) -> float | None:
 def _against(claim: Claim, own: float, other: float) -> float:
     if not other:
         return own
-    return own / other - 1.0 if claim.form == "change" else own / other
+    return own / other - 1.0 if claim.form.startswith("change") else own / other
 
 
 def _share(low: float, high: float, at: float) -> float:
@@ -200,8 +200,10 @@ def _share(low: float, high: float, at: float) -> float:
 
 
 def _judge(claim: Claim, ours: Interval) -> Verdict:
-    if claim.form == "at-most":
+    if claim.form.endswith("at-most"):
         return Verdict.AGREES if ours.middle <= claim.published + claim.tolerance else Verdict.DIFFERS
+    if claim.form == "at-least":
+        return Verdict.AGREES if ours.middle >= claim.published - claim.tolerance else Verdict.DIFFERS
     if abs(ours.middle - claim.published) <= claim.tolerance:
         return Verdict.AGREES
     if claim.form not in ("change", "overhead", "ratio", "crossing-ratio"):

@@ -51,7 +51,7 @@ def format_value(value: float, claim: Claim) -> str:
     if claim.form == "order":
         return "in order" if value == 1.0 else f"{value:.0%} of pairs in order"
     if claim.unit == "%":
-        return f"{value:+.1%}" if claim.form in ("change", "overhead") else f"{value:.1%}"
+        return f"{value:+.1%}" if claim.form in ("change", "change-at-most", "overhead") else f"{value:.1%}"
     if claim.unit == "ms":
         return f"{1e3 * value:.3g} ms"
     return f"{value:.3g} {claim.unit}".replace(" x", "x").strip()
@@ -59,7 +59,8 @@ def format_value(value: float, claim: Claim) -> str:
 
 def format_published(claim: Claim) -> str:
     """Return the published number of a claim, as a limit where it was published as one."""
-    return f"{'at most ' * (claim.form == 'at-most')}{format_value(claim.published, claim)}"
+    limit = "at most " if claim.form.endswith("at-most") else "at least " if claim.form == "at-least" else ""
+    return limit + format_value(claim.published, claim)
 
 
 def format_interval(ours: Interval | None, claim: Claim) -> str:
@@ -76,8 +77,8 @@ def as_markdown(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
     """Return a report of experiments, with links to their pictures.
 
     Args:
-        pages: What each found, and its pictures.
-        command: What makes all of it.
+        pages: Findings and pictures of each experiment.
+        command: The command that makes the report.
     """
     lines = ["# Experiments", "", f"Made by `{command}`. {_about(pages)}", "", *_overview(pages)]
     for findings, pictures in pages:
@@ -247,8 +248,8 @@ def as_html(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
     """Return the same report as one page, its pictures inside.
 
     Args:
-        pages: What each found, and its pictures.
-        command: What makes all of it.
+        pages: Findings and pictures of each experiment.
+        command: The command that makes the report.
     """
     body = ["<h1>Experiments</h1>", f"<p>Made by <code>{html.escape(command)}</code>. "]
     body += [f"{html.escape(_about(pages))}</p>", _html_of(_overview(pages))]

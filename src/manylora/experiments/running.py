@@ -35,7 +35,7 @@ class Runner:
     """Runs what is not there yet.
 
     Args:
-        folder: Where results are kept; ``None`` keeps none.
+        folder: Folder of the results; ``None`` keeps none.
         num_processes: Cases that run at once.
         fresh: Run again what is there.
     """

@@ -32,8 +32,8 @@ class Point:
 
     Args:
         label: For people, and for claims to refer to.
-        x: Where it is plotted.
-        changes: What it sets, by dotted names that begin with ``workload.`` or ``setup.``.
+        x: Its place on the x-axis.
+        changes: Settings by dotted names that begin with ``workload.`` or ``setup.``.
     """
 
     label: str
@@ -75,18 +75,18 @@ class Claim:
     """Something that was published, how ours is made, and how near is near.
 
     Args:
-        text: What it says.
+        text: The claim.
         figure: Name of the figure it is about.
         form: The compared quantity:
 
-            * ``value``: the figure itself; ``at-most``: the same, published as a limit;
-            * ``change``: relative to another setup, less 1;
+            * ``value``: the figure itself; ``at-most`` and ``at-least``: the same, published as a limit;
+            * ``change``: relative to another setup, less 1; ``change-at-most``: the same, as a limit;
             * ``ratio``: relative to another setup;
             * ``overhead``: as ``change``, of what both exceed a third setup by, the ``bound``;
             * ``crossing``: where on the axis the figure first exceeds ``limit``;
             * ``crossing-ratio``: that, relative to another setup;
             * ``order``: setups in rising order of the figure; published is 1, ours the share of pairs in order.
-        setup: Whose figure.
+        setup: The setup of the figure.
         point: Where, by label; ``relative`` instead gives shares of the place where ``versus`` crosses ``limit``.
         relative: See ``point``; figures are interpolated between points, and the mean over the shares is compared.
         versus: Relative to whom.
@@ -95,13 +95,24 @@ class Claim:
         limit: See ``form``.
         order: Setups in the published order, each at ``point`` unless it is written ``setup@label``.
         published: The published number.
-        tolerance: How far ours may be off for the two to agree, in the claim's unit.
-        unit: How numbers are written.
+        tolerance: Largest difference of two figures that agree, in the claim's unit.
+        unit: Unit of the numbers.
     """
 
     text: str
     figure: str
-    form: Literal["value", "at-most", "change", "ratio", "overhead", "crossing", "crossing-ratio", "order"] = "value"
+    form: Literal[
+        "value",
+        "at-most",
+        "at-least",
+        "change",
+        "change-at-most",
+        "ratio",
+        "overhead",
+        "crossing",
+        "crossing-ratio",
+        "order",
+    ] = "value"
     setup: str = ""
     point: str = ""
     relative: tuple[float, ...] = ()
@@ -121,20 +132,20 @@ class Experiment:
 
     Args:
         name: ``suite/file``.
-        title: What it shows.
-        source: Where it was published.
+        title: Its title in the report.
+        source: The publication.
         calculation: Name of a calculation (``calculations.py``) where nothing has to be simulated.
         setups: Tables of what is compared, by name, complete.
         workload: Table of the workload, complete.
         points: The axis.
-        num_seeds: How often each case is run.
+        num_seeds: Runs of each case.
         slo_s: Limit on the time to first token, in seconds.
         warm_up_s: Requests that arrive this early are not counted, in seconds.
         plots: Pictures.
-        claims: What was published.
+        claims: The published figures.
         shown: Figures of the table of results.
         why: Why ours differs, where it does, and what shows that.
-        notes: What a reader should know about how it was done.
+        notes: Remarks on the method.
         is_ablation: Whether it asks what it would take, so that its claims make no verdict.
         first_seed: The seeds are this one and those that follow; others than those that constants were found on.
         slo_tpot_s: Limit on the mean time per token after the first, in seconds; ``None`` for no limit.

@@ -62,7 +62,7 @@ class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         at: Its begin, in seconds since the epoch.
-        begun_from: What was loaded: ``nothing``, ``backbone`` or ``zygote``.
+        begun_from: The state that the start began from: ``nothing``, ``backbone`` or ``zygote``.
         stages_s: Seconds of each stage, in order; they add up to ``total_s``.
         total_s: From the request, or the decision, until requests are taken.
         first_token_s: From there to the first token of the request that woke it; ``None`` if none did.

@@ -86,14 +86,15 @@ class EngineClient:
         """The reason why the engine was lost; ``None`` while it is alive."""
         return self._loss
 
-    def check_room(self) -> None:
-        """Raise ``CapacityError`` if the room that the engine had at its last turn is taken.
+    @property
+    def refusal(self) -> ManyloraError | None:
+        """The error of a new request if the room that the engine had at its last turn is taken.
 
         A full engine has requests, so the next turn, which may say otherwise, is a step away.
         """
         room = self._room
-        if room is not None and self._num_since >= room.num and self._flights:
-            raise room.beyond.to_error()
+        is_full = room is not None and self._num_since >= room.num and self._flights
+        return room.beyond.to_error() if room is not None and is_full else None
 
     @property
     def num_flights(self) -> int:

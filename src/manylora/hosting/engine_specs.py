@@ -20,7 +20,8 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
 
     Engines on one device share it, even those that scaling has not started: each takes its part of
     ``gpu_memory_utilization``, of the CPU's cores, and of the host memory for adapters. On a Ray cluster each has the
-    resources that it asks for. The step log of engine 1 has ``.1`` before its suffix; the request log is one file.
+    resources that it asks for, and shares the host memory and the cores of its node with as many as the node has room
+    for. The step log of engine 1 has ``.1`` before its suffix; the request log is one file.
     """
     if fleet.ray is not None:
         return _on_ray(engine, fleet, served_name, builder)
@@ -50,7 +51,12 @@ def _on_ray(engine: EngineConfig, fleet: FleetConfig, served_name: str, builder:
     part = engine.memory.gpu_memory_utilization * min(1.0, resources.get("GPU", 1.0))
     memory = replace(engine.memory, gpu_memory_utilization=part)
     configs = [
-        replace(engine, memory=memory, step_log=None if engine.step_log is None else _numbered(engine.step_log, index))
+        replace(
+            engine,
+            memory=memory,
+            num_engines=fleet.num_places,  # at most: the node is not known yet
+            step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
+        )
         for index in range(fleet.num_places)
     ]
     return [

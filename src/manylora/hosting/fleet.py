@@ -409,15 +409,19 @@ class Fleet:
     async def _report(self) -> None:
         """Tell the router, about once a second, what the engines report."""
         dispatcher = self._dispatcher
+
+        async def report(engine: int, keeper: EngineKeeper) -> None:
+            if dispatcher is None or keeper.state is not State.SERVING or keeper.client is None or keeper.info is None:
+                return
+            with contextlib.suppress(ManyloraError, TimeoutError):  # it died or hangs: its keeper sees to that
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    stats, _ = await keeper.client.snapshot(0)
+                dispatcher.report(engine, ReplicaReport.of(stats, keeper.info.block_size))
+
         while dispatcher is not None:
             await asyncio.sleep(REPORT_EVERY_S)
-            for engine, keeper in enumerate(self._keepers):
-                if keeper.state is not State.SERVING or keeper.client is None or keeper.info is None:
-                    continue
-                with contextlib.suppress(ManyloraError, TimeoutError):  # it died or hangs: its keeper sees to that
-                    async with asyncio.timeout(REPORT_EVERY_S):
-                        stats, _ = await keeper.client.snapshot(0)
-                    dispatcher.report(engine, ReplicaReport.of(stats, keeper.info.block_size))
+            # At once: engines that hang must not hold up the reports of the others.
+            await asyncio.gather(*(report(engine, keeper) for engine, keeper in enumerate(self._keepers)))
 
     async def _lose(self, error: AdapterError) -> None:
         """Unload an adapter that an engine could not load; raise ``error`` if the start requires the adapter."""

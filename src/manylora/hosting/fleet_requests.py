@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, S
 from dataclasses import replace
 from random import Random
 
-from manylora.errors import CapacityError, EngineDead, ManyloraError
+from manylora.errors import EngineDead, ManyloraError
 from manylora.hosting.client import EngineClient
 from manylora.hosting.flight import Flight, Loss
 from manylora.hosting.output_stream import OutputStream
@@ -64,14 +64,13 @@ class FleetRequests:
 
     def check_room(self) -> None:
         """Raise ``CapacityError`` if every engine would refuse a new request, by its last turn."""
-        refused: CapacityError | None = None
+        refusal: ManyloraError | None = None
         for client in self._serving().values():
-            try:
-                return client.check_room()
-            except CapacityError as error:
-                refused = error
-        if refused is not None:
-            raise refused
+            refusal = client.refusal
+            if refusal is None:
+                return
+        if refusal is not None:
+            raise refusal
 
     async def submit(
         self, requests: Sequence[Request], stream: OutputStream, *, each: bool
@@ -92,15 +91,19 @@ class FleetRequests:
             if len(flights) % AT_ONCE == 0:
                 await asyncio.sleep(0)
         clients = self._serving()
+        # A router weighs loads and adapters. One that prefers a full engine must not cost a 429 while another has room.
+        with_room = {index: client for index, client in clients.items() if client.refusal is None}
         submitted = [
-            self._carried(client, share, client.submit(share, each=each), each)
-            for client, share in self._shares(flights, clients)
+            asyncio.ensure_future(self._carried(client, share, client.submit(share, each=each), each))
+            for client, share in self._shares(flights, with_room or clients)
         ]
         refused: dict[str, ManyloraError] = {}
         try:
             for errors in await asyncio.gather(*submitted):
                 refused |= errors
         except BaseException:
+            for submission in submitted:  # one whose engine is lost yet must not go on elsewhere
+                submission.cancel()
             self.cancel([request.request_id for request in requests])
             raise
         return refused
@@ -122,8 +125,10 @@ class FleetRequests:
         self._resumer.wake()
 
     def close(self, error: ManyloraError) -> None:
-        """End the requests that wait for an engine."""
+        """End the requests that wait for an engine, or for its answer."""
         self._resumer.close(error)
+        while self._unanswered:
+            self._unanswered.popitem()[1].fail(error)
 
     async def _carried(
         self,

@@ -12,24 +12,22 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TypeAlias, cast
 
-from manylora.adapters.stamp import is_provisional
 from manylora.clock import Clock
 from manylora.config import EngineConfig
 from manylora.costs.step_log import LoggedExecutor, open_step_log
+from manylora.engine.build import build_core
 from manylora.engine.core import EngineCore
 from manylora.engine.loop import EngineLoop
 from manylora.engine.status import AdapterStatus
-from manylora.errors import AdapterError, CapacityError, ConfigError, ManyloraError, RequestError
-from manylora.events import AdapterLoaded
+from manylora.errors import ConfigError, ManyloraError, RequestError
+from manylora.hosting.adapter_reads import AdapterReads
 from manylora.hosting.early_start import TORCH_BUILDER
 from manylora.hosting.gc_freeze import collector_paused
 from manylora.hosting.observer import Observer
 from manylora.hosting.protocol import (
-    AdapterIdentity,
     AddRequests,
     Cancel,
     Command,
@@ -51,7 +49,7 @@ from manylora.hosting.protocol import (
 )
 from manylora.ports import EngineParts, Executor, SharedBase
 from manylora.scheduling.prediction import RequestLog
-from manylora.types import AdapterVersion, Constraint, Output, Tier
+from manylora.types import Constraint, Output
 
 __all__ = ["BuildParts", "Builder", "EngineService", "builder_for", "load_builder"]
 
@@ -65,14 +63,10 @@ Builder: TypeAlias = str | BuildParts
 
 SIMULATED_BUILDER = "manylora.sim.build:build_simulated_parts"
 
-NUM_READERS = 2
 NUM_COMPILERS = 2
 NO_FAULTS: Mapping[Constraint | None, Fault] = {}
 MOST_ROOM_TOLD = 256
 """Room for more requests is not told: fewer arrive in a turn."""
-
-CHECKED_TOGETHER = 256
-"""Adapters in one message to a reader: its cost is spread, and several readers share a start."""
 
 
 def builder_for(config: EngineConfig) -> str:
@@ -88,16 +82,6 @@ def load_builder(builder: Builder) -> BuildParts:
     build = getattr(import_module(module), function)
     assert callable(build)
     return cast(BuildParts, build)
-
-
-@dataclass(slots=True)
-class _Checked:
-    """The adapters of a command that were checked so far, by their place; for the loop's thread."""
-
-    command: LoadAdapters
-    began_at: float
-    found: dict[int, AdapterVersion | AdapterError] = field(default_factory=dict)
-    is_over: bool = False
 
 
 class EngineService:
@@ -119,10 +103,10 @@ class EngineService:
         self._send = send
         self._base = base
         self._observer = Observer()
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-reader")
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="constraint-compiler")
         self._preparing: dict[str, bool] = {}  # requests whose constraint is being compiled: whether cancelled
         self._loop: EngineLoop | None = None
+        self._reads: AdapterReads | None = None
         self._parts: EngineParts | None = None
         self._is_stopping = False
 
@@ -144,7 +128,7 @@ class EngineService:
             return False
         files = contextlib.ExitStack()
         try:
-            core = EngineCore.from_parts(
+            core = build_core(
                 parts,
                 self._config,
                 served_name=self._engine.served_name,
@@ -158,6 +142,9 @@ class EngineService:
             loop = self._loop = EngineLoop(core, self._clock, on_outputs=send_turn, live=True)
             if self._is_stopping:  # ``stop`` was called before the loop existed
                 loop.stop()
+            self._reads = AdapterReads(
+                parts.reader, clock=self._clock, post=loop.post, send=self._send, observe=self._observer
+            )
             self._send(Ready(self._info(parts), parts.shared))
             loop.run()
         except ManyloraError as error:
@@ -166,7 +153,8 @@ class EngineService:
             self._send(Refused(Fault.of(error)))
             return False
         finally:
-            self._readers.shutdown(wait=False, cancel_futures=True)
+            if self._reads is not None:
+                self._reads.close()
             self._compilers.shutdown(wait=False, cancel_futures=True)
             parts.close()
             with contextlib.suppress(OSError):  # of a disk that is full
@@ -211,7 +199,7 @@ class EngineService:
 
     def handle(self, command: Command) -> None:
         """Post a command to the loop; safe from any thread, once ``Ready`` was sent."""
-        assert self._loop is not None, "commands come after Ready"
+        assert self._loop is not None and self._reads is not None, "commands come after Ready"
         post = self._loop.post
         match command:
             case AddRequests(requests=requests):
@@ -224,13 +212,9 @@ class EngineService:
             case Cancel():
                 post(lambda core, now: self._cancel(core, now, command))
             case LoadAdapter():
-                with contextlib.suppress(RuntimeError):  # the engine has just ended
-                    self._readers.submit(self._read, command)
+                self._reads.load(command)
             case LoadAdapters():
-                gathered = _Checked(command, self._clock.now())
-                with contextlib.suppress(RuntimeError):
-                    for first in range(0, len(command.adapters), CHECKED_TOGETHER):
-                        self._readers.submit(self._check, gathered, slice(first, first + CHECKED_TOGETHER))
+                self._reads.check(command)
             case UnloadAdapter(call, name):
                 post(lambda core, now: self._reply(call, lambda: core.adapters.unregister(name, now)))
             case PinAdapter(call, name, pinned):
@@ -329,89 +313,6 @@ class EngineService:
         else:
             statuses = adapters.statuses(now)
         self._send(Reply(command.call, statuses=statuses, stats=core.stats(), observations=self._observer.take()))
-
-    def _read(self, command: LoadAdapter) -> None:
-        """Read an adapter on a reader thread and post the version or the error to the loop. Never raises."""
-        assert self._loop is not None
-        assert self._parts is not None
-        began_at = self._clock.now()
-        try:
-            version = self._parts.reader.read(command.name, command.path)
-        except ManyloraError as error:
-            fault = Fault.of(error)
-        except (OSError, ValueError, MemoryError) as error:
-            logger.warning("adapter_unreadable name=%s error=%r", command.name, error)
-            reason = error.strerror if isinstance(error, OSError) else error  # not the path, which tenants may read
-            fault = Fault.of(AdapterError(command.name, f"could not be read: {reason}"))
-        except Exception as error:
-            logger.exception("adapter_reader_failed name=%s", command.name)
-            fault = Fault.of(AdapterError(command.name, f"reading it failed inside the server: {error!r}"))
-        else:
-            took_s = self._clock.now() - began_at
-            self._loop.post(lambda core, now: self._register(core, now, command, version, took_s))
-            return
-        self._loop.post(lambda core, now: self._send(Reply(command.call, fault)))
-
-    def _check(self, gathered: _Checked, part: slice) -> None:
-        """Check some adapters of a command on a reader thread; the last part posts their registration. Never raises."""
-        assert self._loop is not None
-        assert self._parts is not None
-        adapters = [(name, path) for name, path, _, _ in gathered.command.adapters[part]]
-        try:
-            found = self._parts.reader.check(adapters)
-        except CapacityError as error:  # the machine's fault and not theirs: they are not given up
-            fault = Fault.of(error)
-            self._loop.post(lambda core, now: self._give_up(gathered, fault))
-            return
-        except Exception as error:
-            logger.exception("adapter_reader_failed num_adapters=%d", len(adapters))
-            reason = f"checking it failed inside the server: {error!r}"
-            found = [AdapterError(name, reason) for name, _ in adapters]
-        self._loop.post(lambda core, now: self._gather(core, now, gathered, part.start, found))
-
-    def _give_up(self, gathered: _Checked, fault: Fault) -> None:
-        """Answer a command of which a part could not be checked."""
-        if not gathered.is_over:
-            gathered.is_over = True
-            self._send(Reply(gathered.command.call, fault))
-
-    def _gather(
-        self, core: EngineCore, now: float, gathered: _Checked, first: int, found: list[AdapterVersion | AdapterError]
-    ) -> None:
-        """Register the adapters of a command once all are checked: background reads then delay no check."""
-        gathered.found.update(enumerate(found, first))
-        adapters = gathered.command.adapters
-        if gathered.is_over or len(gathered.found) < len(adapters):
-            return
-        registered: dict[str, AdapterIdentity] = {}
-        refused: dict[str, Fault] = {}
-        for index, (name, _, may_replace, known) in enumerate(adapters):
-            one = gathered.found[index]
-            try:
-                if isinstance(one, AdapterError):
-                    raise one
-                if known is not None and known.key != one.key:
-                    # Under its first key a file that changed since is refused where it is read, as without a restart.
-                    one = replace(one, key=known.key, layer_digests=b"", is_whole=True)
-                core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
-                registered[name] = AdapterIdentity(one.rank, one.key, one.stamp)
-            except ManyloraError as error:
-                refused[name] = Fault.of(error)
-        num_unread = sum(is_provisional(one.key) for one in gathered.found.values() if isinstance(one, AdapterVersion))
-        logger.info(
-            "adapters_registered num=%d refused=%d of_unknown_content=%d took_s=%.3f",
-            len(registered),
-            len(refused),
-            num_unread,
-            self._clock.now() - gathered.began_at,
-        )
-        self._send(Reply(gathered.command.call, refused=refused, registered=registered))
-
-    def _register(
-        self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float
-    ) -> None:
-        self._observer(AdapterLoaded(now, version.key, Tier.HOST, took_s))
-        self._reply(command.call, lambda: core.adapters.register(command.name, version, now, replace=command.replace))
 
 
 def _room(core: EngineCore, now: float) -> Room | None:

@@ -14,6 +14,7 @@ from manylora.costs.model import CostModel
 from manylora.errors import ConfigError
 from manylora.events import Event, RequestFinished
 from manylora.measure import RequestRecord
+from manylora.options import require
 from manylora.planning.meter import Meter
 from manylora.planning.slo import Objective
 from manylora.sim.run.simulation import Run, SimulationConfig, simulate
@@ -43,14 +44,10 @@ class SearchBudget:
     spans: float = 30.0
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"Got {name} = {getattr(self, name)!r}, expected {expected}")
-
-        check(self.num_requests >= 10, "num_requests", "at least 10 in a run")
-        check(self.seeds >= 1, "seeds", "at least 1")
-        check(0 <= self.warm_up < 1, "warm_up", "a share in [0, 1)")
-        check(self.spans >= 0, "spans", "0 or more")
+        require(self.num_requests >= 10, "num_requests", self.num_requests, "at least 10 in a run")
+        require(self.seeds >= 1, "seeds", self.seeds, "at least 1")
+        require(0 <= self.warm_up < 1, "warm_up", self.warm_up, "a share in [0, 1)")
+        require(self.spans >= 0, "spans", self.spans, "0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

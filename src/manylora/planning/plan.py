@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from manylora.costs.model import CostModel
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.planning.capacity import Capacity, find_capacity
 from manylora.planning.estimate import first_guess, most_requests_per_s
 from manylora.planning.load_test import LoadTest, LoadTests, SearchBudget
@@ -44,10 +45,9 @@ class TrafficDemand:
     def __post_init__(self) -> None:
         for name in ("rate", "price_per_hour"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"Got {name} = {value!r}, expected above 0")
-        if not LEAST_TOLERANCE <= self.tolerance < 1:
-            raise ConfigError(f"Got tolerance = {self.tolerance!r}, expected a share in [{LEAST_TOLERANCE}, 1)")
+            require(value is None or value > 0, name, value, "above 0")
+        is_share = LEAST_TOLERANCE <= self.tolerance < 1
+        require(is_share, "tolerance", self.tolerance, f"a share in [{LEAST_TOLERANCE}, 1)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from manylora.errors import ConfigError
 from manylora.measure import RequestRecord, Slo, gaps_of
+from manylora.options import require
 
 __all__ = ["Objective", "pool_values"]
 
@@ -28,8 +29,7 @@ class Objective:
     percentile: float = 99.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.percentile < 100:
-            raise ConfigError(f"Got percentile = {self.percentile!r}, expected a number between 0 and 100")
+        require(0 < self.percentile < 100, "percentile", self.percentile, "a number between 0 and 100")
         if not dict(self.limits()):
             raise ConfigError("No objective to plan for: give a limit on ttft_s, tbt_s, tpot_s or e2e_s")
 

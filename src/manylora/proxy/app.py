@@ -14,10 +14,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from manylora.errors import CapacityError, ManyloraError, ModelNotFound, RequestError
+from manylora.errors import CapacityError, ManyloraError, ModelNotFound
+from manylora.proxy.adapter_routes import AdapterRoutes
 from manylora.proxy.backends.backend import Backend
 from manylora.proxy.config import ProxyConfig
 from manylora.proxy.fleet.adapters import FleetAdapters
@@ -44,19 +45,8 @@ PASSED_ON = (
     "/classify",
 )
 """Routes whose JSON body names a model. All others of a backend stay behind the router, its admin routes above all."""
-MAX_ADMIN_BYTES = 64 * 1024
 
 logger = logging.getLogger(__name__)
-
-
-class LoadBody(msgspec.Struct, kw_only=True):
-    """``POST /v1/load_lora_adapter``, and ``/adapters`` by SageMaker's names."""
-
-    lora_name: str = ""
-    lora_path: str = ""
-    load_inplace: bool | None = None
-    name: str = ""
-    src: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +67,7 @@ def make_app(parts: Parts) -> Starlette:
     """Return the application."""
     config, catalog, backends = parts.config, parts.catalog, parts.backends
     gate = Gate(config.api_keys, config.admin_key)
+    adapters = AdapterRoutes(config, gate, catalog, parts.adapters)
 
     async def list_models(request: Request) -> Response:
         gate.check_inference(request)
@@ -117,53 +108,15 @@ def make_app(parts: Parts) -> Starlette:
             }
         )
 
-    async def load(request: Request) -> Response:
-        body = await _admin_body(request)
-        name, path = body.lora_name or body.name, body.lora_path or body.src
-        if not name or not path:
-            raise _invalid("Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if name else "lora_name")
-        if name in catalog.bases:
-            raise _invalid(f"The name '{name[:200]}' is the base model's; an adapter needs another one.", "lora_name")
-        await parts.adapters.load(name, path, in_place=bool(body.load_inplace))
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
-
-    async def unload(request: Request) -> Response:
-        name = request.path_params.get("name")
-        if name is None:
-            name = (await _admin_body(request)).lora_name
-        else:
-            _check_managed(request)
-        if not name:
-            raise _invalid("'lora_name' must be provided.", "lora_name")
-        await parts.adapters.unload(name)
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
-
-    def _check_managed(request: Request) -> None:
-        gate.check_admin(request)
-        if not config.manage_adapters:
-            raise HttpError(403, "This router does not manage adapters; start it with --manage-adapters.")
-
-    async def _admin_body(request: Request) -> LoadBody:
-        _check_managed(request)
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_ADMIN_BYTES:
-                raise HttpError(413, f"The body is larger than {MAX_ADMIN_BYTES} bytes.")
-        try:
-            return msgspec.json.decode(body, type=LoadBody)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise RequestError(f"The body is not as expected: {error}") from None
-
     return Starlette(
         routes=[
             *(Route(path, parts.relay, methods=["POST"]) for path in PASSED_ON),
             Route("/v1/models", list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", get_model, methods=["GET"]),
-            Route("/v1/load_lora_adapter", load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
-            Route("/adapters", load, methods=["POST"]),
-            Route("/adapters/{name:path}", unload, methods=["DELETE"]),
+            Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
+            Route("/adapters", adapters.load, methods=["POST"]),
+            Route("/adapters/{name:path}", adapters.unload, methods=["DELETE"]),
             Route("/health", health, methods=["GET"]),
             Route("/ping", health, methods=["GET", "POST"]),
             Route("/version", version, methods=["GET"]),
@@ -196,10 +149,6 @@ def _row(backend: Backend, now: float) -> dict[str, Any]:
 
 def _json(content: object) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
-
-
-def _invalid(message: str, param: str) -> HttpError:
-    return HttpError(400, message, param=param, kind="InvalidUserInput")
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

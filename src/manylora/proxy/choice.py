@@ -6,7 +6,7 @@ others sent to it are added, and fade as the report grows old.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
@@ -18,6 +18,8 @@ from manylora.types import Request
 __all__ = ["Choice", "Member", "Ticket"]
 
 ROUND_TOKENS = 64
+MOST_RANKS = 200_000
+"""Ranks that are kept: adapters come and go, and backends say their names."""
 
 
 class Member(Protocol):
@@ -67,7 +69,7 @@ class Choice(Generic[M]):
     """
 
     def __init__(self, router: Router, ranks: MutableMapping[str, int]) -> None:
-        self.ranks = ranks
+        self._ranks = ranks
         self._router = router
         self._slots: list[M | None] = []
 
@@ -107,11 +109,17 @@ class Choice(Generic[M]):
         sent = Sent(
             replica=0,
             adapter=model or None,
-            rank=self.ranks.get(model, 0),
+            rank=self._ranks.get(model, 0),
             num_prompt_tokens=num_prompt_tokens,
             most_tokens=None,
         )
         return Ticket(chosen, sent)
+
+    def learn_ranks(self, ranks: Mapping[str, int]) -> None:
+        """Learn the ranks of adapters; those of earlier reports are forgotten once there are too many."""
+        if len(self._ranks) + len(ranks) > MOST_RANKS:
+            self._ranks.clear()
+        self._ranks.update(ranks)
 
     def correct(self, member: M, num_reported: int | None, num_own: int, resident: Iterable[str] | None = None) -> None:
         """Take in a report of a backend.

@@ -28,15 +28,17 @@ from manylora.proxy.fleet.members import Backends, Resolve, resolve
 from manylora.proxy.metrics import ProxyMetrics
 from manylora.proxy.relay.relay import Relay
 from manylora.routing import RouterContext, make_router
-from manylora.server.connections import ConnectionBounds
+from manylora.server.connections import ConnectionBounds, max_open_files
 from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 
-__all__ = ["Proxy", "run"]
+__all__ = ["Proxy", "max_connections", "run"]
 
 MAX_CONNECTIONS = 2**16
-"""In all, and of one address, which may be that of a balancer."""
-"""Connections are bounded by open files alone: a proxy has many, often from one address."""
+"""In all, and of one address, which may be that of a balancer; fewer by the limit of open files."""
+
+FILES_BESIDE_CONNECTIONS = 64
+"""Files that the router opens beside connections."""
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +104,10 @@ class Proxy:
             self._socket.close()
             raise
         looking_up = asyncio.create_task(self.backends.run())
+        most = max_connections()
         bounds = ConnectionBounds(
-            max_connections=MAX_CONNECTIONS,
-            max_per_address=MAX_CONNECTIONS,
+            max_connections=most,
+            max_per_address=most,
             header_timeout_s=10.0,
             body_timeout_s=60.0,
         )
@@ -123,6 +126,7 @@ class Proxy:
                 timeout_graceful_shutdown=max(1, int(self._config.drain_timeout_s)),
             ),
             on_ready,
+            bounds=bounds,
         )
         self._http.should_exit = self._is_stopping
         try:
@@ -134,6 +138,19 @@ class Proxy:
     def _left(self, backend: Backend) -> None:
         self._adapters.left(backend)
         self._metrics.left(backend)
+
+
+def max_connections() -> int:
+    """Return the most connections of clients: each may need one to a backend, for which a file must be left.
+
+    A backend to which no connection can be made is taken to be out.
+    """
+    num_files = max_open_files()
+    return (
+        MAX_CONNECTIONS
+        if num_files is None
+        else max(1, min(MAX_CONNECTIONS, (num_files - FILES_BESIDE_CONNECTIONS) // 2))
+    )
 
 
 def run(config: ProxyConfig) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 
 from starlette.requests import Request
 
+from manylora.server.connections import client_of
 from manylora.server.errors import HttpError
 
 __all__ = ["Gate", "exposure"]
@@ -77,7 +78,7 @@ class Gate:
     def caller_of(self, request: Request) -> str:
         """Return the name of an inference request's caller, among whom turns are shared: its tenant, else its address.
 
-        Behind a proxy all callers have the proxy's address; of several keys each is a caller.
+        Behind a proxy all callers have the proxy's address; of several keys each is a caller. An IPv6 network is one.
 
         Raises:
             HttpError: As of ``check_inference``.
@@ -85,7 +86,7 @@ class Gate:
         tenant = self.check_inference(request)
         if self.tells_tenants or request.client is None:
             return tenant
-        return request.client.host
+        return client_of(request.client.host)
 
     def check_admin(self, request: Request) -> None:
         """Raise unless a request may use the admin routes.

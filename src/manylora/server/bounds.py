@@ -27,6 +27,7 @@ __all__ = [
     "MAX_TEMPLATE_NUMBER",
     "MAX_TEXT_WAITING",
     "MAX_TOOLS",
+    "MAX_UNREAD_BYTES",
     "SHORT_BODY_BYTES",
     "TOKENIZE_CONTEXTS",
     "default_body_bytes",
@@ -94,6 +95,9 @@ TOKENIZE_CONTEXTS = 4
 
 MAX_BODIES_BYTES = 256 << 20
 """Bytes of all bodies longer than ``SHORT_BODY_BYTES`` that arrive at a time; beyond them a body alone is taken."""
+
+MAX_UNREAD_BYTES = 256 << 20
+"""Bytes of all long answers that wait for their clients; beyond them the slowest readers are left."""
 
 SHORT_BODY_BYTES = 64 * 1024
 """A body up to this is taken whatever else arrives: connections bound these."""

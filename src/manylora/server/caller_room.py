@@ -19,8 +19,9 @@ def room_of_engine(scheduler: SchedulerConfig) -> int:
 class Places:
     """The places of a request's answers; each is given back once, when its answer ends."""
 
-    def __init__(self, counts: Counter[str], caller: str, num: int) -> None:
+    def __init__(self, counts: Counter[str], full: set[str], caller: str, num: int) -> None:
         self._counts = counts
+        self._full = full
         self._caller = caller
         self._num = num
         counts[caller] += num
@@ -36,6 +37,8 @@ class Places:
     def _give(self, num: int) -> None:
         self._num -= num
         self._counts[self._caller] -= num
+        if num:
+            self._full.discard(self._caller)
         if not self._counts[self._caller]:
             del self._counts[self._caller]
 
@@ -52,6 +55,17 @@ class CallerRoom:
         self._num_each = num_each
         self._num_engines = num_engines
         self._counts: Counter[str] = Counter()
+        self._full: set[str] = set()  # those that have taken their last place, and have given none back since
+
+    @property
+    def is_any_full(self) -> bool:
+        """Whether a caller may have no place left, so that each is to be checked."""
+        return bool(self._full)
+
+    def check(self, caller: str) -> None:
+        """Raise ``CapacityError`` (429) if a caller has no place left, at next to no cost."""
+        if caller in self._full:
+            self._check(caller, 1)
 
     def take(self, caller: str, num: int) -> Places:
         """Take places for the answers of a request, all or none.
@@ -59,6 +73,12 @@ class CallerRoom:
         Raises:
             CapacityError: The caller would have too many (429).
         """
+        if self._check(caller, num) == 0:
+            self._full.add(caller)
+        return Places(self._counts, self._full, caller, num)
+
+    def _check(self, caller: str, num: int) -> int:
+        """Return the places that are left to a caller after ``num`` more; errors as of ``take``."""
         most = self._num_each * max(1, self._num_engines())
         held = self._counts.get(caller, 0)
         if held + num > most:
@@ -66,4 +86,4 @@ class CallerRoom:
                 f"This caller has {held} answers under way and asks for {num} more, of {most} at most: "
                 "try again when some have ended"
             )
-        return Places(self._counts, caller, num)
+        return most - held - num

@@ -6,13 +6,15 @@ A client that stops reading is found by looking at all connections now and then:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
+import resource
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Connection", "ConnectionBounds", "client_of"]
+__all__ = ["Connection", "ConnectionBounds", "client_of", "max_open_files"]
 
 LOOKS_PER_TIMEOUT = 4
 """Looks at all connections in the time that a client has to read."""
@@ -79,6 +81,16 @@ class ConnectionBounds:
             one.check_reader(loop.time())
         if found:
             self.watch_readers(connections, loop)
+
+
+def max_open_files() -> int | None:
+    """Raise the number of files that this process may open as far as it may; return it, ``None`` for any number."""
+    num_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if num_files != most:
+        with contextlib.suppress(ValueError, OSError):  # some systems refuse their own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            num_files = most
+    return None if num_files == resource.RLIM_INFINITY else num_files
 
 
 def client_of(address: str) -> str:

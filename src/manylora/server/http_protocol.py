@@ -299,13 +299,20 @@ def chunk_writer(scope: Scope) -> WriteChunk:
 
 
 def connection_breaker(scope: Scope) -> Callable[[], None]:
-    """Return the function that breaks a request's connection, so that the client sees that its answer is not whole."""
-    breaker: Callable[[], None] = scope["extensions"][EXTENSION]["break"]
+    """Return the function that breaks a request's connection, so that the client sees that its answer is not whole.
+
+    Under another server it does nothing.
+    """
+    breaker: Callable[[], None] = scope.get("extensions", {}).get(EXTENSION, {}).get("break", _never_broken)
     return breaker
 
 
 def _never(body: bytes) -> bool:
     return False
+
+
+def _never_broken() -> None:
+    pass
 
 
 def _write_chunk(cycle: RequestResponseCycle, body: bytes) -> bool:

@@ -5,10 +5,8 @@ Importing this takes seconds, most of them in the libraries of the tokenizer: ``
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import resource
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +20,7 @@ from manylora.errors import ConfigError
 from manylora.hosting.fleet import Fleet
 from manylora.server.api.request import Context
 from manylora.server.app import ROOM_PATHS, make_app
-from manylora.server.connections import ConnectionBounds
+from manylora.server.connections import ConnectionBounds, max_open_files
 from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.listening import HttpServer
 from manylora.server.metrics.prometheus import Metrics
@@ -90,10 +88,11 @@ def make_http_server(
         metrics=metrics,
         lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
     )
+    bounds = connection_bounds(server)
     config = uvicorn.Config(
         make_app(context),
         http=functools.partial(  # type: ignore[arg-type]
-            ChunkWritingProtocol, bounds=connection_bounds(server), refusals=_refusals(context)
+            ChunkWritingProtocol, bounds=bounds, refusals=_refusals(context)
         ),
         uds=web.uds,
         root_path=web.root_path,
@@ -115,7 +114,7 @@ def make_http_server(
         config.load()
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"Got ssl_certfile = {web.ssl_certfile!r}, which cannot be used: {error}") from error
-    return HttpServer(config, on_listening, context.forms.close)
+    return HttpServer(config, on_listening, context.forms.close, bounds)
 
 
 def _refusals(context: Context) -> Refusals | None:
@@ -126,6 +125,7 @@ def _refusals(context: Context) -> Refusals | None:
     return Refusals(
         paths=ROOM_PATHS,
         check_room=context.fleet.check_room,
+        callers=context.callers,
         gate=context.gate,
         retries=context.retries,
         count=context.metrics.count_response,
@@ -136,16 +136,11 @@ def _refusals(context: Context) -> Refusals | None:
 
 def connection_bounds(config: ServerConfig) -> ConnectionBounds:
     """Return the bounds of connections, fewer than the files that this process may open."""
-    num_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if num_files < most:
-        with contextlib.suppress(ValueError, OSError):  # some systems refuse their own limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            num_files = most
-    room = max(1, num_files - FILES_BESIDE_CONNECTIONS - FILES_PER_ENGINE * config.fleet.num_places)
-    if num_files == resource.RLIM_INFINITY:
-        room = config.max_connections
-    if room < config.max_connections:
-        logger.warning("fewer_connections max_connections=%d open_files=%d", room, num_files)
+    room = config.max_connections
+    if (num_files := max_open_files()) is not None:
+        room = max(1, num_files - FILES_BESIDE_CONNECTIONS - FILES_PER_ENGINE * config.fleet.num_places)
+        if room < config.max_connections:
+            logger.warning("fewer_connections max_connections=%d open_files=%d", room, num_files)
     max_connections = min(room, config.max_connections)
     per_address = min(config.max_connections_per_address, config.max_connections)
     return ConnectionBounds(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import functools
 import ipaddress
 import logging
 import os
@@ -16,6 +18,8 @@ from typing import Protocol, TypeVar
 import uvicorn
 
 from manylora.errors import ConfigError
+from manylora.server.acceptor import Acceptor
+from manylora.server.connections import ConnectionBounds
 
 __all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "new_event_loop", "run_until_stopped", "url_of"]
 
@@ -42,6 +46,7 @@ class HttpServer(uvicorn.Server):
         config: Its settings.
         on_listening: Called when clients can connect.
         on_shutdown: Called when the last connection is closed.
+        bounds: Bounds of its connections, if it has any: its clients then take turns.
     """
 
     def __init__(
@@ -49,15 +54,34 @@ class HttpServer(uvicorn.Server):
         config: uvicorn.Config,
         on_listening: Callable[[], None],
         on_shutdown: Callable[[], None] = lambda: None,
+        bounds: ConnectionBounds | None = None,
     ) -> None:
         super().__init__(config)
         self._on_listening = on_listening
         self._on_shutdown = on_shutdown
+        self._bounds = bounds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call ``on_listening``."""
-        await super().startup(sockets)
+        if sockets is None or self._bounds is None:
+            await super().startup(sockets)
+        else:
+            await self.lifespan.startup()
+            self.servers = [self._accept(one, self._bounds) for one in sockets]  # type: ignore[misc]
+            self.started = True
         self._on_listening()
+
+    def _accept(self, listening: socket.socket, bounds: ConnectionBounds) -> Acceptor:
+        config = self.config
+        make: Callable[..., asyncio.Protocol] = config.http_protocol_class
+        return Acceptor(
+            listening,
+            functools.partial(make, config=config, server_state=self.server_state, app_state=self.lifespan.state),
+            bounds=bounds,
+            num_open=self.server_state.connections.__len__,
+            backlog=config.backlog,
+            tls=config.ssl,
+        )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close connections, then call ``on_shutdown``."""
@@ -154,7 +178,10 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise ConfigError(f"Got host = {host!r} and port = {port}, which cannot be listened on: {error}") from error
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "another process listens there; choose another port, or 0 for a free one"
+        raise ConfigError(f"Got host = {host!r} and port = {port}, which cannot be listened on: {reason}") from error
     return bound
 
 

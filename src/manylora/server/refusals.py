@@ -1,8 +1,9 @@
 """Refusals that cost next to nothing: a request beyond all room is answered from its headers, without a task.
 
 An overloaded server refuses most of its requests, so the price of a refusal decides how many answers it still gives.
-A refusal here is a look at the engines' room and one write: no body is kept, no route runs, and no line is logged for
-each. Only plain requests are refused so; any other goes to its route, which refuses it as well (``check_room``).
+A refusal here is a look at the engines' room, or at that of the tenant, and one write: no body is kept, no route runs,
+and no line is logged for each. Only plain requests are refused so; any other goes to its route, which refuses it as
+well (``check_room``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from starlette.requests import Request
 from manylora.errors import CapacityError
 from manylora.server.access import REQUEST_ID, given_id
 from manylora.server.auth import Gate
+from manylora.server.caller_room import CallerRoom
 from manylora.server.errors import HttpError, error_body
 
 __all__ = ["Refusals", "RetryTimes"]
@@ -68,6 +70,7 @@ class Refusals:
     Args:
         paths: Paths of the routes that need room.
         check_room: Raises ``CapacityError`` if every engine is full.
+        callers: The room of each caller.
         gate: Checks API keys: a caller with a wrong one learns of that first.
         retries: Chooses ``Retry-After``.
         count: Called with method, route and status of each refusal.
@@ -80,6 +83,7 @@ class Refusals:
         *,
         paths: Collection[str],
         check_room: Callable[[], None],
+        callers: CallerRoom,
         gate: Gate,
         retries: RetryTimes,
         count: Callable[[str, str, int], None],
@@ -88,6 +92,7 @@ class Refusals:
     ) -> None:
         self._paths = {path.encode(): path for path in paths}
         self._check_room = check_room
+        self._callers = callers
         self._gate = gate
         self._retries = retries
         self._count = count
@@ -108,27 +113,28 @@ class Refusals:
             return None
         try:
             self._check_room()
+            if self._callers.is_any_full and (tenant := self._tenant(headers)) is not None:
+                self._callers.check(tenant)
         except CapacityError as error:
-            if error.status != 429 or not self._is_plain(headers):
+            if error.status != 429 or self._tenant(headers) is None:
                 return None
             return self._refuse(path, headers, error)
         return None
 
-    def _is_plain(self, headers: Headers) -> bool:
-        """Return whether a request asks for an answer alone, with a body of a bounded length and a valid key."""
+    def _tenant(self, headers: Headers) -> str | None:
+        """Return the tenant of a request for an answer alone, with a body of a bounded length; ``None`` of another."""
         num_bytes = b""
         for name, value in headers:
             if name in _UNUSUAL:
-                return False
+                return None
             if name == b"content-length":
                 num_bytes = value
         if not num_bytes.isdigit() or int(num_bytes) > MOST_BODY_BYTES:
-            return False
+            return None
         try:
-            self._gate.check_inference(Request({"type": "http", "headers": headers}))
+            return self._gate.check_inference(Request({"type": "http", "headers": headers}))
         except HttpError:
-            return False
-        return True
+            return None
 
     def _refuse(self, path: str, headers: Headers, error: CapacityError) -> bytes:
         self._count("POST", path, error.status)

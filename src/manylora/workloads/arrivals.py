@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.streams import FloatArray, IntArray
 from manylora.workloads.traces.requests import read_requests
 
@@ -111,7 +112,7 @@ def renewal_times(
         draw_gaps: Draws so many gaps, in seconds.
         first_gap: Draws what is left of the gap under way at time 0, for extents with a duration.
         rate: Mean arrivals per second: how many gaps are drawn at a time, nothing else.
-        extent: Where to stop; not open.
+        extent: The end of the arrivals; not open.
     """
     chunk = extent.num_requests or 0
     if extent.duration_s is not None:
@@ -167,8 +168,7 @@ class GammaArrivals:
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
-        if not self.cov > 0:
-            raise ConfigError(f"Got cov = {self.cov!r}, expected above 0")
+        require(self.cov > 0, "cov", self.cov, "above 0")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""
@@ -195,8 +195,7 @@ class WeibullArrivals:
 
     def __post_init__(self) -> None:
         check_rate(self.rate)
-        if not self.shape > 0:
-            raise ConfigError(f"Got shape = {self.shape!r}, expected above 0")
+        require(self.shape > 0, "shape", self.shape, "above 0")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""

@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.arrivals import Arrived, Extent, GammaArrivals, WeibullArrivals
 from manylora.workloads.streams import FloatArray, IntArray
 from manylora.workloads.traces.azure_functions import read_calls_per_minute, read_single_calls
@@ -40,7 +41,7 @@ class GammaCallers:
     Args:
         rate: Mean requests per second of each.
         cov: Coefficient of variation of the gaps: 1 is Poisson, above it bursts, below it regularity.
-        num_callers: How many.
+        num_callers: Number of callers.
     """
 
     kind: ClassVar[str] = "gamma-callers"
@@ -81,8 +82,7 @@ class AzureFunctions2019:
 
     def __post_init__(self) -> None:
         _check(self.rate, minute_s=self.minute_s, num_minutes=1 if self.num_minutes is None else self.num_minutes)
-        if self.start_minute < 0:
-            raise ConfigError(f"Got start_minute = {self.start_minute!r}, expected 0 or later")
+        require(self.start_minute >= 0, "start_minute", self.start_minute, "0 or later")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent, at most one window of them."""
@@ -135,7 +135,7 @@ class ServeGenClients:
 
     Args:
         file: `servegen_oneday_trace.csv.gz`.
-        model: Whose clients: `m-large`, `m-mid`, `m-small` or `deepseek-r1`.
+        model: The model of the clients: `m-large`, `m-mid`, `m-small` or `deepseek-r1`.
         rate: Mean requests per second over the window, all clients together; as recorded when ``None``.
         start_s: Beginning of the window, in seconds of the trace's clock; its first when ``None``.
         window_s: Seconds that a recorded ten-minute window is played in.

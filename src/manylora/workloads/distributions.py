@@ -8,6 +8,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.streams import FloatArray
 
 __all__ = [
@@ -30,24 +31,19 @@ class Distribution(Protocol):
         ...
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"Got {name} = {value!r}, expected above 0")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedTokens:
     """Always the same.
 
     Args:
-        tokens: How many.
+        tokens: Number of tokens.
     """
 
     kind: ClassVar[str] = "fixed"
     tokens: int
 
     def __post_init__(self) -> None:
-        _check_positive("tokens", self.tokens)
+        require(self.tokens > 0, "tokens", self.tokens, "above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return the length ``num`` times."""
@@ -88,7 +84,7 @@ class ExponentialTokens:
     mean: float
 
     def __post_init__(self) -> None:
-        _check_positive("mean", self.mean)
+        require(self.mean > 0, "mean", self.mean, "above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` independent draws."""
@@ -109,8 +105,8 @@ class GammaTokens:
     scale: float
 
     def __post_init__(self) -> None:
-        _check_positive("shape", self.shape)
-        _check_positive("scale", self.scale)
+        require(self.shape > 0, "shape", self.shape, "above 0")
+        require(self.scale > 0, "scale", self.scale, "above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` independent draws."""
@@ -131,8 +127,7 @@ class LognormalTokens:
     sigma: float
 
     def __post_init__(self) -> None:
-        if self.sigma < 0:
-            raise ConfigError(f"Got sigma = {self.sigma!r}, expected 0 or above")
+        require(self.sigma >= 0, "sigma", self.sigma, "0 or above")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` independent draws."""

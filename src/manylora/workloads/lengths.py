@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.distributions import Distribution
 from manylora.workloads.streams import FloatArray, IntArray
 from manylora.workloads.traces.requests import read_requests
@@ -78,8 +79,7 @@ class TokenBounds:
 
 
 def _check_scale(scale: float) -> None:
-    if not scale > 0:
-        raise ConfigError(f"Got scale = {scale!r}, expected a factor above 0")
+    require(scale > 0, "scale", scale, "a factor above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +166,7 @@ class ParametricLengths:
 
     def __post_init__(self) -> None:
         _check_scale(self.scale)
-        if not -1 <= self.correlation <= 1:
-            raise ConfigError(f"Got correlation = {self.correlation!r}, expected a number in [-1, 1]")
+        require(-1 <= self.correlation <= 1, "correlation", self.correlation, "a number in [-1, 1]")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
         """Return so many pairs."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.arrivals import Arrived, Extent, PoissonArrivals, check_rate, need_end
 from manylora.workloads.streams import FloatArray
 
@@ -71,8 +72,7 @@ class StepArrivals:
     def __post_init__(self) -> None:
         if not self.rates or min(self.rates) < 0 or not 0 < sum(self.rates) < math.inf:
             raise ConfigError(f"Got rates = {self.rates!r}, expected numbers from 0, not all of them 0")
-        if not self.step_s > 0:
-            raise ConfigError(f"Got step_s = {self.step_s!r}, expected above 0 seconds")
+        require(self.step_s > 0, "step_s", self.step_s, "above 0 seconds")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""

@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.streams import FloatArray, IntArray
 from manylora.workloads.traces.gentd26 import read_adapter_uses
 
@@ -136,8 +137,7 @@ class PowerShares:
     alpha: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            raise ConfigError(f"Got alpha = {self.alpha!r}, expected a number in (0, 1]; 1 is uniform")
+        require(0 < self.alpha <= 1, "alpha", self.alpha, "a number in (0, 1]; 1 is uniform")
 
     def shares(self, num: int) -> FloatArray:
         """Return the shares of so many places."""
@@ -160,8 +160,7 @@ class GeometricShares:
     ratio: float = 1.5
 
     def __post_init__(self) -> None:
-        if not self.ratio > 1:
-            raise ConfigError(f"Got ratio = {self.ratio!r}, expected above 1")
+        require(self.ratio > 1, "ratio", self.ratio, "above 1")
 
     def shares(self, num: int) -> FloatArray:
         """Return the shares of so many places."""

@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from manylora.errors import ConfigError
+from manylora.options import require
 from manylora.workloads.arrivals import (
     Arrivals,
     Extent,
@@ -110,7 +111,7 @@ class AdapterSet:
     """The registered adapters; ranks take turns.
 
     Args:
-        count: How many; 0 asks for the base alone.
+        count: Number of adapters; with 0 all requests are for the base.
         ranks: Their ranks.
         targets: Last names of the modules they change.
         base_share: Share of requests for the base instead of an adapter.
@@ -122,14 +123,12 @@ class AdapterSet:
     base_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.count < 0:
-            raise ConfigError(f"Got count = {self.count!r}, expected 0 or more adapters")
+        require(self.count >= 0, "count", self.count, "0 or more adapters")
         if not self.ranks or min(self.ranks) < 1:
             raise ConfigError(f"Got ranks = {self.ranks!r}, expected at least one, each at least 1")
         if not self.targets:
             raise ConfigError("Got no targets, expected at least one module")
-        if not 0 <= self.base_share <= 1:
-            raise ConfigError(f"Got base_share = {self.base_share!r}, expected a share in [0, 1]")
+        require(0 <= self.base_share <= 1, "base_share", self.base_share, "a share in [0, 1]")
 
     def specs(self) -> tuple[AdapterSpec, ...]:
         """Return the adapters."""

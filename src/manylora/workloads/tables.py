@@ -117,7 +117,7 @@ class TableReader:
             if candidate.exists():
                 return candidate
         looked = ", ".join(dict.fromkeys(str(candidate.parent) for candidate in candidates))
-        raise ConfigError(f"Got {where} = {value!r}, which is not in {looked}")
+        raise ConfigError(f"Got {where} = {value!r}, which is not in {looked}; --traces names a folder of traces")
 
 
 def _finite(value: int | float, where: str) -> float:

@@ -145,6 +145,8 @@ def bench_serve(
     from manylora.bench.target import ModelNames, Target, discover_models
 
     slo = parse_goodput(goodput or ())
+    if popularity not in POPULARITIES:
+        raise ConfigError(f"Got popularity = {popularity!r}, expected one of {', '.join(POPULARITIES)}")
     target = Target(
         url=parse_address(url),
         is_chat=chat,
@@ -165,8 +167,6 @@ def bench_serve(
                 "count in [workload.adapters]"
             )
     else:
-        if popularity not in POPULARITIES:
-            raise ConfigError(f"Got popularity = {popularity!r}, expected one of {', '.join(POPULARITIES)}")
         spec = WorkloadSpec(
             name=f"{len(names.adapters)} adapters at {request_rate:g}/s",
             arrivals=_arrivals(request_rate, burstiness),

@@ -16,6 +16,7 @@ import typer
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LogLevel, log_to_stderr
+from manylora.cli.options.values import parse_address
 from manylora.cli.views.functions_view import bill_table, functions_table, starts_table
 from manylora.cli.views.terminal import note, out
 from manylora.config import ServerConfig
@@ -145,7 +146,7 @@ def agent_command(
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     setup = AgentSetup(
         node=node or socket.gethostname(),
-        controller=controller,
+        controller=parse_address(controller),
         token=_token(token_file),
         tls=tls_files(tls_cert, tls_key, tls_ca),
         server=chosen.make(ServerConfig, fleet=FleetConfig()),
@@ -173,7 +174,8 @@ def list_functions(
     from manylora.controller.client import ControllerClient
     from manylora.controller.tls import tls_files
 
-    url, token, tls = controller, _token(token_file), tls_files(tls_cert, tls_key, tls_ca)
+    url = None if controller is None else parse_address(controller)
+    token, tls = _token(token_file), tls_files(tls_cert, tls_key, tls_ca)
     if url is None:
         url, own = _local(state_dir)
         token = token or own

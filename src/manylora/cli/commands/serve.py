@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from manylora.adapters.folder import CONFIG_FILE
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
@@ -27,7 +29,7 @@ from manylora.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from manylora.errors import ConfigError
+from manylora.errors import AdapterNotFound, ConfigError
 from manylora.fleet_config import FleetConfig
 from manylora.memory import EVICTION_POLICIES
 from manylora.plugins import options_for, options_of
@@ -117,11 +119,11 @@ def serve(
     )
     engine = replace(engine, cache_dir=parse_cache_dir(engine.cache_dir))
     log_to_stderr(log_level, "api")
-    _check_early(engine, server.fleet)
+    named = dict(map(parse_adapter, lora_modules or ()))
+    _check_early(engine, server, named)
     note(f"starting {model} with {len(adapters)} adapters; its address follows when it is ready")
     from manylora.server import LoraModule, run  # imports torch and the web framework
 
-    named = {parse_adapter(text)[0] for text in lora_modules or ()}
     # Adapters from --lora-dir are in `typed` and not in `named`; the demo's own are in neither.
     modules = [
         LoraModule(name, path, is_required=name in named or name not in typed) for name, path in adapters.items()
@@ -132,8 +134,16 @@ def serve(
 serve.command_class = ServeCommand  # type: ignore[attr-defined]
 
 
-def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:
-    """Raise errors of the configuration before a model is loaded, which may take minutes."""
+def _check_early(engine: EngineConfig, server: ServerConfig, named: Mapping[str, str]) -> None:
+    """Raise errors of the configuration before a model is loaded, which may take minutes.
+
+    ``named`` are paths by name of the adapters that must load.
+    """
+    for name, folder in named.items():
+        if os.path.isdir(folder) and not os.path.lexists(os.path.join(folder, CONFIG_FILE)):
+            raise AdapterNotFound(name, f"there is no {CONFIG_FILE} in {folder!r}")
+    if (uds := server.web.uds) is not None and not Path(uds).absolute().parent.is_dir():
+        raise ConfigError(f"Got --uds {uds!r}, and there is no such folder for the socket")
     # A simulated engine reads the tokenizer alone.
     simulated = engine.model.tokenizer if engine.simulate is not None else None
     if not Path(checkpoint := simulated or engine.model.model).is_dir():
@@ -144,7 +154,7 @@ def _check_early(engine: EngineConfig, fleet: FleetConfig) -> None:
     options_for("eviction", engine.adapters.eviction, EVICTION_POLICIES, engine.adapters.eviction_options)
     make_predictor(engine.scheduler, engine.seed)
     make_step_composition(engine.scheduler.step_composition)
-    options_for("router", fleet.router, ROUTERS, fleet.router_options)
+    options_for("router", server.fleet.router, ROUTERS, server.fleet.router_options)
     for option, path in (("--request-log", engine.request_log), ("--step-log", engine.step_log)):
         try:
             if path is not None:

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from manylora.logs import escape
+
 __all__ = ["fail", "is_interactive", "note", "notes", "out", "progress_bar"]
 
 PLAIN_WIDTH = 120
@@ -28,8 +30,9 @@ def note(message: str) -> None:
 
 
 def fail(message: str, *, code: int) -> NoReturn:
-    """Print an error on one line, and exit with ``code``."""
-    notes.print(Text.assemble(("error: ", "bold red"), (message, "red")), soft_wrap=True)
+    """Print an error on one line, and exit with ``code``; names in it may hold a tenant's control characters."""
+    line = escape(" ".join(message.splitlines()))
+    notes.print(Text.assemble(("error: ", "bold red"), (line, "red")), soft_wrap=True)
     sys.exit(code)
 
 

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from manylora.config import ModelConfig
 from manylora.errors import ConfigError
 from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
+from manylora.execution.device import find_device
 from manylora.execution.model.checkpoint import check_checkpoint
 
 __all__ = ["LoadedModel", "context_limit", "load_model", "load_skeleton"]
@@ -81,7 +82,7 @@ def _load(config: ModelConfig, make: Callable[[Any, dict[str, Any]], Any]) -> Lo
     """Make the module tree from a checkpoint's configuration and options; check that its attention can be replaced."""
     check_checkpoint(config.model, config.revision)
     register_attention()
-    device = _device(config.device)
+    device = find_device(config.device)
     got = f"Got model = {config.model!r}"
     try:
         checkpoint = AutoConfig.from_pretrained(
@@ -123,18 +124,6 @@ def context_limit(text_config: Any) -> int:
                 logger.warning("context_limited rope_type=%s max_model_len=%d", variant["rope_type"], trained)
                 limit = trained
     return limit
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"Got device = {name!r}, expected auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"Got device = {name!r}, but no CUDA device is available")
-    return device
 
 
 def _dtype(name: str, checkpoint: Any, device: torch.device) -> torch.dtype:

@@ -20,30 +20,21 @@ from typing import Any
 import torch
 
 from manylora.adapters.layout import GroupLayout
+from manylora.costs.patience import Patience
 from manylora.costs.take_over import remaining_s
 from manylora.execution.storage.resident import ResidentAdapter
 
-__all__ = ["Arrival", "ArrivingAdapter", "Patience"]
+__all__ = ["Arrival", "ArrivingAdapter", "waiting"]
 
 
-class Patience:
-    """The time that a step may yet wait for adapters, all of them together: the whole batch waits with it.
-
-    Args:
-        seconds: At the begin of the step.
-    """
-
-    def __init__(self, seconds: float = math.inf) -> None:
-        self.left_s = seconds
-
-    @contextmanager
-    def spent(self) -> Iterator[float | None]:
-        """Return a context for a wait, and its limit in seconds, ``None`` for none; it takes time only if it waits."""
-        began_at = time.perf_counter()
-        try:
-            yield None if math.isinf(self.left_s) else self.left_s
-        finally:
-            self.left_s = max(0.0, self.left_s - (time.perf_counter() - began_at))
+@contextmanager
+def waiting(patience: Patience) -> Iterator[float | None]:
+    """Return a context for a wait of a step, and its limit in seconds, ``None`` for none; its time is spent."""
+    began_at = time.perf_counter()
+    try:
+        yield None if math.isinf(patience.left_s) else patience.left_s
+    finally:
+        patience.spend(time.perf_counter() - began_at)
 
 
 class Arrival:
@@ -173,7 +164,7 @@ class ArrivingAdapter:
         """Whether the step has ceased to wait for it: its rows have computed on pages that were not there."""
         self._groups = groups
         self._arrival = arrival
-        self._patience = patience or Patience()
+        self._patience = patience or Patience(math.inf)
         self._num_awaited = -1
 
     @property
@@ -190,7 +181,7 @@ class ArrivingAdapter:
         if num_pages > self._num_awaited and not self.is_late:
             self._num_awaited = num_pages
             try:
-                with self._patience.spent() as limit_s:
+                with waiting(self._patience) as limit_s:
                     event = self._arrival.wait(num_pages, limit_s)
             except TimeoutError:
                 self.is_late = True

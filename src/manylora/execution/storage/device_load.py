@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from manylora.adapters.layout import GroupLayout
-from manylora.execution.storage.arrival import Arrival, ArrivingAdapter, Patience
+from manylora.costs.patience import Patience
+from manylora.execution.storage.arrival import Arrival, ArrivingAdapter, waiting
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
@@ -115,7 +116,7 @@ class DeviceLoad:
             Gone: It will not arrive.
             TimeoutError: Its layout came too late.
         """
-        with patience.spent() as limit_s:
+        with waiting(patience) as limit_s:
             weights, groups = self._views.result(limit_s)
         if self._arrival.error is not None:
             raise Gone(self._arrival.error)

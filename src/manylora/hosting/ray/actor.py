@@ -34,6 +34,7 @@ class Door:
         commands_port: The port for commands.
         messages_port: The port for messages.
         public_key: The engine's public key, as Z85.
+        resources: Amounts that the node has in all, by name.
     """
 
     version: str
@@ -42,6 +43,7 @@ class Door:
     commands_port: int
     messages_port: int
     public_key: bytes
+    resources: dict[str, float]
 
 
 class EngineActor:
@@ -56,17 +58,18 @@ class EngineActor:
         """Listen on the node's address with new keys; the secret key stays on the node."""
         import ray
 
-        host = ray.util.get_node_ip_address()
+        host, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         self._listening = [_listen(host), _listen(host)]
         public_key, self._secret_key = zmq.curve_keypair()
         commands_port, messages_port = (one.getsockname()[1] for one in self._listening)
         return Door(
             version=metadata.version("manylora"),
-            node=f"{host}/{ray.get_runtime_context().get_node_id()[:8]}",
+            node=f"{host}/{node_id[:8]}",
             host=host,
             commands_port=commands_port,
             messages_port=messages_port,
             public_key=public_key,
+            resources=next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node_id),
         )
 
     def start(self, engine: bytes, client_key: bytes, log_level: int) -> int:

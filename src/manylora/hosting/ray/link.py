@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from manylora.errors import EngineDead
 from manylora.hosting.engine_child import ending_of
 from manylora.hosting.protocol import Command, Ending, EngineSpec, Message, encode
 from manylora.hosting.ray.cluster import RayCluster
 from manylora.hosting.ray.connection import EngineConnection
+from manylora.hosting.ray.resources import engines_on_node
 
 __all__ = ["RayLink"]
 
@@ -29,7 +33,7 @@ class RayLink:
     """An ``EngineLink`` to a new engine on a node that Ray chooses.
 
     Args:
-        engine: The engine.
+        engine: The engine. The engines of its machine are those that the node has room for, ``num_engines`` at most.
         cluster: The cluster.
     """
 
@@ -54,8 +58,11 @@ class RayLink:
             raise EngineDead("The engine was stopped before it started.")
         self.node = door.node
         self._connection = EngineConnection(door, self._cluster.keys, deliver)
+        config = self._engine.config
+        num_engines = engines_on_node(door.resources, self._cluster.resources, config.num_engines)
+        engine = msgspec.structs.replace(self._engine, config=replace(config, num_engines=num_engines))
         level = logging.getLogger().getEffectiveLevel()
-        self.pid = await self._place.start(encode(self._engine), level)
+        self.pid = await self._place.start(encode(engine), level)
         self._exit = asyncio.create_task(self._wait_for_exit())
 
     def send(self, command: Command) -> None:

@@ -198,7 +198,8 @@ class Backends:
         logger.info("backend_leaves url=%s in_flight=%d", backend.url, backend.num_in_flight)
         backend.is_leaving = True
         del self._by_url[backend.url], self._pollers[backend]
-        self._tasks.pop(backend).cancel()
+        if (polling := self._tasks.pop(backend, None)) is not None:  # none yet while the router starts
+            polling.cancel()
         self._choice.leave(backend)
         self._catalog.update(backend, {}, {})
         backend.pool.close()

@@ -82,27 +82,38 @@ class Poller:
         backend = self._backend
         backend.pool.sweep()
         try:
-            status, _ = await self._get(b"/health", MAX_HEALTH_BYTES)
-            if status >= 500:
-                raise FetchFailed(f"/health answered {status}")
-            if self._needs_models or self._num_polls % MODELS_EVERY == 0:
-                await self.read_models()
-            self._num_polls += 1
-            await self._read_metrics()
-            if not await self._prepare(backend):
-                raise FetchFailed("adapters could not be loaded")
+            await self._ask()
         except FetchFailed as error:
-            self._choice.correct(backend, None, 0)
-            before = backend.health.state, backend.health.reason
-            if backend.health.poll_failed(backend.num_reads, str(error)):
-                self.is_out()
-                # Bytes would have kept it in: its streams are all silent, and would be so for good.
-                backend.cancel_all(Failure.DOWN)
-            elif before[0] is State.JOINING and before[1] != backend.health.reason:
-                logger.info("backend_joining url=%s reason=%r", backend.url, str(error))
-            return
-        if backend.health.poll_succeeded(self._now()):
-            logger.info("backend_up url=%s kind=%s models=%d", backend.url, backend.kind.value, len(backend.cards))
+            self._failed(str(error))
+        except Exception as error:  # else no poll would follow, and the backend would stay in or out for good
+            logger.exception("poll_broke url=%s", backend.url)
+            self._failed(f"the poll broke: {error!r}")
+        else:
+            if backend.health.poll_succeeded(self._now()):
+                logger.info("backend_up url=%s kind=%s models=%d", backend.url, backend.kind.value, len(backend.cards))
+
+    async def _ask(self) -> None:
+        """Read all that a poll reads; ``FetchFailed`` if the backend may have no requests."""
+        status, _ = await self._get(b"/health", MAX_HEALTH_BYTES)
+        if status >= 500:
+            raise FetchFailed(f"/health answered {status}")
+        if self._needs_models or self._num_polls % MODELS_EVERY == 0:
+            await self.read_models()
+        self._num_polls += 1
+        await self._read_metrics()
+        if not await self._prepare(self._backend):
+            raise FetchFailed("adapters could not be loaded")
+
+    def _failed(self, reason: str) -> None:
+        backend = self._backend
+        self._choice.correct(backend, None, 0)
+        before = backend.health.state, backend.health.reason
+        if backend.health.poll_failed(backend.num_reads, reason):
+            self.is_out()
+            # Bytes would have kept it in: its streams are all silent, and would be so for good.
+            backend.cancel_all(Failure.DOWN)
+        elif before[0] is State.JOINING and before[1] != backend.health.reason:
+            logger.info("backend_joining url=%s reason=%r", backend.url, reason)
 
     def is_out(self) -> None:
         """Log that the backend is out; it may come back as another process, so its models are read again first."""
@@ -146,7 +157,7 @@ class Poller:
         num_own = max(num_own, backend.num_in_flight)
         metrics: Metrics = reader.result()
         backend.metrics, backend.metrics_at = metrics, self._now()
-        self._choice.ranks.update(metrics.ranks)
+        self._choice.learn_ranks(metrics.ranks)
         load = metrics.load
         is_known = load.num_running is not None or load.num_waiting is not None
         num_reported = (load.num_running or 0) + (load.num_waiting or 0)

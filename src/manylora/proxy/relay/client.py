@@ -7,6 +7,7 @@ import asyncio
 from starlette.types import Receive
 
 from manylora.proxy.relay.exchange import Exchange
+from manylora.server.api.body_room import ArrivingBody
 from manylora.server.errors import HttpError
 
 __all__ = ["Client", "ClientGone"]
@@ -21,10 +22,12 @@ class Client:
 
     Args:
         receive: Of the ASGI application.
+        arriving: Counts the body, until it is needed no more.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, arriving: ArrivingBody) -> None:
         self._receive = receive
+        self._arriving = arriving
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
         self.is_gone = False
@@ -33,7 +36,7 @@ class Client:
         """Return the body of the request, then begin to watch for the client's end.
 
         Raises:
-            HttpError: 413, it is too large.
+            HttpError: 413, it is too large; 429, other bodies leave no room.
         """
         pieces, num_bytes, is_more = [], 0, True
         while is_more:
@@ -44,6 +47,7 @@ class Client:
             num_bytes += len(piece)
             if num_bytes > max_bytes:
                 raise HttpError(413, f"The body is larger than {max_bytes} bytes.", headers={"Connection": "close"})
+            self._arriving.grow(num_bytes)
             pieces.append(piece)
         self._task = asyncio.create_task(self._watch())
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -63,8 +67,13 @@ class Client:
         if self._task is not None:
             await self._task
 
+    def forget_body(self) -> None:
+        """Count the body no more: it will not be sent again."""
+        self._arriving.close()
+
     def close(self) -> None:
         """Stop to watch."""
+        self.forget_body()
         if self._task is not None:
             self._task.cancel()
 

@@ -29,6 +29,7 @@ from manylora.proxy.relay.exchange import Exchange
 from manylora.proxy.upstream.connection import Failure, Headers
 from manylora.proxy.upstream.head import answer_headers, request_head
 from manylora.proxy.upstream.pool import CannotConnect
+from manylora.server.api.body_room import BodyRoom
 from manylora.server.auth import Gate
 from manylora.server.errors import HttpError, error_body, error_response
 from manylora.server.http_protocol import chunk_writer, connection_breaker
@@ -41,6 +42,9 @@ FULL_AVOIDED_S = 1.0
 
 MOST_AVOIDED_S = 10.0
 """Longest ``Retry-After`` that is honoured, in seconds."""
+MAX_HELD_BYTES = 1 << 30
+"""Bytes of all long bodies until the first byte of their answers, up to which they may be sent again."""
+
 MAX_LOST = 2
 """Backends that a request may be lost on."""
 
@@ -125,11 +129,12 @@ class Relay:
         self._now = now
         self._tasks: set[asyncio.Task[None]] = set()
         self._gate = Gate(config.api_keys, config.admin_key)
+        self._bodies = BodyRoom(MAX_HELD_BYTES)
         self._authorization = None if config.backend_key is None else b"Bearer " + config.backend_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        client = Client(receive)
+        client = Client(receive, self._bodies.enter(lambda: self._gate.caller_of(Request(scope))))
         try:
             await self._answer(scope, client, send)
         except ClientGone:
@@ -144,10 +149,7 @@ class Relay:
 
     async def _answer(self, scope: Scope, client: Client, send: Send) -> None:
         self._gate.check_inference(Request(scope))
-        body = await client.body(self._config.max_body_bytes)
-        asked = read_asked(body)
-        found = await self._find(asked.model)
-        work = _Work(scope, asked, found, body, [])
+        work = await self._read(scope, client)
         while True:
             seat = await self._seat(work, client)
             backend, began_at = seat.backend, self._now()
@@ -160,8 +162,10 @@ class Relay:
                 outcome = self._judge(work, backend, exchange)
                 if outcome is Outcome.ANSWERED:
                     seat.ticket.started()
-                    if found.adapter:
-                        self._adapters.used(backend, found.name)
+                    work.body = b""
+                    client.forget_body()
+                    if work.found.adapter:
+                        self._adapters.used(backend, work.found.name)
                         self._metrics.adapter_request(backend, seat.is_resident)
                     self._metrics.first_byte(backend, self._now() - began_at)
                     await self._pass_on(scope, client, send, exchange)
@@ -176,7 +180,15 @@ class Relay:
                 seat.leave()
                 self._metrics.attempt(backend, outcome, self._now() - began_at)
             reason = exchange.failure.value if exchange.failure is not None else str(exchange.status)
-            logger.info("retry url=%s model=%s reason=%s attempts=%d", backend.url, found.name, reason, work.num_sent)
+            logger.info(
+                "retry url=%s model=%s reason=%s attempts=%d", backend.url, work.found.name, reason, work.num_sent
+            )
+
+    async def _read(self, scope: Scope, client: Client) -> _Work:
+        """Return a request, its body read and its model found; errors as of ``Client.body`` and ``_find``."""
+        body = await client.body(self._config.max_body_bytes)
+        asked = read_asked(body)
+        return _Work(scope, asked, await self._find(asked.model), body, [])
 
     async def _find(self, model: str | None) -> Found:
         """Return a model; of an unknown one, after the lists of models were read anew.

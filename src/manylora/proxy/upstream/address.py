@@ -61,7 +61,8 @@ def parse_backend(text: str) -> Address:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    is_legal = host and port != 0 and whole.isascii() and whole.isprintable() and " " not in whole
+    is_name = host and (":" in host or all(0 < len(label) < 64 for label in host.removesuffix(".").split(".")))
+    is_legal = is_name and port != 0 and whole.isascii() and whole.isprintable() and " " not in whole
     if not host or not is_legal or parts.scheme not in PORTS or parts.query or parts.fragment or parts.username:
         raise ConfigError(
             f"Got backend = {text!r}, expected something like http://127.0.0.1:8000 or dns:vllm.default.svc:8000"

@@ -274,7 +274,7 @@ async def create_chat_completion(request: Request) -> Response:
     """``POST /v1/chat/completions``."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    context.fleet.check_room()
+    context.check_room(tenant)
     body = await read_body(request, ChatBody)
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from manylora.server.api.respond import NOTHING_ELSE, check_lengths, check_num_a
 from manylora.server.api.schemas import CompletionBody, check_token_ids, sampling_params
 from manylora.server.api.truncation import Truncation
 from manylora.server.bounds import INLINE_CHARS
+from manylora.server.loop_turns import next_turn
 
 __all__ = ["completion_routes"]
 
@@ -135,7 +135,7 @@ async def _tokens(
         for index, prompt in enumerate(prompts, 1):
             check_token_ids(prompt, info.vocab_size, "prompt")
             if index % PROMPTS_AT_ONCE == 0:
-                await asyncio.sleep(0)
+                await next_turn()
         return prompts
     for text in texts:
         tokenizer.check_chars(len(text), truncation.limit)
@@ -173,7 +173,7 @@ async def create_completion(request: Request) -> Response:
     """``POST /v1/completions``."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    context.fleet.check_room()
+    context.check_room(tenant)
     body = await read_body(request, CompletionBody)
     settings = await context.settings.of(body.model)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens

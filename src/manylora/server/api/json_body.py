@@ -9,7 +9,6 @@ A field of any shape stays JSON (``msgspec.Raw``) until its size is known. Large
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from manylora.server.api.large_body import (
     struct_of,
 )
 from manylora.server.api.schemas import SamplingFields
+from manylora.server.loop_turns import next_turn
 
 __all__ = ["REFUSED", "decode_prompts", "parse"]
 
@@ -148,7 +148,7 @@ async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] |
         raise RequestError("Expected a text, texts, token ids, or lists of token ids", param="prompt")
     items = split(raw, most, "prompt")
     if len(data) > SLICE_BYTES:
-        await asyncio.sleep(0)
+        await next_turn()
     if first == b"[":
         return [await _token_ids(bytes(memoryview(one)), limit, f"prompt[{index}]") for index, one in enumerate(items)]
     try:

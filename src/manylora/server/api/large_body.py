@@ -10,7 +10,6 @@ allowed. Parts of at most ``SLICE_BYTES`` are then decoded at once::
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import typing
 from collections.abc import Collection, Sequence
@@ -21,6 +20,7 @@ import msgspec
 from manylora.errors import RequestError
 from manylora.server.api.free_form import NULL
 from manylora.server.api.json_decoder import decode
+from manylora.server.loop_turns import next_turn
 
 __all__ = [
     "SLICE_BYTES",
@@ -50,7 +50,7 @@ async def decode_in_slices(raw: bytes | msgspec.Raw, kind: Any, at: str = "") ->
     data = memoryview(raw)
     if len(data) <= SLICE_BYTES:
         return decode(raw, kind, at)
-    await asyncio.sleep(0)
+    await next_turn()
     first = bytes(data[:1])
     for one in _alternatives(kind):
         if isinstance(one, type) and issubclass(one, msgspec.Struct) and first == b"{":
@@ -101,7 +101,7 @@ async def decode_integers(data: bytes, at: str) -> list[int]:
         if stop < 0:
             return found
         begin = stop + 1
-        await asyncio.sleep(0)
+        await next_turn()
 
 
 async def struct_of(values: dict[str, msgspec.Raw], kind: type[T], at: str = "") -> T:
@@ -138,7 +138,7 @@ async def decode_items(items: Sequence[msgspec.Raw], kind: Any, at: str) -> list
         size = len(memoryview(item))
         if num_bytes + size > SLICE_BYTES:
             flush()
-            await asyncio.sleep(0)
+            await next_turn()
         if size > SLICE_BYTES:
             found.append(await decode_in_slices(item, kind, f"{at}[{len(found)}]"))
         else:

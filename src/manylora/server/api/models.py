@@ -21,6 +21,7 @@ from manylora.server.api.request import Context, context_of, read_body
 from manylora.server.api.schemas import DetokenizeBody, TokenizeBody, check_token_ids, template_arguments
 from manylora.server.api.tools import read_tool_use
 from manylora.server.bounds import INLINE_CHARS, TOKENIZE_CONTEXTS
+from manylora.server.loop_turns import next_turn
 
 __all__ = ["json_response", "model_routes"]
 
@@ -52,23 +53,28 @@ async def list_models(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_inference(request)
     context.fleet.check_serving()
-    adapters, shows_paths = context.fleet.adapters, context.gate.is_admin(request)
-    num_changes = adapters.num_changes
-    content = context.model_list.get((num_changes, shows_paths))
-    if content is None:
-        loaded = list(adapters.loaded.items())
-        served = (context.fleet.served_name, *context.config.web.aliases) if context.serves_base else ()
-        cards = [_card(context, name, shows_paths=shows_paths) for name in served]
-        parts = [msgspec.json.encode(cards)[1:-1]] if cards else []
-        for first in range(0, len(loaded), CARDS_AT_ONCE):
-            await asyncio.sleep(0)
-            cards = [_card(context, *one, shows_paths=shows_paths) for one in loaded[first : first + CARDS_AT_ONCE]]
-            parts.append(msgspec.json.encode(cards)[1:-1])
-        content = b'{"object":"list","data":[%b]}' % b",".join(parts)
-        if (num_changes, not shows_paths) not in context.model_list:
-            context.model_list.clear()
-        context.model_list[num_changes, shows_paths] = content
-    return Response(content, media_type="application/json")
+    shows_paths = context.gate.is_admin(request)
+    made, wanted = context.model_lists, (context.fleet.adapters.num_changes, shows_paths)
+    if wanted not in made:
+        for outdated in [one for one in made if one[0] != wanted[0]]:
+            del made[outdated]  # requests that came before the change get it still
+        context.turns.enter(partial(context.gate.caller_of, request))
+        made[wanted] = asyncio.create_task(_list(context, shows_paths=shows_paths))
+    # A client that leaves does not end it for the others.
+    return Response(await asyncio.shield(made[wanted]), media_type="application/json")
+
+
+async def _list(context: Context, *, shows_paths: bool) -> bytes:
+    """Return the list of models, made in slices."""
+    loaded = list(context.fleet.adapters.loaded.items())
+    served = (context.fleet.served_name, *context.config.web.aliases) if context.serves_base else ()
+    cards = [_card(context, name, shows_paths=shows_paths) for name in served]
+    parts = [msgspec.json.encode(cards)[1:-1]] if cards else []
+    for first in range(0, len(loaded), CARDS_AT_ONCE):
+        await next_turn()
+        cards = [_card(context, *one, shows_paths=shows_paths) for one in loaded[first : first + CARDS_AT_ONCE]]
+        parts.append(msgspec.json.encode(cards)[1:-1])
+    return b'{"object":"list","data":[%b]}' % b",".join(parts)
 
 
 async def get_model(request: Request) -> Response:

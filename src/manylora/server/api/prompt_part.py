@@ -6,7 +6,6 @@ as JSON they wait for the rest of the response.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +17,7 @@ from manylora.errors import RequestError
 from manylora.server.api.json_parts import JsonParts
 from manylora.server.api.schemas import SamplingFields
 from manylora.server.bounds import MAX_PROMPT_LOGPROBS
+from manylora.server.loop_turns import next_turn
 from manylora.text import Tokenizer, TokenLogprob, describe_prompt
 from manylora.types import PromptLogprobs
 
@@ -155,7 +155,7 @@ class PromptPart:
                     row[str(token_id)] = {"logprob": value, "rank": rank, "decoded_token": text(token_id)}
                 rows.append(row)
             parts.append(encode(rows)[1:-1])
-            await asyncio.sleep(0)
+            await next_turn()
         return JsonParts.of_list(parts)
 
     async def _echo(self, prompt: tuple[int, ...], report: PromptLogprobs, num_top: int) -> list[dict[str, bytes]]:
@@ -165,7 +165,7 @@ class PromptPart:
         while rows := [msgspec.structs.replace(token, top=token.top[:num_top]) for token in islice(tokens, num_rows)]:
             named = map(named_by_id, rows) if self.details.names_by_id else rows
             parts.append(logprob_items(tuple(named)))
-            await asyncio.sleep(0)
+            await next_turn()
         return parts
 
     def _first(self, prompt: tuple[int, ...]) -> dict[str, bytes]:

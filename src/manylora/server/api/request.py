@@ -6,10 +6,12 @@ preflight request.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -28,18 +30,19 @@ from manylora.server.bounds import (
     MAX_FORMS_WAITING,
     MAX_MODEL_CHARS,
     MAX_TEXT_WAITING,
-    SHORT_BODY_BYTES,
     default_body_bytes,
 )
 from manylora.server.caller_room import CallerRoom, room_of_engine
 from manylora.server.errors import HttpError
 from manylora.server.fair_work import FairWork
 from manylora.server.form_checks import FormChecks
+from manylora.server.loop_turns import LoopTurns, next_turn
 from manylora.server.metrics.prometheus import Metrics
 from manylora.server.metrics.shared_scrape import SharedScrape
 from manylora.server.model_settings import ModelSettings
 from manylora.server.refusals import RetryTimes
 from manylora.server.served import ServedFleet
+from manylora.server.unread import UnreadAnswers
 from manylora.text import Tokenizer
 from manylora.text.forms import FormProcess, FormSettings
 
@@ -61,6 +64,7 @@ class Context:
         serves_base: Whether the base is a model of its own.
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
         gate: Checks API keys.
+        turns: Share the event loop between requests that need it for milliseconds.
         text_work: Takes long texts off the event loop, in turns.
         forms: Checks forms of answers.
         callers: Bounds the answers under way of each caller, where keys tell callers apart.
@@ -68,11 +72,12 @@ class Context:
         retries: Tells refused clients when to try again.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
         bodies: The bytes of bodies that arrive.
+        unread: The long answers that wait for their clients.
         started_at: Start of the server, in seconds since the epoch.
         epoch_s: Returns the time in seconds since the epoch.
         monotonic_s: Returns a time in seconds that never steps back.
-        model_list: The answers of ``/v1/models``, under the number of changes of the adapters at the time and whether
-            they show paths; routers ask for them every few seconds.
+        model_lists: The answers of ``/v1/models``, made or under way, under the number of changes of the adapters at
+            the time and whether they show paths; routers ask for them every few seconds.
     """
 
     engine_config: EngineConfig
@@ -92,10 +97,12 @@ class Context:
     scrapes: SharedScrape = field(default_factory=SharedScrape)
     retries: RetryTimes = field(default_factory=RetryTimes)
     bodies: BodyRoom = field(default_factory=BodyRoom)
+    turns: LoopTurns = field(default_factory=LoopTurns)
+    unread: UnreadAnswers = field(default_factory=UnreadAnswers)
     started_at: int = field(default_factory=lambda: int(time.time()))
     epoch_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
-    model_list: dict[tuple[int, bool], bytes] = field(default_factory=dict)
+    model_lists: dict[tuple[int, bool], asyncio.Task[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gate", Gate(self.config.api_keys, self.config.admin_key))
@@ -110,6 +117,11 @@ class Context:
         answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
         digest = hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()
         object.__setattr__(self, "fingerprint", f"fp_{digest}")
+
+    def check_room(self, tenant: str) -> None:
+        """Raise ``CapacityError`` if no engine would take a request now, or none of this tenant."""
+        self.fleet.check_room()
+        self.callers.check(tenant)
 
     def _num_serving(self) -> int:
         return self.fleet.num_by_state()[State.SERVING]
@@ -129,12 +141,14 @@ async def read_body(request: Request, body: type[Body]) -> Body:
     """Read and check the body of a request; an alias of the base is replaced by its name.
 
     Raises:
-        HttpError: 415 for another media type; 413 above ``max_body_bytes``; 503 if other bodies leave no room; 400 if
+        HttpError: 415 for another media type; 413 above ``max_body_bytes``; 429 if other bodies leave no room; 400 if
             the client disconnected.
         ModelNotFound: The model's name is longer than any.
         RequestError: As ``parse``.
     """
     context = context_of(request)
+    caller_of = partial(context.gate.caller_of, request)
+    context.turns.enter(caller_of)
     max_bytes = context.config.max_body_bytes or default_body_bytes(context.fleet.info.max_model_len)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -142,7 +156,7 @@ async def read_body(request: Request, body: type[Body]) -> Body:
     declared = request.headers.get("content-length", "")
     num_bytes = int(declared) if declared.isdigit() else 0
     parts: list[bytes] = []
-    held = 0
+    arriving = context.bodies.enter(caller_of)
     try:
         if num_bytes <= max_bytes:
             num_bytes = 0
@@ -150,17 +164,16 @@ async def read_body(request: Request, body: type[Body]) -> Body:
                 num_bytes += len(part)
                 if num_bytes > max_bytes:
                     break
-                if num_bytes > SHORT_BODY_BYTES:
-                    context.bodies.take(num_bytes - held, held)
-                    held = num_bytes
+                arriving.grow(num_bytes)
                 parts.append(part)
         if num_bytes > max_bytes:
             raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+        await next_turn()
         made = await parse(b"".join(parts), body)
     except ClientDisconnect:
         raise HttpError(400, "The body ended early") from None
     finally:
-        context.bodies.give(held)
+        arriving.close()
     if isinstance(model := getattr(made, "model", None), str):
         if len(model) > MAX_MODEL_CHARS:
             raise ModelNotFound(

@@ -6,12 +6,12 @@ chunk is a few concatenations around one encoded string.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -30,7 +30,8 @@ from manylora.server.bounds import MAX_ANSWER_LOGPROBS, MAX_SALT_CHARS
 from manylora.server.caller_room import room_of_engine
 from manylora.server.errors import error_body, error_response
 from manylora.server.fair_work import ClientGone
-from manylora.server.http_protocol import WriteChunk, chunk_writer
+from manylora.server.http_protocol import WriteChunk, chunk_writer, connection_breaker
+from manylora.server.loop_turns import next_turn
 from manylora.server.model_settings import Settings
 from manylora.types import PromptLogprobs, Request, SamplingParams
 from manylora.web_config import MOST_LOGPROBS
@@ -64,6 +65,8 @@ REQUESTS_AT_ONCE = 256
 
 PART_BYTES = 256 * 1024
 """Bytes of a whole answer that are written at once."""
+
+Hold: TypeAlias = Callable[[int, Callable[[], None]], AbstractContextManager[None]]
 
 encode = msgspec.json.encode
 
@@ -122,7 +125,8 @@ async def respond(
     )
     if body.stream:
         return _EventStream(answers, form, head=head, fingerprint=context.fingerprint, options=body.stream_options)
-    return _Whole(answers, form, head=head, fingerprint=context.fingerprint)
+    hold = functools.partial(context.unread.hold, functools.partial(context.gate.caller_of, request))
+    return _Whole(answers, form, head=head, fingerprint=context.fingerprint, hold=hold)
 
 
 async def submit(
@@ -188,7 +192,7 @@ async def submit(
             for choice in range(num_answers)
         ]
         if len(requests) % REQUESTS_AT_ONCE < num_answers:
-            await asyncio.sleep(0)
+            await next_turn()
     places = context.callers.take(tenant, len(requests)) if context.gate.tells_tenants else None
     answers = Answers(
         context.fleet,
@@ -351,7 +355,7 @@ class _EventStream(Response):
                 num_bytes += len(parts[-1])
                 if num_bytes >= PART_BYTES:
                     await send_body(send, b"".join(parts))
-                    await asyncio.sleep(0)
+                    await next_turn()
                     parts, num_bytes = [], 0
             if parts:
                 await send_body(send, b"".join(parts))
@@ -387,19 +391,22 @@ async def _send_whole(send: Send, parts: Sequence[bytes]) -> None:
         num_together += len(part)
         if num_together >= PART_BYTES:
             await send_body(send, b"".join(together))
-            await asyncio.sleep(0)
+            await next_turn()
             together, num_together = [], 0
     await send({"type": "http.response.body", "body": b"".join(together), "more_body": False})
 
 
 class _Whole(Response):
-    """Whole answers in one response; arguments as of ``_EventStream``."""
+    """Whole answers in one response; arguments as of ``_EventStream``, and ``hold`` counts the bytes that wait."""
 
-    def __init__(self, answers: Answers, form: AnswerFormat, *, head: dict[str, Any], fingerprint: str) -> None:
+    def __init__(
+        self, answers: Answers, form: AnswerFormat, *, head: dict[str, Any], fingerprint: str, hold: Hold
+    ) -> None:
         self._answers = answers
         self._form = form
         self._head = {**head, "object": form.object}
         self._fingerprint = fingerprint
+        self._hold = hold
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Wait for the answers, then send them."""
@@ -424,7 +431,7 @@ class _Whole(Response):
                     if (report := reports[index]) is not None:
                         await self._form.prompt.add(index, report)
                     choices.append(JsonParts(encode_parts(self._form.choice(index))))
-                    await asyncio.sleep(0)
+                    await next_turn()
                 body = {
                     **envelope.fields,
                     "choices": choices,
@@ -432,4 +439,6 @@ class _Whole(Response):
                     **NULL_FIELDS,
                     **self._form.head(is_chunk=False),
                 }
-                await _send_whole(send, encode_parts(body))
+                parts = encode_parts(body)
+                with self._hold(sum(map(len, parts)), connection_breaker(scope)):
+                    await _send_whole(send, parts)

@@ -240,7 +240,7 @@ async def create_response(request: Request) -> Response:
     """``POST /v1/responses``."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    context.fleet.check_room()
+    context.check_room(tenant)
     body = await read_body(request, ResponsesBody)
     _check(body)
     body.response_format = _response_format(body.text)

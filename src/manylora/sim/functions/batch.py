@@ -80,7 +80,7 @@ class Stretch:
     """Decode steps of one batch.
 
     Args:
-        num_steps: How many.
+        num_steps: Number of steps.
         work_s: Their device time.
     """
 

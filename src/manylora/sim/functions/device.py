@@ -22,7 +22,7 @@ class Engine:
     """The unit that has processes: a function, or all functions of a model where they are tenants of one process.
 
     Args:
-        alone_s: What a batch takes on a device of its own, as far as seen.
+        alone_s: Time of a batch on a device of its own, in seconds, as far as seen.
         check_at: Time of the next look at its window; infinite for none.
     """
 

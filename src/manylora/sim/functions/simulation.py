@@ -56,10 +56,10 @@ class FunctionsRun:
     Args:
         calls: Every request, in order of arrival.
         functions: The functions.
-        accounts: What each account used, over all machines; the platform's own is ``""``.
+        accounts: Usage of each account, over all machines; the platform's own is ``""``.
         duration_s: Virtual time of the end.
         num_devices: Devices of all nodes.
-        counts: How often something happened, by name.
+        counts: Counters of events, by name.
         starts: Seconds of the stages of each cold start for a request, by stage.
     """
 

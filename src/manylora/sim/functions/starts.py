@@ -85,7 +85,7 @@ def plan_start(engine: Engine, device: Device, loads: LoadTimes, now: float, *, 
     """Return the cold start of a process; nothing is changed until it is committed.
 
     Args:
-        engine: What starts.
+        engine: The engine that starts.
         device: Where.
         loads: Times of stages.
         now: The time.

@@ -1,25 +1,29 @@
 """The simulated executor: work completes by a cost model, and tokens are synthetic.
 
 On the virtual clock it makes the engine a simulator; on the wall clock, a server without a model. Loads share one link
-per tier, first in, first out, and run beside steps, which they may slow down. A step with cold sequences takes
-longer, for all its sequences (``cold_steps.py``).
+per tier (``link.py``) and run beside steps, which they may slow down. A step with cold sequences takes longer, for all
+its sequences, or goes on without them (``cold_steps.py``).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from zlib import crc32
 
 from manylora.costs.model import CostModel
+from manylora.costs.patience import PATIENCE_S
 from manylora.costs.speed import MachineSpeed
 from manylora.costs.workers import AssistCost
+from manylora.engine.steps.plan_ahead import fill_in
 from manylora.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
-from manylora.sim.run.cold_steps import ColdSteps, LoadTimeline, cold_sequences
+from manylora.sim.run.cold_steps import ColdStep, ColdSteps, cold_sequences
+from manylora.sim.run.link import LoadTimeline, SimulatedLink
 from manylora.types import AdapterKey, PromptLogprobs, SampledToken, Tier
 
-__all__ = ["SimulatedExecutor", "SimulatedWork", "synthetic_prompt_logprobs", "synthetic_token"]
+__all__ = ["SimulatedExecutor", "SimulatedLoad", "SimulatedWork", "synthetic_prompt_logprobs", "synthetic_token"]
 
 
 @dataclass(slots=True)
@@ -33,6 +37,22 @@ class SimulatedWork:
     def poll(self, now: float) -> StepResult | LoadResult | None:
         """Return the result from ``ready_at`` on."""
         return self.result if now >= self.ready_at else None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLoad:
+    """A load in flight, which loads that begin later may put off."""
+
+    timeline: LoadTimeline
+
+    @property
+    def ready_at(self) -> float:
+        """Time of its end, in seconds."""
+        return self.timeline.ends_at
+
+    def poll(self, now: float) -> LoadResult | None:
+        """Return the result from ``ready_at`` on."""
+        return LoadResult() if now >= self.ready_at else None
 
 
 def synthetic_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ...] = ()) -> SampledToken:
@@ -83,6 +103,7 @@ class SimulatedExecutor:
         speed: Speed of the machine over time; constant when ``None``.
         num_layers: Layers of the model, in whose order adapters arrive.
         assist: Prices the CPU workers that compute adapters from host memory; ``None`` where steps read it in place.
+        patience_s: Longest wait of a step for the layers of its adapters, in seconds.
     """
 
     def __init__(
@@ -97,66 +118,87 @@ class SimulatedExecutor:
         speed: MachineSpeed | None = None,
         num_layers: int = 1,
         assist: AssistCost | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._cost = cost
         self._vocab_size = vocab_size
         self._num_layers = num_layers
-        self._cold_steps = ColdSteps(cost, num_layers, assist)
+        self._cold_steps = ColdSteps(cost, num_layers, assist, patience_s)
         self._interference = {tier: one for tier, one in (interference or {}).items() if one}
         self._speed = speed
         self._steps: list[SimulatedWork] = []  # the last two, for loads to slow down
+        self._last = StepResult()
+        self._given_up: dict[int, Seq[int]] = {}  # by the last step; with the pages of each
         self._scheduler_time_s = scheduler_time_s
         self._choose = choose or (lambda part: synthetic_token(part, vocab_size, avoid))
-        self._link_free_at = {Tier.HOST: 0.0, Tier.DEVICE: 0.0}
+        self._links = {Tier.HOST: SimulatedLink(), Tier.DEVICE: SimulatedLink()}
         self._timelines: dict[Tier, dict[AdapterKey, LoadTimeline]] = {Tier.HOST: {}, Tier.DEVICE: {}}
 
     def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
         """Start a step."""
+        if self._given_up:
+            plan = fill_in(plan, self._last.tokens, given_up=self._given_up)
         tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
         begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
         factor = 1.0 if self._speed is None else self._speed.factor(begins_at)
         # A sequence is cold only while its adapter is on its way to the device.
-        is_copying = now < self._link_free_at[Tier.DEVICE]
+        is_copying = now < self._links[Tier.DEVICE].free_at
         if is_copying and (cold := cold_sequences(plan)):
-            ready_at, cpu_share = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
+            step = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
         else:
-            ready_at, cpu_share = begins_at + self._cost.step_time_s(plan) * factor, 0.0
-        for tier in self._interference:
-            ready_at = self._delayed(ready_at, tier, begins_at, self._link_free_at[tier])
+            step_s = self._cost.step_time_s(plan) if plan.sequences else 0.0
+            step = ColdStep(begins_at + step_s * factor, cpu_share=0.0)
+        ready_at = step.ends_at
+        for tier, share in self._interference.items():
+            ready_at = _delayed(ready_at, share, begins_at, self._links[tier].busy())
         prompt_logprobs = synthetic_prompt_logprobs(plan, self._vocab_size)
-        result = StepResult(tokens=tokens, prompt_logprobs=prompt_logprobs, cpu_share=cpu_share)
-        self._steps = [*self._steps[-1:], SimulatedWork(ready_at, result, begins_at)]
+        late_parts = [part for part in plan.sequences if part.adapter in step.late] if step.late else []
+        self._given_up = {part.seq_id: part.pages for part in late_parts}
+        for seq_id in self._given_up:
+            tokens.pop(seq_id, None)
+            prompt_logprobs.pop(seq_id, None)
+        self._last = StepResult(
+            tokens=tokens,
+            late=frozenset(self._given_up),
+            prompt_logprobs=prompt_logprobs,
+            cpu_share=step.cpu_share,
+        )
+        self._steps = [*self._steps[-1:], SimulatedWork(ready_at, self._last, begins_at)]
         return self._steps[-1]
 
-    def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
-        """Start a load behind those on its link. A copy follows the read of its adapter if that is in flight."""
+    def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedLoad:
+        """Start a load on its link. A copy follows the read of its adapter if that is in flight.
+
+        Steps in flight keep the arrivals that they were launched with.
+        """
         tier, key = load.tier, load.version.key
-        begins_at = max(now, self._link_free_at[tier])
         below = self._timelines[Tier.HOST].get(key) if tier is Tier.DEVICE else None
         if below is not None and below.ends_at <= now:
             below = None
-        timeline = LoadTimeline(begins_at, self._cost.load_time_s(load), self._num_layers, below)
+        timeline = self._links[tier].load(now, self._cost.load_time_s(load), self._num_layers, below)
         self._timelines[tier][key] = timeline
-        self._link_free_at[tier] = ready_at = timeline.ends_at
         if tier in self._interference:
-            self._delay_steps(tier, begins_at, ready_at)
-        return SimulatedWork(ready_at, LoadResult(), begins_at)
+            self._delay_steps(tier, timeline)
+        return SimulatedLoad(timeline)
 
-    def _delay_steps(self, tier: Tier, begins_at: float, ends_at: float) -> None:
+    def _delay_steps(self, tier: Tier, load: LoadTimeline) -> None:
         """Delay the steps in flight beside a load, and the second also by the delay of the first."""
         late_s = 0.0
         for step in self._steps:
             step.begins_at += late_s
             step.ready_at += late_s
-            ready_at = self._delayed(step.ready_at, tier, max(begins_at, step.begins_at), ends_at)
+            ready_at = _delayed(step.ready_at, self._interference[tier], step.begins_at, load.uses)
             late_s, step.ready_at = late_s + ready_at - step.ready_at, ready_at
-
-    def _delayed(self, step_ends_at: float, tier: Tier, begins_at: float, ends_at: float) -> float:
-        """Return the end of a step beside a load that runs from ``begins_at`` to ``ends_at``."""
-        interference = self._interference[tier]
-        together_s = min(ends_at - begins_at, (step_ends_at - begins_at) / (1.0 - interference))
-        return step_ends_at + interference * max(0.0, together_s)
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget the times at which its layers arrived in ``tier``."""
         self._timelines[tier].pop(key, None)
+
+
+def _delayed(ends_at: float, interference: float, begins_at: float, uses: Iterable[tuple[float, float]]) -> float:
+    """Return the end of a step that runs from ``begins_at``, beside loads that use their link in some intervals."""
+    for from_s, to_s in uses:
+        both_at = max(begins_at, from_s)
+        together_s = min(to_s - both_at, (ends_at - both_at) / (1.0 - interference))
+        ends_at += interference * max(0.0, together_s)
+    return ends_at

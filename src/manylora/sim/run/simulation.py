@@ -33,6 +33,7 @@ from manylora.engine.status import EngineStats
 from manylora.errors import ConfigError, ManyloraError
 from manylora.events import EventSink
 from manylora.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
+from manylora.options import require
 from manylora.plan import AdapterLoad, PlannedSequence
 from manylora.plugins import options_for
 from manylora.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
@@ -108,17 +109,13 @@ class SimulationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def check(ok: bool, name: str, expected: str) -> None:
-            if not ok:
-                raise ConfigError(f"Got {name} = {getattr(self, name)!r}, expected {expected}")
-
-        check(self.num_pages >= 2, "num_pages", "at least 2")
-        check(self.num_replicas >= 1, "num_replicas", "at least 1")
+        require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2")
+        require(self.num_replicas >= 1, "num_replicas", self.num_replicas, "at least 1")
         fleet = self.num_replicas if self.scaling is None else self.scaling.policy.max_replicas
-        check(self.num_replicas == fleet, "num_replicas", f"{fleet}, as in scaling")
-        check(self.scheduler_time_s >= 0, "scheduler_time_s", "0 or more")
-        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        check(self.sample_every_s > 0, "sample_every_s", "above 0")
+        require(self.num_replicas == fleet, "num_replicas", self.num_replicas, f"{fleet}, as in scaling")
+        require(self.scheduler_time_s >= 0, "scheduler_time_s", self.scheduler_time_s, "0 or more")
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        require(self.sample_every_s > 0, "sample_every_s", self.sample_every_s, "above 0")
         if self.memory.block_size != self.base.page.block_size:
             raise ConfigError(f"Got block_size = {self.memory.block_size}, and a base with {self.base.page.block_size}")
 
@@ -176,86 +173,115 @@ def simulate(
         AdapterError: An adapter applies to no module of the base.
         Stalled: A policy stranded a request.
     """
-    clock = VirtualClock()
-    ranks = {spec.name: spec.rank for spec in workload.adapters}
-    recorders = [
-        Recorder(replica=index, ranks=ranks, sample_every_s=config.sample_every_s)
-        for index in range(config.num_replicas)
-    ]
-    engines: list[EngineCore] = []  # every one of the run; ``cores`` are those of this moment, by replica
-    cores: dict[int, EngineCore] = {}
+    fleet = _Fleet(workload, config, sinks, on_progress)
+    arrivals = Arrivals(_arrivals(workload, config), on_rejected=fleet.refuse)
+    drive(fleet.cores, fleet.clock, arrivals, dispatch=fleet.dispatch, on_outputs=fleet.take, control=fleet.starts)
+    return fleet.outcome()
 
-    def make_core(replica: int) -> EngineCore:
-        recorder = recorders[replica]
-        engines.append(_make_core(workload, config, replica, (recorder, *sinks)))
-        recorder.watch(engines[-1].stats)
-        return engines[-1]
 
-    def tell(replica: int) -> None:
-        dispatcher.report(replica, ReplicaReport.of(cores[replica].stats(), config.memory.block_size))
+class _Fleet:
+    """The engines of a run on one clock, the dispatcher before them, and the records of their requests.
 
-    def begin(replica: int) -> None:
-        dispatcher.restarted(replica)
-        tell(replica)
+    Args:
+        workload: The requests.
+        config: The engines.
+        sinks: Receive every event of every replica.
+        on_progress: Called after requests have ended.
+    """
 
-    router = _make_router(config, ranks)
-    starts: SimulatedStarts | None = None
-    if config.scaling is None:
-        dispatcher = Dispatcher(router, config.num_replicas, ranks)
-        cores.update((replica, make_core(replica)) for replica in range(config.num_replicas))
-    else:
+    def __init__(
+        self,
+        workload: Workload,
+        config: SimulationConfig,
+        sinks: tuple[EventSink, ...],
+        on_progress: Progress | None,
+    ) -> None:
+        self._workload, self._config, self._sinks, self._on_progress = workload, config, sinks, on_progress
+        ranks = {spec.name: spec.rank for spec in workload.adapters}
+        self._recorders = [
+            Recorder(replica=index, ranks=ranks, sample_every_s=config.sample_every_s)
+            for index in range(config.num_replicas)
+        ]
+        self._waiting: set[str] = set()
+        self._num_ended, self._report_at = 0, REPORT_EVERY_S
+        self._engines: list[EngineCore] = []  # every one of the run
+        self.cores: dict[int, EngineCore] = {}  # those of this moment, by replica
+        self.clock = VirtualClock()
+        self.starts: SimulatedStarts | None = None
+        self._dispatcher: Dispatcher
+        router = _make_router(config, ranks)
+        if config.scaling is None:
+            self._dispatcher = Dispatcher(router, config.num_replicas, ranks)
+            self.cores.update((replica, self._start(replica)) for replica in range(config.num_replicas))
+            return
         watch = LoadWatch(config.scaling.policy.ttft_s)
-        dispatcher = WatchedDispatcher(router, config.num_replicas, ranks, watch=watch, now=clock.now)
+        self._dispatcher = WatchedDispatcher(router, config.num_replicas, ranks, watch=watch, now=self.clock.now)
         scaler = None if config.scaling.make_scaler is None else config.scaling.make_scaler()
-        controller = ScalingController(config.scaling.policy, dispatcher.views, watch, scaler=scaler)
-        starts = SimulatedStarts(config.scaling, controller, cores, make_core, begin, seed=config.seed)
-    num_ended, report_at = 0, REPORT_EVERY_S
-    waiting: set[str] = set()
+        controller = ScalingController(config.scaling.policy, self._dispatcher.views, watch, scaler=scaler)
+        self.starts = SimulatedStarts(
+            config.scaling, controller, self.cores, self._start, self._begin, seed=config.seed
+        )
 
-    def dispatch(request: Request) -> int:
-        nonlocal report_at
-        now = clock.now()
-        if now >= report_at:
-            report_at = now + REPORT_EVERY_S
-            for replica in cores:
-                tell(replica)
-        waiting.add(request.request_id)
-        return dispatcher.dispatch(request, None if starts is None else starts.serving)
+    def _start(self, replica: int) -> EngineCore:
+        recorder = self._recorders[replica]
+        engine = _make_core(self._workload, self._config, replica, (recorder, *self._sinks))
+        self._engines.append(engine)
+        recorder.watch(engine.stats)
+        return engine
 
-    def take(outputs: list[Output], now: float) -> None:
-        nonlocal num_ended
-        ended = 0
+    def _begin(self, replica: int) -> None:
+        """Note that an engine takes requests from now on."""
+        self._dispatcher.restarted(replica)
+        self._report(replica)
+
+    def _report(self, replica: int) -> None:
+        report = ReplicaReport.of(self.cores[replica].stats(), self._config.memory.block_size)
+        self._dispatcher.report(replica, report)
+
+    def dispatch(self, request: Request) -> int:
+        """Return the replica for a request; reports of all replicas that are due come first."""
+        now = self.clock.now()
+        if now >= self._report_at:
+            self._report_at = now + REPORT_EVERY_S
+            for replica in self.cores:
+                self._report(replica)
+        self._waiting.add(request.request_id)
+        return self._dispatcher.dispatch(request, None if self.starts is None else self.starts.serving)
+
+    def take(self, outputs: list[Output], now: float) -> None:
+        """Note the outputs of an engine's turn."""
+        num_ended = 0
         for output in outputs:
-            if output.request_id in waiting:
-                waiting.discard(output.request_id)
-                dispatcher.started(output.request_id)
+            if output.request_id in self._waiting:
+                self._waiting.discard(output.request_id)
+                self._dispatcher.started(output.request_id)
             if output.finish is not None:
-                dispatcher.ended(output.request_id)
-                ended += 1
-        num_ended += ended
-        if ended and on_progress is not None:
-            on_progress(num_ended, now)
+                self._dispatcher.ended(output.request_id)
+                num_ended += 1
+        self._num_ended += num_ended
+        if num_ended and self._on_progress is not None:
+            self._on_progress(self._num_ended, now)
 
-    def refuse(request: Request, error: ManyloraError, now: float) -> None:
-        nonlocal num_ended
-        num_ended += 1
-        waiting.discard(request.request_id)
-        recorders[dispatcher.ended(request.request_id)].refuse(request, error, now)
+    def refuse(self, request: Request, error: ManyloraError, now: float) -> None:
+        """Note a request that its engine refused."""
+        self._num_ended += 1
+        self._waiting.discard(request.request_id)
+        self._recorders[self._dispatcher.ended(request.request_id)].refuse(request, error, now)
 
-    arrivals = Arrivals(_arrivals(workload, config), on_rejected=refuse)
-    drive(cores, clock, arrivals, dispatch=dispatch, on_outputs=take, control=starts)
-    if starts is not None:
-        starts.close(clock.now())
-    records = [record for recorder in recorders for record in recorder.records]
-    return Run(
-        workload=workload.name,
-        records=sorted(records, key=lambda record: int(record.request_id)),
-        timelines=[recorder.timeline for recorder in recorders],
-        stats=[engine.stats() for engine in engines],
-        duration_s=clock.now(),
-        spans=[] if starts is None else starts.spans,
-        decisions=[] if starts is None else starts.decisions,
-    )
+    def outcome(self) -> Run:
+        """End the engines, and return the run."""
+        if self.starts is not None:
+            self.starts.close(self.clock.now())
+        records = [record for recorder in self._recorders for record in recorder.records]
+        return Run(
+            workload=self._workload.name,
+            records=sorted(records, key=lambda record: int(record.request_id)),
+            timelines=[recorder.timeline for recorder in self._recorders],
+            stats=[engine.stats() for engine in self._engines],
+            duration_s=self.clock.now(),
+            spans=[] if self.starts is None else self.starts.spans,
+            decisions=[] if self.starts is None else self.starts.decisions,
+        )
 
 
 class _WithoutLoads:

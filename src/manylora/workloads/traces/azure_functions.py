@@ -26,7 +26,7 @@ class Calls:
     Args:
         arrival_s: Seconds since the first.
         function: Which function, numbered in order of appearance.
-        duration_s: How long each ran.
+        duration_s: Duration of each call.
     """
 
     arrival_s: FloatArray

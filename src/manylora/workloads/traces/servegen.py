@@ -39,7 +39,7 @@ class ClientWindow:
         start_s: Beginning of the window, in seconds since the trace's midnight.
         rate: Mean requests per second.
         cov: Coefficient of variation of the gaps.
-        pattern: What the gaps were fitted with.
+        pattern: The distribution that was fitted to the gaps.
         shape: The fit's shape.
         scale_s: The fit's scale, in seconds.
     """
@@ -61,7 +61,7 @@ class ClientSummary:
     Args:
         model: The model it asked.
         client: Its number there.
-        requests: How many it sent.
+        requests: Number of its requests.
         mean_rate: Mean requests per second.
         peak_rate: The same in its busiest window.
         mean_prompt_tokens: Where lengths are known.
