@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from manylora.server.http_protocol import ChunkWritingProtocol
 
 __all__ = ["MEMBER", "MemberProtocol", "member_of"]
 
@@ -15,10 +16,10 @@ MEMBER = "manylora.member"
 """Key of a request's scope."""
 
 
-class MemberProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, whose requests have the names in the caller's certificate in their scope."""
+class MemberProtocol(ChunkWritingProtocol):
+    """The server's protocol, whose requests have the names in the caller's certificate in their scope."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """Note the certificate, which the handshake has checked."""
         super().connection_made(transport)
         app, member = self.app, member_of(transport.get_extra_info("peercert") or {})
