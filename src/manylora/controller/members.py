@@ -19,7 +19,7 @@ MEMBER = "manylora.member"
 class MemberProtocol(ChunkWritingProtocol):
     """The server's protocol, whose requests have the names in the caller's certificate in their scope."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Note the certificate, which the handshake has checked."""
         super().connection_made(transport)
         app, member = self.app, member_of(transport.get_extra_info("peercert") or {})
